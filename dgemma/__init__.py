@@ -1,0 +1,51 @@
+"""dgemma: DiffusionGemma on your own machine.
+
+The public names are resolved on first use, so that importing the package costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dgemma.canvas import Noise, Pins
+    from dgemma.engine import Done, Draft, Engine, Text
+    from dgemma.errors import DgemmaError
+    from dgemma.sampler import Confidence, EntropyBound, Sampler
+
+__version__ = "0.1.0"
+
+HOMES = {
+    "Confidence": "dgemma.sampler",
+    "DgemmaError": "dgemma.errors",
+    "Done": "dgemma.engine",
+    "Draft": "dgemma.engine",
+    "Engine": "dgemma.engine",
+    "EntropyBound": "dgemma.sampler",
+    "Noise": "dgemma.canvas",
+    "Pins": "dgemma.canvas",
+    "Sampler": "dgemma.sampler",
+    "Text": "dgemma.engine",
+}
+__all__ = [
+    "Confidence",
+    "DgemmaError",
+    "Done",
+    "Draft",
+    "Engine",
+    "EntropyBound",
+    "Noise",
+    "Pins",
+    "Sampler",
+    "Text",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'dgemma' has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

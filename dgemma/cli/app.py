@@ -1,0 +1,63 @@
+"""The application and its shared options, and how errors reach a person: one sentence."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from dgemma.errors import DgemmaError, UsageError
+
+FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="A checkpoint directory, a downloaded hub id, or nano.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+app = typer.Typer(
+    name="dgemma",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from dgemma import __version__
+
+        print(f"dgemma {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show and exit."),
+    ] = False,
+) -> None:
+    """DiffusionGemma on your own machine: text that settles all at once instead of being typed."""
+
+
+def run() -> None:
+    """Run the command line; errors become one sentence on stderr and the right exit code."""
+    try:
+        app()
+    except DgemmaError as error:
+        _fail(str(error), WRONG_CALL if isinstance(error, UsageError) else FAILED)
+    except KeyboardInterrupt:
+        _fail("interrupted", INTERRUPTED)
+    except Exception as error:
+        # The outermost edge: a bug still ends in a sentence, and --debug shows where it was.
+        _fail(f"{type(error).__name__}: {error} (this is a bug; --debug shows where)", FAILED)
+
+
+def _fail(sentence: str, code: int) -> None:
+    if "--debug" in sys.argv:
+        raise  # noqa: PLE0704 - called while an error is being handled
+    print(f"dgemma: {sentence}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,82 @@
+"""`dgemma info`: versions, device, model, chosen fast paths."""
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dgemma.cli.app import AsJson, Device, Dtype, Model, app
+from dgemma.errors import UsageError
+
+
+@app.command()
+def info(
+    model: Model = "nano", device: Device = "auto", dtype: Dtype = "auto", as_json: AsJson = False
+) -> None:
+    """Tell what would run, and where. Needs a checkpoint's config only, not its weights."""
+    facts = {**_machine(device, dtype), **_model(model)}
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = (
+            ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        )
+        print(f"{name.replace('_', ' '):{width}}  {shown}")
+
+
+def _machine(device: str, dtype: str) -> dict[str, Any]:
+    import torch
+
+    from dgemma import __version__
+    from dgemma.device import choose_device, choose_dtype, describe_device
+
+    where = choose_device(device)
+    return {
+        "dgemma": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "safetensors": version("safetensors"),
+        "tokenizers": version("tokenizers"),
+        "device": describe_device(where),
+        "dtype": str(choose_dtype(dtype, where)).removeprefix("torch."),
+        "fast_paths": {
+            "attention": "merged segments" if where.type == "cpu" else "scaled_dot_product",
+            "experts": "one product per expert",
+            "row_stats": "one pass, in place",
+        },
+    }
+
+
+def _model(model: str) -> dict[str, Any]:
+    from dgemma.weights.download import find_checkpoint
+
+    try:
+        directory = find_checkpoint(model)
+    except UsageError as error:
+        if model != "nano":
+            raise
+        return {"model": f"none ({error})"}
+    return {"model": model, **_config(directory)}
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    from dgemma.config import FULL, load_config
+    from dgemma.weights.random import count_parameters, short_count
+
+    config = load_config(directory)
+    count = count_parameters(config)
+    return {
+        "family": config.family,
+        "parameters": count.total,
+        "active_parameters": count.active,
+        "size": f"{short_count(count.total)}, {short_count(count.active)} active",
+        "layers": config.num_hidden_layers,
+        "full_layers": config.layer_types.count(FULL),
+        "experts": f"{config.top_k_experts} of {config.num_experts}",
+        "vocabulary": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "canvas": config.canvas_length if config.can_denoise else 0,
+    }

@@ -1,0 +1,437 @@
+"""What a checkpoint says about itself: `config.json` and `generation_config.json`, read strictly.
+
+Every key is either used, or checked against the one value this build supports, or named below as
+ignored with the reason. Anything else is refused by name: a new architecture flag must not vanish.
+This module knows no tensors and imports only the standard library.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from dgemma.errors import CheckpointError, ConfigError
+
+Family = Literal["diffusion_gemma", "gemma4"]
+LayerType = Literal["sliding_attention", "full_attention"]
+
+SLIDING: LayerType = "sliding_attention"
+FULL: LayerType = "full_attention"
+
+ARCHITECTURES: dict[Family, str] = {
+    "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
+    "gemma4": "Gemma4ForConditionalGeneration",
+}
+# What the reference classes assume when the key is absent: they write no key for their default.
+SOFTCAP_WHEN_ABSENT: dict[Family, float | None] = {"diffusion_gemma": 30.0, "gemma4": None}
+
+IGNORED_TOP: dict[str, str] = {
+    "architectures": "model_type already names the architecture",
+    "eos_token_id": "generation_config.json holds the stop ids that count",
+    "initializer_range": "only used to draw random weights",
+    "transformers_version": "who wrote the file",
+    "vision_soft_tokens_per_image": "belongs to the image processor",
+    "audio_config": "audio is not part of this build",
+    "audio_token_id": "audio is not part of this build",
+    "boa_token_id": "audio is not part of this build",
+    "eoa_token_id": "audio is not part of this build",
+    "eoa_token_index": "audio is not part of this build",
+    "video_token_id": "belongs to the image processor",
+}
+IGNORED_TEXT: dict[str, str] = {
+    "attention_dropout": "zero at inference, and our training uses none",
+    "dtype": "the top-level dtype counts",
+    "initializer_range": "only used to draw random weights",
+    "eos_token_id": "generation_config.json holds the stop ids that count",
+    "vocab_size_per_layer_input": "there are no per-layer inputs (checked)",
+    "use_cache": "the cache is always used",
+}
+# Keys with exactly one supported value each.
+REQUIRED_TEXT: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "tie_word_embeddings": (True,),
+    "use_bidirectional_attention": ("vision", None),
+    "attention_k_eq_v": (True,),
+    "enable_moe_block": (True,),
+    "hidden_size_per_layer_input": (0, None),
+    "num_kv_shared_layers": (0,),
+    "use_double_wide_mlp": (False,),
+}
+# The reference classes of the autoregressive sibling default to other architectures.
+MUST_BE_STATED: dict[Family, tuple[str, ...]] = {
+    "diffusion_gemma": (),
+    "gemma4": ("attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input"),
+}
+TEXT_KEYS = frozenset(
+    """bos_token_id final_logit_softcapping global_head_dim head_dim hidden_size intermediate_size
+    layer_types max_position_embeddings model_type moe_intermediate_size num_attention_heads
+    num_experts num_global_key_value_heads num_hidden_layers num_key_value_heads pad_token_id
+    per_layer_config rms_norm_eps rope_parameters sliding_window top_k_experts vocab_size""".split()
+)
+TOP_KEYS = frozenset(
+    """boi_token_id canvas_length dtype eoi_token_id image_token_id model_type text_config
+    tie_word_embeddings vision_config""".split()
+)
+VISION_KEYS = frozenset(
+    """_name_or_path architectures attention_bias attention_dropout chunk_size_feed_forward
+    default_output_length dtype global_head_dim head_dim hidden_activation hidden_size id2label
+    initializer_range intermediate_size is_encoder_decoder label2id max_position_embeddings
+    model_type num_attention_heads num_hidden_layers num_key_value_heads output_attentions
+    output_hidden_states patch_size pooling_kernel_size position_embedding_size problem_type
+    return_dict rms_norm_eps rope_parameters standardize use_clipped_linears""".split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """The geometry of one kind of attention layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None  # tokens a causal query sees, itself included; None sees all
+    rope_theta: float
+    rotary_fraction: float  # share of the head that rotates; the rest carries no position
+    has_value: bool  # False: V is the raw K projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of one Gemma stack. Field names are those of the released file."""
+
+    family: Family = "diffusion_gemma"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    top_k_experts: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_global_key_value_heads: int
+    head_dim: int
+    global_head_dim: int
+    layer_types: tuple[LayerType, ...]
+    sliding_window: int
+    sliding_rope_theta: float = 10_000.0
+    full_rope_theta: float = 1_000_000.0
+    full_rotary_fraction: float = 0.25
+    rms_norm_eps: float = 1e-6
+    final_logit_softcapping: float | None = 30.0
+    max_position_embeddings: int = 262_144
+    canvas_length: int = 256
+    pad_token_id: int = 0
+    bos_token_id: int = 2
+    dtype: str = "bfloat16"
+    vision: Mapping[str, Any] | None = None
+    media_ids: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        counts = {
+            name: value
+            for name in self.__slots__
+            if isinstance(value := getattr(self, name), int) and not name.endswith("_token_id")
+        }
+        bad = {name: value for name, value in counts.items() if value <= 0}
+        if bad:
+            raise ConfigError(f"sizes must be positive, but the config says {bad}")
+        self._check_heads()
+        self._check_layers()
+
+    def _check_heads(self) -> None:
+        for kv_heads in (self.num_key_value_heads, self.num_global_key_value_heads):
+            if self.num_attention_heads % kv_heads:
+                raise ConfigError(
+                    f"{self.num_attention_heads} attention heads cannot share {kv_heads} "
+                    "key/value heads: the first must be a multiple of the second"
+                )
+        if self.head_dim % 2 or self.global_head_dim % 2:
+            raise ConfigError("head sizes must be even, since rotary positions turn pairs")
+        if self.top_k_experts > self.num_experts:
+            raise ConfigError(f"top_k_experts {self.top_k_experts} exceeds {self.num_experts}")
+
+    def _check_layers(self) -> None:
+        unknown = set(self.layer_types) - {SLIDING, FULL}
+        if unknown or not self.layer_types:
+            raise ConfigError(f"layer_types may hold {SLIDING} and {FULL}, not {sorted(unknown)}")
+        if self.layer_types[-1] != FULL:
+            raise ConfigError(f"the last layer must be {FULL}: the reference silently forces it")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def can_denoise(self) -> bool:
+        """Whether the checkpoint has the self-conditioning block; a Gemma 4 has only AR mode."""
+        return self.family == "diffusion_gemma"
+
+    def attention(self, layer: int) -> AttentionShape:
+        if self.layer_types[layer] == SLIDING:
+            return AttentionShape(
+                num_kv_heads=self.num_key_value_heads,
+                head_dim=self.head_dim,
+                window=self.sliding_window,
+                rope_theta=self.sliding_rope_theta,
+                rotary_fraction=1.0,
+                has_value=True,
+            )
+        return AttentionShape(
+            num_kv_heads=self.num_global_key_value_heads,
+            head_dim=self.global_head_dim,
+            window=None,
+            rope_theta=self.full_rope_theta,
+            rotary_fraction=self.full_rotary_fraction,
+            has_value=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """The released defaults of `generate`; the sampler turns them into its own knobs."""
+
+    max_denoising_steps: int = 48
+    t_max: float = 0.8
+    t_min: float = 0.4
+    entropy_bound: float = 0.1
+    stability_threshold: int = 1
+    confidence_threshold: float = 0.005
+    max_new_tokens: int = 256
+    stop_ids: tuple[int, ...] = (1,)
+    pad_token_id: int = 0
+
+
+IGNORED_GENERATION: dict[str, str] = {
+    "transformers_version": "who wrote the file",
+    "return_dict_in_generate": "output format of another library",
+    "_from_model_config": "bookkeeping of another library",
+    "bos_token_id": "the chat template writes it",
+    "cache_implementation": "our cache has one implementation",
+    "cache_config": "our cache has one implementation",
+    "disable_compile": "nothing is compiled at run time",
+    "max_length": "max_new_tokens counts",
+    "do_sample": "autoregressive default of the sibling; a request says what it wants",
+    "temperature": "autoregressive default of the sibling; a request says what it wants",
+    "top_k": "autoregressive default of the sibling; a request says what it wants",
+    "top_p": "autoregressive default of the sibling; a request says what it wants",
+}
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """Read `config.json` of a checkpoint directory."""
+    path = directory / "config.json"
+    return read_config(_read_json(path), str(path))
+
+
+def load_generation_config(directory: Path) -> GenerationConfig:
+    """Read `generation_config.json`; a checkpoint without one gets the released defaults."""
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return GenerationConfig()
+    return read_generation_config(_read_json(path), str(path))
+
+
+def read_config(raw: Mapping[str, Any], source: str = "config") -> ModelConfig:
+    """Turn the parsed `config.json` into a ModelConfig, refusing what is not understood."""
+    family = raw.get("model_type")
+    if family not in ARCHITECTURES:
+        raise ConfigError(
+            f"{source}: model_type is {family!r}; this build runs {' and '.join(ARCHITECTURES)}"
+        )
+    _refuse_unknown(raw, TOP_KEYS | IGNORED_TOP.keys(), source)
+    if raw.get("tie_word_embeddings", True) is not True:
+        raise ConfigError(f"{source}: tie_word_embeddings must be true")
+    if raw.get("audio_config") is not None:
+        raise ConfigError(f"{source}: audio_config is set, but this build has no audio")
+    text = _need(raw, "text_config", source)
+    vision = raw.get("vision_config")
+    if vision is not None:
+        _refuse_unknown(vision, VISION_KEYS, f"{source}: vision_config")
+    media = ("boi_token_id", "eoi_token_id", "image_token_id")
+    return _read_text(
+        cast(Family, family),
+        text,
+        f"{source}: text_config",
+        canvas_length=raw.get("canvas_length", 256),
+        dtype=raw.get("dtype") or text.get("dtype") or "float32",
+        vision=None if vision is None else MappingProxyType(dict(vision)),
+        media_ids=MappingProxyType({k: raw[k] for k in media if raw.get(k) is not None}),
+    )
+
+
+def _read_text(family: Family, text: Mapping[str, Any], source: str, **top: Any) -> ModelConfig:
+    _refuse_unknown(text, TEXT_KEYS | IGNORED_TEXT.keys() | REQUIRED_TEXT.keys(), source)
+    for key in MUST_BE_STATED[family]:
+        _need(text, key, source)
+    for key, allowed in REQUIRED_TEXT.items():
+        if key in text and text[key] not in allowed:
+            raise ConfigError(f"{source}: {key} is {text[key]!r}; this build needs {allowed[0]!r}")
+    if text.get("model_type") not in (f"{family}_text", None):
+        raise ConfigError(f"{source}: model_type is {text['model_type']!r}, not '{family}_text'")
+    layer_types = tuple(_need(text, "layer_types", source))
+    stated_layers = text.get("num_hidden_layers", len(layer_types))
+    if stated_layers != len(layer_types):
+        raise ConfigError(
+            f"{source}: num_hidden_layers is {stated_layers}, layer_types has {len(layer_types)}"
+        )
+    global_head_dim, global_kv_heads = _full_layer_shape(text, layer_types, source)
+    rope = _read_rope(text.get("rope_parameters"), source)
+    same = "vocab_size hidden_size intermediate_size moe_intermediate_size num_experts".split()
+    same += "top_k_experts num_attention_heads num_key_value_heads head_dim sliding_window".split()
+    optional = "rms_norm_eps max_position_embeddings pad_token_id bos_token_id".split()
+    return ModelConfig(
+        family=family,
+        layer_types=layer_types,
+        global_head_dim=global_head_dim,
+        num_global_key_value_heads=global_kv_heads,
+        final_logit_softcapping=text.get("final_logit_softcapping", SOFTCAP_WHEN_ABSENT[family]),
+        **{key: _need(text, key, source) for key in same},
+        **{key: text[key] for key in optional if text.get(key) is not None},
+        **rope,
+        **top,
+    )
+
+
+def _full_layer_shape(
+    text: Mapping[str, Any], layer_types: tuple[LayerType, ...], source: str
+) -> tuple[int, int]:
+    """Head size and key/value heads of full layers, from either spelling in the wild."""
+    if "per_layer_config" not in text:
+        kv_heads = text.get("num_global_key_value_heads") or text.get("num_key_value_heads")
+        return _need(text, "global_head_dim", source), kv_heads or 0
+    full = [layer for layer, kind in enumerate(layer_types) if kind == FULL]
+    overrides: dict[int, Any] = {int(key): value for key, value in text["per_layer_config"].items()}
+    shapes = [overrides.get(layer, {}) for layer in full]
+    if set(overrides) - set(full) or any(shape != shapes[0] for shape in shapes):
+        raise ConfigError(
+            f"{source}: per_layer_config may only describe the full_attention layers {full}, all "
+            f"alike; it describes {sorted(overrides)}"
+        )
+    _refuse_unknown(shapes[0], frozenset({"head_dim", "num_key_value_heads"}), source)
+    kv_heads = shapes[0].get("num_key_value_heads", _need(text, "num_key_value_heads", source))
+    return shapes[0].get("head_dim", _need(text, "head_dim", source)), kv_heads
+
+
+def _read_rope(rope: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
+    if rope is None:
+        return {}
+    _refuse_unknown(rope, frozenset({SLIDING, FULL}), f"{source}: rope_parameters")
+    sliding, full = _need(rope, SLIDING, source), _need(rope, FULL, source)
+    _refuse_unknown(sliding, frozenset({"rope_type", "rope_theta"}), f"{source}: {SLIDING}")
+    known = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
+    _refuse_unknown(full, known, f"{source}: {FULL}")
+    types = (sliding.get("rope_type"), full.get("rope_type"))
+    if types != ("default", "proportional"):
+        raise ConfigError(f"{source}: rope types are {types}, not ('default', 'proportional')")
+    return {
+        "sliding_rope_theta": float(_need(sliding, "rope_theta", source)),
+        "full_rope_theta": float(_need(full, "rope_theta", source)),
+        "full_rotary_fraction": float(full.get("partial_rotary_factor", 1.0)),
+    }
+
+
+def read_generation_config(raw: Mapping[str, Any], source: str = "config") -> GenerationConfig:
+    """Read the released generation defaults; null means "not set" there, so our default holds."""
+    plain = set(GenerationConfig.__slots__) - {"entropy_bound", "stop_ids"}
+    known = plain | {"sampler_config", "eos_token_id"} | IGNORED_GENERATION.keys()
+    _refuse_unknown(raw, known, source)
+    values = {key: raw[key] for key in plain if raw.get(key) is not None}
+    sampler = raw.get("sampler_config")
+    if sampler is not None:
+        _refuse_unknown(sampler, frozenset({"_cls_name", "entropy_bound"}), source)
+        if sampler.get("_cls_name", "EntropyBoundSamplerConfig") != "EntropyBoundSamplerConfig":
+            raise ConfigError(f"{source}: sampler {sampler['_cls_name']!r} is not known here")
+        values["entropy_bound"] = _need(sampler, "entropy_bound", source)
+    stops = raw.get("eos_token_id")
+    if stops is not None:
+        values["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
+    return GenerationConfig(**values)
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """The released spelling of a config, which every known reader of these files accepts."""
+    text: dict[str, Any] = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": config.bos_token_id,
+        "dtype": config.dtype,
+        "eos_token_id": 1,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "global_head_dim": config.global_head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "initializer_range": 0.02,
+        "layer_types": list(config.layer_types),
+        "model_type": f"{config.family}_text",
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_global_key_value_heads": config.num_global_key_value_heads,
+        "pad_token_id": config.pad_token_id,
+        "rope_parameters": {
+            FULL: {
+                "partial_rotary_factor": config.full_rotary_fraction,
+                "rope_theta": config.full_rope_theta,
+                "rope_type": "proportional",
+            },
+            SLIDING: {"rope_theta": config.sliding_rope_theta, "rope_type": "default"},
+        },
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": "vision",
+    }
+    same = """head_dim hidden_size intermediate_size max_position_embeddings moe_intermediate_size
+        num_attention_heads num_experts num_key_value_heads rms_norm_eps sliding_window
+        top_k_experts vocab_size"""
+    text |= {key: getattr(config, key) for key in same.split()}
+    top: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.family]],
+        "dtype": config.dtype,
+        "model_type": config.family,
+        "text_config": text,
+        "tie_word_embeddings": True,
+        **config.media_ids,
+    }
+    if config.vision is not None:
+        top["vision_config"] = dict(config.vision)
+    if config.family == "gemma4":
+        text |= {"attention_k_eq_v": True, "enable_moe_block": True}
+        text |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    else:
+        top["canvas_length"] = config.canvas_length
+    return top
+
+
+def generation_config_to_json(config: GenerationConfig) -> dict[str, Any]:
+    """The released spelling of the generation defaults."""
+    raw = {name: getattr(config, name) for name in GenerationConfig.__slots__}
+    raw["eos_token_id"] = list(raw.pop("stop_ids"))
+    bound = raw.pop("entropy_bound")
+    raw["sampler_config"] = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}
+    return raw
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; a checkpoint needs one") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")
+    return raw
+
+
+def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str] | set[str], source: str) -> None:
+    unknown = sorted(raw.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"{source}: this build does not know {', '.join(unknown)}; the model may need a newer "
+            "dgemma"
+        )
+
+
+def _need(raw: Mapping[str, Any], key: str, source: str) -> Any:
+    value = raw.get(key)
+    if value is None:
+        raise ConfigError(f"{source}: {key} is missing")
+    return value

@@ -1,0 +1,117 @@
+"""The loop of one block: step a canvas until it settles, then commit what it guesses.
+
+A step serves any number of rows at once: their canvases are laid end to end, go through the model
+in one pass, and are advanced one by one. This module never sees a string or a request.
+
+T positions of all canvases, L of one, D width.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dgemma.cache import KVCache, Pass, Span
+from dgemma.canvas import BlockNoise, Canvas, Pins, fresh
+from dgemma.model import Gemma
+from dgemma.ops.row_stats import Query, row_stats
+from dgemma.sampler import Sampler, advance
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One canvas on its way: what it is now, how it moves, and its noise."""
+
+    canvas: Canvas
+    sampler: Sampler
+    noise: BlockNoise
+
+    @property
+    def is_done(self) -> bool:
+        """Reads the one flag that crosses from the device to the host in a step."""
+        return self.canvas.num_steps >= self.sampler.max_steps or bool(self.canvas.settled)
+
+
+def start(sampler: Sampler, noise: BlockNoise, pins: Pins) -> Row:
+    """A row about to take its first step."""
+    return Row(fresh(noise.tokens_NL[0], pins), sampler, noise)
+
+
+def denoise(model: Gemma, caches: Sequence[KVCache], rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Yield the rows after each step, until each has settled or is out of steps.
+
+    Rows that are done leave the pass and stay as they are. The caches are only read.
+    """
+    rows = list(rows)
+    members: list[int] = []
+    context: Pass | None = None
+    while moving := [index for index, row in enumerate(rows) if not row.is_done]:
+        if context is None or moving != members:
+            members = moving
+            context = Pass([Span(caches[i], rows[i].canvas.length, commit=False) for i in moving])
+        for index, row in zip(moving, step(model, context, [rows[i] for i in moving]), strict=True):
+            rows[index] = row
+        yield list(rows)
+
+
+@torch.inference_mode()
+def step(model: Gemma, context: Pass, rows: Sequence[Row]) -> list[Row]:
+    """Take one step with every row."""
+    tokens_T = torch.cat([row.canvas.tokens_L for row in rows])
+    hidden_TD = model.denoise(tokens_T, _conditioning(model, rows), context)
+    query = Query(heat_T=_heats(rows), uniform_T=_uniforms(rows), held_T=tokens_T)
+    stats, weights = row_stats(model.head(hidden_TD), model.config.final_logit_softcapping, query)
+    soft_TD = model.embed_soft(weights)
+    moved, end = [], 0
+    for row in rows:
+        begin, end = end, end + row.canvas.length
+        noise_L = row.noise.tokens_NL[row.canvas.num_steps + 1]
+        canvas = advance(row.canvas, stats.rows(begin, end), noise_L, row.sampler.rule)
+        soft_LD = _pinned_to_own(model, canvas, soft_TD[begin:end])
+        moved.append(replace(row, canvas=replace(canvas, soft_LD=soft_LD)))
+    return moved
+
+
+@torch.inference_mode()
+def commit(model: Gemma, cache: KVCache, tokens_T: Tensor, chunk: int) -> Tensor:
+    """Encode tokens behind what is cached, `chunk` at a time; returns the last hidden state."""
+    hidden_TD = torch.empty(0)
+    for piece_T in torch.split(tokens_T, chunk):
+        context = Pass([Span(cache, len(piece_T), commit=True)])
+        hidden_TD = model.encode(piece_T, context)
+        context.close()
+    return hidden_TD[-1:]
+
+
+def _conditioning(model: Gemma, rows: Sequence[Row]) -> Tensor | None:
+    """Soft embeddings of all rows; a row before its first step has none, which is exactly zero."""
+    softs = [row.canvas.soft_LD for row in rows]
+    if all(soft is None for soft in softs):
+        return None
+    table_VD = model.embed_tokens.weight
+    return torch.cat(
+        [
+            table_VD.new_zeros(row.canvas.length, table_VD.shape[1]) if soft is None else soft
+            for row, soft in zip(rows, softs, strict=True)
+        ]
+    )
+
+
+def _pinned_to_own(model: Gemma, canvas: Canvas, soft_LD: Tensor) -> Tensor:
+    """A pinned position is conditioned on its own token, as a converged one would be."""
+    return torch.where(canvas.pinned_L[:, None], model.embed(canvas.tokens_L), soft_LD)
+
+
+def _heats(rows: Sequence[Row]) -> Tensor:
+    heats = [
+        row.canvas.entropy_L.new_full(
+            (row.canvas.length,), row.sampler.heat(row.sampler.max_steps - row.canvas.num_steps)
+        )
+        for row in rows
+    ]
+    return torch.cat(heats)
+
+
+def _uniforms(rows: Sequence[Row]) -> Tensor:
+    return torch.cat([row.noise.uniform_NL[row.canvas.num_steps + 1] for row in rows])

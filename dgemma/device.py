@@ -1,0 +1,46 @@
+"""Which device and number type to run on, chosen by what the machine can do."""
+
+import torch
+
+from dgemma.errors import UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one; anything else must exist."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise UsageError(f"device {name!r} does not exist: this machine has {found} CUDA devices")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` takes bfloat16 where the arithmetic is native, float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r} is not known; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """CPUs without bfloat16 instructions emulate it, four to five times slower than float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
+    return f"cpu, {torch.get_num_threads()} threads"

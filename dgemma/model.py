@@ -1,0 +1,228 @@
+"""The Gemma stack: one set of weights, run causally (prefill, commit) or over a canvas (denoise).
+
+The stack does not know which: a `Context` says where each token stands and what it sees. The only
+difference is at the entrance, where a canvas is conditioned on the last step's soft embeddings.
+Parameter names are those of the released decoder. Nothing here knows files, devices, caches,
+sampling or quantization.
+
+T tokens of a pass, D width, N/M query/key heads, H head width, E experts, K of them per token,
+I expert width, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgemma.config import FULL, SLIDING, ModelConfig
+from dgemma.ops.experts import experts
+from dgemma.ops.norm import rms_norm
+from dgemma.ops.rope import frequencies, rotate, turns
+from dgemma.ops.row_stats import Weights
+
+Turns = dict[str, tuple[Tensor, Tensor]]  # cosine and sine for each kind of layer
+
+
+class Context(Protocol):
+    """Where the tokens of a pass stand, and how they see each other and the past."""
+
+    positions_T: Tensor
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor: ...
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class FeedForward(nn.Module):
+    """Gated MLP: down(gelu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TI = F.gelu(self.gate_proj(x_TD), approximate="tanh")
+        return self.down_proj(gate_TI * self.up_proj(x_TD))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normed q, k and v; full layers read V off the raw K."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.shape, self.eps = layer, config.attention(layer), config.rms_norm_eps
+        self.kind = config.layer_types[layer]
+        head_dim = self.shape.head_dim
+        query_width = config.num_attention_heads * head_dim
+        key_width = self.shape.num_kv_heads * head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.v_proj = (
+            nn.Linear(config.hidden_size, key_width, bias=False) if self.shape.has_value else None
+        )
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = Norm(head_dim, self.eps), Norm(head_dim, self.eps)
+
+    def forward(self, x_TD: Tensor, turns: Turns, context: Context) -> Tensor:
+        heads = (len(x_TD), -1, self.shape.head_dim)
+        q_TNH = self.q_proj(x_TD).view(heads)
+        k_TMH = self.k_proj(x_TD).view(heads)
+        v_TMH = k_TMH if self.v_proj is None else self.v_proj(x_TD).view(heads)
+        q_TNH = rotate(self.q_norm(q_TNH), *turns[self.kind])
+        k_TMH = rotate(self.k_norm(k_TMH), *turns[self.kind])
+        v_TMH = rms_norm(v_TMH, None, self.eps)
+        out_TNH = context.attend(self.layer, q_TNH, k_TMH, v_TMH)
+        return self.o_proj(out_TNH.reshape(len(x_TD), -1))  # type: ignore[no-any-return]
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and their shares."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k, self.eps = config.top_k_experts, config.rms_norm_eps
+        self.proj = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.scale = nn.Parameter(torch.empty(config.hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts))
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD = rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
+        p_TE = self.proj(x_TD).softmax(-1, dtype=torch.float32)
+        share_TK, ids_TK = p_TE.topk(self.top_k, dim=-1)
+        share_TK = share_TK / share_TK.sum(-1, keepdim=True)
+        return ids_TK, share_TK * self.per_expert_scale[ids_TK]
+
+
+class Experts(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        count, width, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
+        return experts(x_TD, ids_TK, share_TK, self.gate_up_proj, self.down_proj)
+
+
+class Layer(nn.Module):
+    """Attention, then a dense MLP and the experts side by side, each between norms."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config, layer)
+        self.mlp = FeedForward(width, config.intermediate_size)
+        self.router, self.experts = Router(config), Experts(config)
+        self.input_layernorm = Norm(width, eps)
+        self.post_attention_layernorm = Norm(width, eps)
+        self.pre_feedforward_layernorm = Norm(width, eps)
+        self.pre_feedforward_layernorm_2 = Norm(width, eps)
+        self.post_feedforward_layernorm_1 = Norm(width, eps)
+        self.post_feedforward_layernorm_2 = Norm(width, eps)
+        self.post_feedforward_layernorm = Norm(width, eps)
+        self.register_buffer("layer_scalar", torch.empty(1))
+
+    def forward(self, x_TD: Tensor, turns: Turns, context: Context) -> Tensor:
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), turns, context)
+        x_TD = x_TD + self.post_attention_layernorm(attended_TD)
+        dense_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
+        # The router reads the raw stream, the experts the normed one.
+        mixed_TD = self.experts(self.pre_feedforward_layernorm_2(x_TD), *self.router(x_TD))
+        dense_TD = self.post_feedforward_layernorm_1(dense_TD)
+        mixed_TD = self.post_feedforward_layernorm_2(mixed_TD)
+        x_TD = x_TD + self.post_feedforward_layernorm(dense_TD + mixed_TD)
+        return x_TD * self.layer_scalar
+
+
+class SelfConditioning(FeedForward):
+    """Adds to the canvas's embeddings what the last step thought of each position."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size)
+        self.pre_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.eps = config.rms_norm_eps
+
+    def condition(self, x_TD: Tensor, soft_TD: Tensor | None) -> Tensor:
+        # Zero soft embeddings contribute exactly zero, but the closing norm applies even then.
+        if soft_TD is not None:
+            x_TD = x_TD + self(self.pre_norm(soft_TD))
+        return rms_norm(x_TD, None, self.eps)
+
+
+class Gemma(nn.Module):
+    """DiffusionGemma, or its autoregressive sibling when there is no self-conditioning."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_conditioning = SelfConditioning(config) if config.can_denoise else None
+
+    def encode(self, tokens_T: Tensor, context: Context) -> Tensor:
+        """The causal mode: hidden states of prompt or committed tokens."""
+        return self.stack(self.embed(tokens_T), context)
+
+    def denoise(self, tokens_T: Tensor, soft_TD: Tensor | None, context: Context) -> Tensor:
+        """The canvas mode: hidden states of canvases, given the last step's soft embeddings."""
+        return self.stack(self.enter(tokens_T, soft_TD), context)
+
+    def enter(self, tokens_T: Tensor, soft_TD: Tensor | None) -> Tensor:
+        """How canvas tokens enter the stack."""
+        assert self.self_conditioning is not None, "an autoregressive model has no canvas mode"
+        return self.self_conditioning.condition(self.embed(tokens_T), soft_TD)
+
+    def stack(self, x_TD: Tensor, context: Context) -> Tensor:
+        turns = self.turns(context.positions_T)
+        for layer in self.layers:
+            x_TD = layer(x_TD, turns, context)
+        return self.norm(x_TD)  # type: ignore[no-any-return]
+
+    def turns(self, positions_T: Tensor) -> Turns:
+        kinds = {
+            kind: self.config.layer_types.index(kind)
+            for kind in (SLIDING, FULL)
+            if kind in self.config.layer_types
+        }
+        shapes = {kind: self.config.attention(layer) for kind, layer in kinds.items()}
+        return {
+            kind: turns(positions_T, frequencies(s.head_dim, s.rope_theta, s.rotary_fraction))
+            for kind, s in shapes.items()
+        }
+
+    @property
+    def embed_scale(self) -> Tensor:
+        """sqrt(width), rounded to the weights' type as the reference does."""
+        weight = self.embed_tokens.weight
+        return torch.tensor(self.config.hidden_size**0.5, dtype=weight.dtype, device=weight.device)
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.embed_tokens.weight) * self.embed_scale
+
+    def embed_soft(self, weights: Weights) -> Tensor:
+        """The mean embedding under each position's distribution."""
+        table_VD = self.embed_tokens.weight
+        sum_TD = weights.weight_TV.to(table_VD.dtype) @ table_VD
+        return (sum_TD / weights.total_T[:, None]).to(table_VD.dtype) * self.embed_scale
+
+    def head(self, hidden_TD: Tensor) -> Tensor:
+        """Scores of every token, before the soft cap (which `row_stats` applies on its way)."""
+        return F.linear(hidden_TD, self.embed_tokens.weight)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Soft-capped float32 logits."""
+        raw_TV, cap = self.head(hidden_TD).float(), self.config.final_logit_softcapping
+        return raw_TV if cap is None else cap * torch.tanh(raw_TV / cap)

@@ -1,0 +1,162 @@
+"""How a canvas moves: which positions are decided, which become noise again, when it has settled.
+
+Everything here is pure and works on one row's [L] values; it never sees a model, a vocabulary-sized
+tensor or a random generator. The defaults are the released ones, and the entropy rule with them is
+the reference: given the same noise, its tokens are ours.
+
+L canvas length.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dgemma.canvas import Canvas
+from dgemma.config import GenerationConfig
+from dgemma.errors import UsageError
+from dgemma.ops.row_stats import RowStats
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a rule makes of one step."""
+
+    kept_L: Tensor  # positions decided in this step; all others become noise
+    tokens_L: Tensor  # their tokens
+    guess_L: Tensor  # what would be committed now
+    settled: Tensor  # bool, 0-d; pins and steadiness are judged by the caller
+
+
+class Rule(Protocol):
+    """Decides which positions of a canvas may hold their token. Pinned ones are not its concern."""
+
+    def decide(self, canvas: Canvas, stats: RowStats) -> Decision: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyBound:
+    """The reference rule: decide the surest positions anew each step, as many as fit the bound."""
+
+    bound: float = 0.1  # nats that the decided positions may leave open together
+    settle_entropy: float = 0.005  # mean nats per position below which a canvas may settle
+    settle_steps: int = 1  # steps the guess must have stayed the same
+
+    def __post_init__(self) -> None:
+        _require(self.bound > 0, "entropy bound", self.bound, "above 0")
+        _require(self.settle_entropy > 0, "settle entropy", self.settle_entropy, "above 0")
+        _require(self.settle_steps >= 0, "settle steps", self.settle_steps, "0 or more")
+
+    def decide(self, canvas: Canvas, stats: RowStats) -> Decision:
+        open_L = ~canvas.pinned_L
+        kept_L = keepers(stats.entropy_T.masked_fill(canvas.pinned_L, torch.inf), self.bound)
+        mean = (stats.entropy_T * open_L).sum() / open_L.sum().clamp(min=1)
+        steady = steady_steps(canvas, stats.top_T) >= self.settle_steps
+        return Decision(kept_L, stats.draw_T, stats.top_T, steady & (mean < self.settle_entropy))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confidence:
+    """A faster rule: confident tokens stay, until a clearly better one is seen.
+
+    A position is decided once its likeliest token passes `threshold` (the surest open one always
+    is), replaced when another token passes `edit`, and opened again when its own falls below
+    `drop`. Hard freezing, with no way back, is reported to leave artefacts.
+    """
+
+    threshold: float = 0.9
+    edit: float = 0.9
+    drop: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "edit", "drop"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"confidence {name}", value, "from 0 to 1")
+
+    def decide(self, canvas: Canvas, stats: RowStats) -> Decision:
+        held_L = canvas.kept_L & ~canvas.pinned_L
+        open_L = ~canvas.kept_L & ~canvas.pinned_L
+        surest_L = stats.top_p_T.masked_fill(~open_L, -1.0)
+        new_L = open_L & ((stats.top_p_T > self.threshold) | (surest_L == surest_L.max()))
+        edit_L = held_L & (stats.top_T != canvas.tokens_L) & (stats.top_p_T > self.edit)
+        drop_L = held_L & ~edit_L & (stats.held_p_T < self.drop)
+        kept_L = (held_L & ~drop_L) | new_L
+        tokens_L = torch.where(new_L | edit_L, stats.top_T, canvas.tokens_L)
+        guess_L = torch.where(kept_L, tokens_L, stats.top_T)
+        return Decision(kept_L, tokens_L, guess_L, ~(open_L | edit_L | drop_L).any())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """The knobs of one request's denoising."""
+
+    rule: Rule = field(default_factory=EntropyBound)
+    max_steps: int = 48
+    first_heat: float = 0.8  # temperature of the first step, falling evenly towards...
+    last_heat: float = 0.4  # ...this one, which a step beyond the last would have
+
+    def __post_init__(self) -> None:
+        _require(self.max_steps >= 1, "max steps", self.max_steps, "1 or more")
+        _require(self.last_heat > 0, "last heat", self.last_heat, "above 0")
+        _require(
+            self.first_heat >= self.last_heat, "first heat", self.first_heat, "last heat or more"
+        )
+
+    def heat(self, steps_left: int) -> float:
+        """The temperature when so many steps are left, this one included."""
+        share = steps_left / self.max_steps
+        return self.last_heat + (self.first_heat - self.last_heat) * share
+
+
+def released_sampler(config: GenerationConfig) -> Sampler:
+    """The sampler a checkpoint's generation_config describes."""
+    return Sampler(
+        rule=EntropyBound(
+            bound=config.entropy_bound,
+            settle_entropy=config.confidence_threshold,
+            settle_steps=config.stability_threshold,
+        ),
+        max_steps=config.max_denoising_steps,
+        first_heat=config.t_max,
+        last_heat=config.t_min,
+    )
+
+
+def keepers(entropy_L: Tensor, bound: float) -> Tensor:
+    """Mark the surest positions, as many as may be decided together.
+
+    With entropies sorted h1 <= h2 <= ..., position k is kept while h1 + ... + h(k-1) <= bound
+    (arXiv:2505.24857). The first is always kept, so every step moves.
+    """
+    sorted_L, order_L = entropy_L.sort()
+    within_L = sorted_L.cumsum(0) - sorted_L <= bound
+    return torch.zeros_like(within_L).scatter(0, order_L, within_L)
+
+
+def steady_steps(canvas: Canvas, guess_L: Tensor) -> Tensor:
+    """For how many steps in a row the guess has been this one."""
+    same = torch.where(canvas.pinned_L, True, guess_L == canvas.guess_L).all()
+    return torch.where(same, canvas.steady_steps + 1, 0)
+
+
+def advance(canvas: Canvas, stats: RowStats, noise_L: Tensor, rule: Rule) -> Canvas:
+    """One step: hold what is decided, renoise the rest, leave pins alone."""
+    decision = rule.decide(canvas, stats)
+    pinned_L = canvas.pinned_L
+    moved_L = torch.where(decision.kept_L, decision.tokens_L, noise_L)
+    return replace(
+        canvas,
+        tokens_L=torch.where(pinned_L, canvas.tokens_L, moved_L),
+        kept_L=decision.kept_L | pinned_L,
+        guess_L=torch.where(pinned_L, canvas.tokens_L, decision.guess_L),
+        entropy_L=stats.entropy_T.masked_fill(pinned_L, 0.0),
+        settled=decision.settled | pinned_L.all(),
+        steady_steps=steady_steps(canvas, decision.guess_L),
+        num_steps=canvas.num_steps + 1,
+    )
+
+
+def _require(holds: bool, what: str, value: float, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"{what} is {value}; it must be {allowed}")

@@ -1,0 +1,216 @@
+"""From a model to a checkpoint directory in the released layout, which others read too.
+
+All files are written under a hidden directory beside their place and then renamed, the one that
+makes the checkpoint whole last. Written tensor by tensor: the safetensors package would want a
+whole shard in memory. Knows no quantization.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from dgemma.config import config_to_json, generation_config_to_json
+from dgemma.errors import CheckpointError, UsageError
+from dgemma.weights.files import (
+    COMPANIONS,
+    CONFIGS,
+    INDEX,
+    LENGTH_BYTES,
+    SHARDS,
+    SINGLE,
+    listing,
+)
+from dgemma.weights.load import Checkpoint
+from dgemma.weights.mapped import DTYPES
+from dgemma.weights.names import BUFFER_ENDINGS, TEXT_PREFIX, stored_names
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 64  # bytes; a cache line, so that views of the mapped file are quick to read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is written: files in order, each with its tensors, all of one type."""
+
+    files: Mapping[str, Mapping[str, Tensor]]
+    dtype: torch.dtype
+
+    def num_bytes(self, tensor: Tensor) -> int:
+        return tensor.numel() * self.dtype.itemsize
+
+
+def save_checkpoint(
+    checkpoint: Checkpoint,
+    directory: Path,
+    *,
+    tokenizer_from: Path | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint that is whole or does not look it; all tensors take the model's dtype."""
+    if max_shard_bytes <= 0:
+        raise UsageError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
+    if not overwrite:
+        _refuse_existing(directory)
+    dtype = _dtype(checkpoint)
+    files = split(released_tensors(checkpoint), dtype, max_shard_bytes)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
+        try:
+            names = _copy_companions(tokenizer_from, place)
+            names += _write_all(checkpoint, Plan(files=files, dtype=dtype), place)
+        except BaseException:
+            shutil.rmtree(place)
+            raise
+        _publish(place, directory, names)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save to {directory}: {error.strerror}; check its free space and permissions"
+        ) from None
+
+
+def released_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every tensor of the released layout under its stored name, sorted by name."""
+    names = stored_names(checkpoint.config)
+    weights = checkpoint.model.state_dict()
+    vision = {name for name, entry in names.items() if entry.group == "vision"}
+    if checkpoint.vision and checkpoint.vision.keys() != vision:
+        wrong = sorted(checkpoint.vision.keys() ^ vision)
+        raise CheckpointError(f"the image tower is not the config's: {listing(wrong)}")
+    prefix = TEXT_PREFIX[checkpoint.config.family]
+    text = {prefix + name: weight for name, weight in weights.items()}
+    twins = {name: text[entry.of] for name, entry in names.items() if entry.group == "twin"}
+    return dict(sorted({**text, **twins, **checkpoint.vision}.items()))
+
+
+def split(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, max_shard_bytes: int
+) -> dict[str, dict[str, Tensor]]:
+    """Tensors by file name; a shard passes the limit only by a single tensor that is larger."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * dtype.itemsize
+        if shards[-1] and num_bytes > room:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = tensor
+        room -= num_bytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    count = len(shards)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, start=1)}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Write one file, holding one tensor at a time in memory."""
+    # Odd sizes go last: there may be no gaps, and one layer scalar would misalign all that follows.
+    ordered = dict(
+        sorted(tensors.items(), key=lambda item: item[1].numel() * dtype.itemsize % ALIGNMENT > 0)
+    )
+    with path.open("wb") as file:
+        file.write(_header(ordered, dtype))
+        for tensor in ordered.values():
+            flat = tensor.detach().to(dtype).cpu().contiguous().view(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+        _sync(file)
+
+
+def _header(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in tensors.items():
+        stop = position + tensor.numel() * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _refuse_existing(directory: Path) -> None:
+    names = [name for name in (*CONFIGS, SINGLE, INDEX) if (directory / name).exists()]
+    names += sorted(path.name for path in directory.glob(SHARDS))
+    if names:
+        raise UsageError(
+            f"{directory} already holds a checkpoint ({listing(names)}); allow overwriting it or "
+            "choose another directory"
+        )
+
+
+def _dtype(checkpoint: Checkpoint) -> torch.dtype:
+    weights = checkpoint.model.state_dict().values()
+    dtypes: set[torch.dtype] = {weight.dtype for weight in weights}
+    if len(dtypes) > 1 or not dtypes <= DTYPE_NAMES.keys():
+        raise CheckpointError(
+            f"weights of {listing(sorted(map(str, dtypes)))} cannot be saved; they must all be one "
+            f"of {listing(map(str, DTYPE_NAMES))}"
+        )
+    return dtypes.pop()
+
+
+def _write_all(checkpoint: Checkpoint, plan: Plan, place: Path) -> list[str]:
+    """Write weights and configs; the returned names end with the one that makes them whole."""
+    config = replace(checkpoint.config, dtype=str(plan.dtype).removeprefix("torch."))
+    _write_json(place / "config.json", config_to_json(config))
+    _write_json(place / "generation_config.json", generation_config_to_json(checkpoint.generation))
+    for name, tensors in plan.files.items():
+        write_safetensors(place / name, tensors, plan.dtype)
+    if SINGLE in plan.files:
+        return [*CONFIGS, SINGLE]
+    _write_json(place / INDEX, _index(plan))
+    return [*CONFIGS, *plan.files, INDEX]
+
+
+def _index(plan: Plan) -> dict[str, Any]:
+    tensors = {name: tensor for shard in plan.files.values() for name, tensor in shard.items()}
+    counted = [tensor for name, tensor in tensors.items() if not name.endswith(BUFFER_ENDINGS)]
+    return {
+        "metadata": {
+            "total_parameters": sum(tensor.numel() for tensor in counted),
+            "total_size": sum(plan.num_bytes(tensor) for tensor in tensors.values()),
+        },
+        "weight_map": {name: file for file, shard in plan.files.items() for name in shard},
+    }
+
+
+def _write_json(path: Path, raw: Mapping[str, Any]) -> None:
+    with path.open("wb") as file:
+        file.write(json.dumps(raw, indent=2, sort_keys=True).encode() + b"\n")
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _copy_companions(source: Path | None, place: Path) -> list[str]:
+    if source is None:
+        return []
+    names = [name for name in COMPANIONS if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, place / name)
+    return names
+
+
+def _publish(place: Path, directory: Path, names: list[str]) -> None:
+    # The old entry point goes first: a mixture of old and new shards must never look whole.
+    for old in (directory / INDEX, directory / SINGLE, *sorted(directory.glob(SHARDS))):
+        old.unlink(missing_ok=True)
+    for name in names:
+        os.replace(place / name, directory / name)
+    place.rmdir()
