@@ -15,8 +15,10 @@ from torch import Tensor
 from dgemma.cache import KVCache, Pass, Span
 from dgemma.canvas import BlockNoise, Canvas, Pins, fresh
 from dgemma.model import Gemma
-from dgemma.ops.row_stats import Query, row_stats
+from dgemma.ops.row_stats import Query, RowStats, row_stats
 from dgemma.sampler import Sampler, advance
+
+READ_OUT_ELEMENTS = 1 << 26  # most [T, V] numbers alive at once: one canvas at 262,144 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +63,27 @@ def step(model: Gemma, context: Pass, rows: Sequence[Row]) -> list[Row]:
     tokens_T = torch.cat([row.canvas.tokens_L for row in rows])
     hidden_TD = model.denoise(tokens_T, _conditioning(model, rows), context)
     query = Query(heat_T=_heats(rows), uniform_T=_uniforms(rows), held_T=tokens_T)
-    stats, weights = row_stats(model.head(hidden_TD), model.config.final_logit_softcapping, query)
-    soft_TD = model.embed_soft(weights)
+    stats, soft_TD = read_out(model, hidden_TD, query)
     moved, end = [], 0
     for row in rows:
-        begin, end = end, end + row.canvas.length
+        own = slice(end, end := end + row.canvas.length)
         noise_L = row.noise.tokens_NL[row.canvas.num_steps + 1]
-        canvas = advance(row.canvas, stats.rows(begin, end), noise_L, row.sampler.rule)
-        soft_LD = _pinned_to_own(model, canvas, soft_TD[begin:end])
+        canvas = advance(row.canvas, stats.rows(own), noise_L, row.sampler.rule)
+        soft_LD = _pinned_to_own(model, canvas, soft_TD[own])
         moved.append(replace(row, canvas=replace(canvas, soft_LD=soft_LD)))
     return moved
+
+
+def read_out(model: Gemma, hidden_TD: Tensor, query: Query) -> tuple[RowStats, Tensor]:
+    """Statistics and soft embedding of every position, a bounded number of positions at a time."""
+    vocab, softcap = model.config.vocab_size, model.config.final_logit_softcapping
+    stats, softs = [], []
+    for begin in range(0, len(hidden_TD), max(1, READ_OUT_ELEMENTS // vocab)):
+        group = slice(begin, begin + max(1, READ_OUT_ELEMENTS // vocab))
+        part, p_TV = row_stats(model.head(hidden_TD[group]), softcap, query.rows(group))
+        stats.append(part)
+        softs.append(model.embed_soft(p_TV))
+    return RowStats.join(stats), torch.cat(softs)
 
 
 @torch.inference_mode()

@@ -26,6 +26,7 @@ from dgemma.text.stream import StopStrings
 from dgemma.text.tokenizer import StopIds, Tokenizer
 from dgemma.weights.download import find_checkpoint
 from dgemma.weights.load import Progress, load_model
+from dgemma.weights.pack import pack
 
 PREFILL_CHUNK = 512  # tokens encoded at once
 
@@ -143,7 +144,7 @@ class Engine:
         checkpoint = load_model(
             directory, device=where, dtype=choose_dtype(dtype, where), on_tensor=progress
         )
-        return cls(checkpoint.model, tokenizer, template, checkpoint.generation)
+        return cls(pack(checkpoint.model), tokenizer, template, checkpoint.generation)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, thinking: bool = False

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from dgemma.config import FULL, SLIDING, ModelConfig
 from dgemma.ops.experts import experts
+from dgemma.ops.linear import linear
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import frequencies, rotate, turns
-from dgemma.ops.row_stats import Weights
 
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosine and sine for each kind of layer
 
@@ -111,7 +111,9 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
-        return experts(x_TD, ids_TK, share_TK, self.gate_up_proj, self.down_proj)
+        gate_up = [linear(weight) for weight in self.gate_up_proj]
+        down = [linear(weight) for weight in self.down_proj]
+        return experts(x_TD, ids_TK, share_TK, gate_up, down)
 
 
 class Layer(nn.Module):
@@ -161,13 +163,36 @@ class SelfConditioning(FeedForward):
         return rms_norm(x_TD, None, self.eps)
 
 
+class TokenTable(nn.Module):
+    """The vocabulary's vectors, read in three ways: by token, as the head, and as a mean."""
+
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, width))
+
+    @property
+    def scale(self) -> Tensor:
+        """sqrt(width), rounded to the weights' type as the reference does."""
+        return self.weight.new_tensor(self.weight.shape[1] ** 0.5)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.weight) * self.scale
+
+    def score(self, hidden_TD: Tensor) -> Tensor:
+        return F.linear(hidden_TD, self.weight)
+
+    def mean(self, p_TV: Tensor) -> Tensor:
+        """The mean vector under each position's distribution."""
+        return p_TV.to(self.weight.dtype) @ self.weight * self.scale
+
+
 class Gemma(nn.Module):
     """DiffusionGemma, or its autoregressive sibling when there is no self-conditioning."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = TokenTable(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.self_conditioning = SelfConditioning(config) if config.can_denoise else None
@@ -203,26 +228,18 @@ class Gemma(nn.Module):
             for kind, s in shapes.items()
         }
 
-    @property
-    def embed_scale(self) -> Tensor:
-        """sqrt(width), rounded to the weights' type as the reference does."""
-        weight = self.embed_tokens.weight
-        return torch.tensor(self.config.hidden_size**0.5, dtype=weight.dtype, device=weight.device)
-
     def embed(self, tokens_T: Tensor) -> Tensor:
-        return F.embedding(tokens_T, self.embed_tokens.weight) * self.embed_scale
+        return self.embed_tokens(tokens_T)  # type: ignore[no-any-return]
 
-    def embed_soft(self, weights: Weights) -> Tensor:
-        """The mean embedding under each position's distribution."""
-        table_VD = self.embed_tokens.weight
-        sum_TD = weights.weight_TV.to(table_VD.dtype) @ table_VD
-        return (sum_TD / weights.total_T[:, None]).to(table_VD.dtype) * self.embed_scale
+    def embed_soft(self, p_TV: Tensor) -> Tensor:
+        """What the next step is told of this one: the mean embedding at each position."""
+        return self.embed_tokens.mean(p_TV)
 
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Scores of every token, before the soft cap (which `row_stats` applies on its way)."""
-        return F.linear(hidden_TD, self.embed_tokens.weight)
+        return self.embed_tokens.score(hidden_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Soft-capped float32 logits."""
         raw_TV, cap = self.head(hidden_TD).float(), self.config.final_logit_softcapping
-        return raw_TV if cap is None else cap * torch.tanh(raw_TV / cap)
+        return raw_TV if cap is None else (raw_TV / cap).tanh_() * cap

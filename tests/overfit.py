@@ -12,14 +12,12 @@ from dgemma.canvas import corrupt
 from dgemma.config import ModelConfig
 from dgemma.model import Gemma
 from dgemma.ops.attention import Segment, attention_reference
-from dgemma.ops.row_stats import Weights
-
 
 COPIES = 8  # canvases trained at once, each with its own noise
 
 
 class OpenContext:
-    """Clean text first, causal; then canvases that each see the last window of it and themselves."""
+    """Clean text first, causal; then canvases that see the last window of it and themselves."""
 
     def __init__(self, config: ModelConfig, clean: int, canvas: int) -> None:
         self.config, self.clean = config, clean
@@ -66,7 +64,7 @@ def _loss(model: Gemma, clean_S: Tensor, block_L: Tensor, generator: torch.Gener
     if torch.rand((), generator=generator) < 0.5:
         with torch.no_grad():
             p_TV = model.logits(_canvas_hidden(model, clean_S, canvas_T, None, context)).softmax(-1)
-            soft_TD = model.embed_soft(Weights(p_TV, torch.ones(len(p_TV))))
+            soft_TD = model.embed_soft(p_TV)
     hidden_TD = _canvas_hidden(model, clean_S, canvas_T, soft_TD, context)
     return F.cross_entropy(model.logits(hidden_TD), target_T)
 

@@ -1,4 +1,4 @@
-"""The reference's own generation, recorded: its noise, canvases, step counts and accepted counts."""
+"""The reference's own generation, recorded: noise, canvases, step counts, accepted counts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +49,11 @@ def recording(model: DiffusionGemmaForBlockDiffusion) -> Iterator[list[Block]]:
     """Record every block generated inside. The reference runs unchanged, on its own generator."""
     blocks: list[Block] = []
     draw_canvas = generation.EntropyBoundSampler.initialize_canvas
-    multinomial, take_step, finalize = torch.multinomial, model._denoising_step, model._finalize_canvas
+    multinomial, take_step, finalize = (
+        torch.multinomial,
+        model._denoising_step,
+        model._finalize_canvas,
+    )
     in_step = False
 
     def initialize(self: Any, batch_size: int, device: Any) -> Tensor:

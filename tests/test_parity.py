@@ -15,7 +15,6 @@ from dgemma.canvas import NO_PINS
 from dgemma.config import ModelConfig
 from dgemma.denoise import commit, denoise, start
 from dgemma.model import Gemma
-from dgemma.ops.row_stats import Weights
 from dgemma.sampler import EntropyBound, Sampler
 from tests.overfit import overfit
 from tests.reference import recording
@@ -124,7 +123,7 @@ def _our_logits(
     model: Gemma, prompt: Tensor, blocks: Tensor, thought: Tensor, chunk: int
 ) -> dict[str, Tensor]:
     cache = row_cache(model.config, len(prompt))
-    soft = model.embed_soft(Weights(thought.softmax(-1), torch.ones(len(thought))))
+    soft = model.embed_soft(thought.softmax(-1))
     prefill = model.logits(commit(model, cache, prompt, chunk))[0]
     over_canvas = Pass([Span(cache, len(blocks[0]), commit=False)])
     first = model.logits(model.denoise(blocks[0], None, over_canvas))
@@ -177,7 +176,7 @@ def cases(draw: Any) -> dict[str, Any]:
         "blocks": draw(st.integers(1, 2)),
         "max_steps": draw(st.sampled_from([8, 16, 24])),
         "bound": draw(st.sampled_from([0.1, 0.5])),
-        "training": draw(st.sampled_from([0, 150, 300, 300, 450])),
+        "training": draw(st.sampled_from([0, 150, 300, 300])),
         "seed": draw(st.integers(0, 1000)),
     }
 
@@ -186,7 +185,7 @@ def test_generation_gives_the_reference_tokens_and_step_counts() -> None:
     """With the reference's own noise, over several blocks and padded batches, before trimming."""
     outcomes: list[list[Outcome]] = []
 
-    @settings(REPEATABLE, max_examples=24)
+    @settings(REPEATABLE, max_examples=20)
     @given(case=cases())
     def check(case: dict[str, Any]) -> None:
         outcomes.append(_check_generation(**case))
@@ -211,7 +210,7 @@ def _check_generation(
         _teach(model, rows, blocks, rest["training"])
         give_back(model, reference)
     else:
-        # Large random weights make self-conditioning chaotic: a rounding error grows tenfold a step.
+        # Large random weights make self-conditioning chaotic: an error grows tenfold a step.
         shake(reference, rest["seed"], size=0.08)
         model = ours(config, reference)
     ids, mask = left_padded(rows)
@@ -228,10 +227,8 @@ def _check_generation(
     outcomes = []
     for block in recorded:
         noises = [block.noise(row, max_steps) for row in range(len(rows))]
-        moving = [start(sampler, noise, NO_PINS) for noise in noises]
-        for moving in denoise(model, caches, moving):
-            pass
-        for index, (cache, row) in enumerate(zip(caches, moving, strict=True)):
+        *_, settled = denoise(model, caches, [start(sampler, n, NO_PINS) for n in noises])
+        for index, (cache, row) in enumerate(zip(caches, settled, strict=True)):
             assert row.canvas.guess_L.tolist() == block.canvas_BL[index].tolist()
             assert row.canvas.num_steps == block.steps_B[index]
             commit(model, cache, row.canvas.guess_L, chunk=5)

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    Gemma4ForConditionalGeneration,
+)
 from transformers import Gemma4Config as HFGemma4Config
-from transformers import Gemma4ForConditionalGeneration
 
 from dgemma.config import FULL, SLIDING, ModelConfig, config_to_json
 from dgemma.model import Gemma

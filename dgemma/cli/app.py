@@ -58,6 +58,6 @@ def run() -> None:
 
 def _fail(sentence: str, code: int) -> None:
     if "--debug" in sys.argv:
-        raise  # noqa: PLE0704 - called while an error is being handled
+        raise  # the error that is being handled
     print(f"dgemma: {sentence}", file=sys.stderr)
     sys.exit(code)

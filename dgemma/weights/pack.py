@@ -1,0 +1,59 @@
+"""Lays a model's weights out for the CPU, once after loading: modules are swapped from outside.
+
+The packed model computes the same function and cannot be trained or saved. The embedding table is
+kept as it is beside its packed forms, since tokens are looked up in it.
+"""
+
+from torch import Tensor, nn
+
+from dgemma.model import Experts, Gemma, TokenTable
+from dgemma.ops.experts import experts
+from dgemma.ops.linear import can_pack, packed_linear
+
+
+class PackedLinear(nn.Module):
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.product = packed_linear(source.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+class PackedExperts(nn.Module):
+    def __init__(self, source: Experts) -> None:
+        super().__init__()
+        self.gate_up = [packed_linear(weight) for weight in source.gate_up_proj]
+        self.down = [packed_linear(weight) for weight in source.down_proj]
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
+        return experts(x_TD, ids_TK, share_TK, self.gate_up, self.down)
+
+
+class PackedTable(TokenTable):
+    def __init__(self, source: TokenTable) -> None:
+        super().__init__(*source.weight.shape)
+        self.weight = source.weight
+        self.product = packed_linear(source.weight)
+        self.transposed = packed_linear(source.weight.T)
+
+    def score(self, hidden_TD: Tensor) -> Tensor:
+        return self.product(hidden_TD)
+
+    def mean(self, p_TV: Tensor) -> Tensor:
+        return self.transposed(p_TV.to(self.weight.dtype)) * self.scale
+
+
+def pack(model: Gemma) -> Gemma:
+    """Swap every weight's module for its packed form, in place; where there is none, do nothing."""
+    if not can_pack(model.embed_tokens.weight):
+        return model
+    model.requires_grad_(False)
+    model.embed_tokens = PackedTable(model.embed_tokens)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, PackedLinear(child))
+            if isinstance(child, Experts):
+                setattr(parent, name, PackedExperts(child))
+    return model
