@@ -7,9 +7,8 @@ This module knows no tensors and imports only the standard library.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from dgemma.errors import CheckpointError, ConfigError
@@ -126,17 +125,17 @@ class ModelConfig:
     bos_token_id: int = 2
     dtype: str = "bfloat16"
     vision: Mapping[str, Any] | None = None
-    media_ids: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    media_ids: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = {
+        sizes = [f.name for f in fields(self) if f.type is int and not f.name.endswith("_token_id")]
+        bad = {
             name: value
-            for name in self.__slots__
-            if isinstance(value := getattr(self, name), int) and not name.endswith("_token_id")
+            for name in sizes
+            if type(value := getattr(self, name)) is not int or value <= 0
         }
-        bad = {name: value for name, value in counts.items() if value <= 0}
         if bad:
-            raise ConfigError(f"sizes must be positive, but the config says {bad}")
+            raise ConfigError(f"sizes must be positive whole numbers, but the config says {bad}")
         self._check_heads()
         self._check_layers()
 
@@ -216,6 +215,9 @@ IGNORED_GENERATION: dict[str, str] = {
     "temperature": "autoregressive default of the sibling; a request says what it wants",
     "top_k": "autoregressive default of the sibling; a request says what it wants",
     "top_p": "autoregressive default of the sibling; a request says what it wants",
+    "output_attentions": "output format of another library",
+    "output_hidden_states": "output format of another library",
+    "use_cache": "the cache is always used",
 }
 
 
@@ -256,8 +258,8 @@ def read_config(raw: Mapping[str, Any], source: str = "config") -> ModelConfig:
         f"{source}: text_config",
         canvas_length=raw.get("canvas_length", 256),
         dtype=raw.get("dtype") or text.get("dtype") or "float32",
-        vision=None if vision is None else MappingProxyType(dict(vision)),
-        media_ids=MappingProxyType({k: raw[k] for k in media if raw.get(k) is not None}),
+        vision=vision,
+        media_ids={k: raw[k] for k in media if raw.get(k) is not None},
     )
 
 
@@ -422,6 +424,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str] | set[str], source: str) -> None:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{source} must be an object, not a {type(raw).__name__}")
     unknown = sorted(raw.keys() - known)
     if unknown:
         raise ConfigError(

@@ -48,8 +48,10 @@ class Options:
 class Draft:
     """The canvas as it stands. Nothing in it is promised."""
 
-    ids: tuple[int, ...]  # what would be committed now
-    tokens: tuple[str, ...]  # each id's own text
+    ids: tuple[int, ...]  # what stands on the canvas: decided tokens, and noise
+    tokens: tuple[str, ...]  # each id's own text; a control token has none
+    guess: tuple[int, ...]  # what would be committed now
+    guess_tokens: tuple[str, ...]
     entropy: tuple[float, ...]  # nats
     kept: tuple[bool, ...]  # decided in this step, not renoised
     pinned: tuple[bool, ...]
@@ -272,16 +274,21 @@ class Engine:
             yield row.canvas
 
     def _draft(self, canvas: Canvas, block: int) -> Draft:
-        ids = canvas.guess_L.tolist()
+        ids, guess = canvas.tokens_L.tolist(), canvas.guess_L.tolist()
         return Draft(
             ids=tuple(ids),
-            tokens=tuple(self.tokenizer.decode([token]) for token in ids),
+            tokens=self._texts(ids),
+            guess=tuple(guess),
+            guess_tokens=self._texts(guess),
             entropy=tuple(canvas.entropy_L.tolist()),
             kept=tuple(canvas.kept_L.tolist()),
             pinned=tuple(canvas.pinned_L.tolist()),
             block=block,
             step=canvas.num_steps,
         )
+
+    def _texts(self, ids: list[int]) -> tuple[str, ...]:
+        return tuple(self.tokenizer.decode([token], skip_control=True) for token in ids)
 
 
 class Reader:

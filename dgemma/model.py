@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.config import FULL, SLIDING, ModelConfig
-from dgemma.ops.experts import experts
-from dgemma.ops.linear import linear
+from dgemma.ops.experts import experts, grouped_linear
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import frequencies, rotate, turns
 
@@ -111,8 +110,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
-        gate_up = [linear(weight) for weight in self.gate_up_proj]
-        down = [linear(weight) for weight in self.down_proj]
+        gate_up, down = grouped_linear(self.gate_up_proj), grouped_linear(self.down_proj)
         return experts(x_TD, ids_TK, share_TK, gate_up, down)
 
 

@@ -16,7 +16,7 @@ from dgemma.config import ModelConfig
 from dgemma.denoise import commit, denoise, start
 from dgemma.model import Gemma
 from dgemma.sampler import EntropyBound, Sampler
-from tests.overfit import overfit
+from examples.memorize import memorize
 from tests.reference import recording
 from tests.tiny import CPU, configs, gemma4_twin, give_back, ours, shake, twin
 
@@ -244,7 +244,8 @@ def _teach(model: Gemma, rows: list[Tensor], blocks: int, steps: int) -> None:
     generator = torch.Generator().manual_seed(steps)
     shape = (len(rows), blocks * model.config.canvas_length)
     endings = torch.randint(3, model.config.vocab_size, shape, generator=generator)
-    overfit(model, list(zip(rows, endings, strict=True)), steps)
+    for _ in memorize(model, list(zip(rows, endings, strict=True)), steps):
+        pass
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 11, 12, 13, 24, 64])

@@ -1,4 +1,4 @@
-"""The live canvas in a terminal: noise dim, decided tokens bright, pins underlined.
+"""The live canvas in a terminal: noise dim, decided tokens cyan, sure ones white, pins underlined.
 
 Drawn on stderr and wiped when the text is promised, so stdout holds the answer alone. Without a
 terminal nothing is drawn.
@@ -13,8 +13,7 @@ from rich.text import Text
 
 from dgemma.engine import Draft
 
-SURE_NATS = 0.05  # below: as good as decided
-OPEN_NATS = 2.0  # above: still noise
+SURE_NATS = 0.01  # below: will hardly change
 
 
 class CanvasView:
@@ -27,6 +26,11 @@ class CanvasView:
             auto_refresh=False,
             vertical_overflow="crop",
         )
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a terminal to draw on."""
+        return self.live.is_started
 
     def __enter__(self) -> "CanvasView":
         if self.live.console.is_terminal:
@@ -43,11 +47,11 @@ class CanvasView:
         self.live.stop()
 
     def draw(self, draft: Draft) -> None:
-        if self.live.is_started:
+        if self.is_live:
             self.live.update(paint(draft), refresh=True)
 
     def clear(self) -> None:
-        if self.live.is_started:
+        if self.is_live:
             self.live.update(Text(""), refresh=True)
 
 
@@ -59,20 +63,24 @@ def paint(draft: Draft) -> Text:
     for token, entropy, kept, pinned in zip(
         draft.tokens, draft.entropy, draft.kept, draft.pinned, strict=True
     ):
-        text.append(printable(token), style=style(entropy, kept=kept, pinned=pinned))
+        # A line break that is only noise would tear the canvas apart.
+        shown = printable(token) if kept else printable(token).replace("\n", "·")
+        text.append(shown, style=style(entropy, kept=kept, pinned=pinned))
     return text
 
 
 def style(entropy: float, *, kept: bool, pinned: bool) -> str:
     if pinned:
         return "bold underline"
-    if entropy > OPEN_NATS:
-        return "dim"
     if not kept:
-        return "yellow"
+        return "dim"
     return "bold white" if entropy < SURE_NATS else "cyan"
 
 
 def printable(token: str) -> str:
-    """Control characters would move the cursor; line breaks are the canvas's own."""
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in token)
+    """What has no glyph (control tokens, lone bytes, cursor movements) shows as a dot."""
+    return "".join(c if is_shown(c) else "·" for c in token) or "·"
+
+
+def is_shown(character: str) -> bool:
+    return character == "\n" or (character.isprintable() and character != "\ufffd")

@@ -1,15 +1,18 @@
 """The mixture of experts: each token goes through its top-k experts, weighted and summed.
 
-T tokens, K experts per token, A = T * K assignments, E experts, D width, I expert width.
+T tokens, K experts per token, A = T * K assignments, E experts, D width, I expert width, O outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.ops.linear import Linear
+from dgemma.ops.linear import Linear, linear
+
+# Rows sorted by expert, and the expert of each unsorted row, to each row's own product.
+GroupedLinear = Callable[[Tensor, Tensor], Tensor]
 
 
 def gated(gate_up: Tensor) -> Tensor:
@@ -19,11 +22,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def experts(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    share_TK: Tensor,
-    gate_up: Sequence[Linear],
-    down: Sequence[Linear],
+    x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor, gate_up: GroupedLinear, down: GroupedLinear
 ) -> Tensor:
     """Run each expert once over all of its tokens.
 
@@ -33,29 +32,49 @@ def experts(
     num_tokens, top_k = ids_TK.shape
     flat_A = ids_TK.flatten()
     order_A = flat_A.argsort(stable=True)
-    counts = torch.bincount(flat_A, minlength=len(gate_up)).tolist()
-    hidden_AI = gated(_per_expert(x_TD.index_select(0, order_A // top_k), gate_up, counts))
-    out_AD = _per_expert(hidden_AI, down, counts).index_select(0, order_A.argsort())
+    x_AD = x_TD.index_select(0, order_A // top_k)
+    hidden_AI = gated(gate_up(x_AD, flat_A))
+    out_AD = down(hidden_AI, flat_A).index_select(0, order_A.argsort())
     out_TKD = out_AD.view(num_tokens, top_k, -1).to(share_TK.dtype)
     return torch.einsum("tk,tkd->td", share_TK, out_TKD).to(x_TD.dtype)
 
 
-def _per_expert(x_AD: Tensor, products: Sequence[Linear], counts: list[int]) -> Tensor:
-    """Send slice e of `x` through product e."""
-    slices = torch.split(x_AD, counts)
-    return torch.cat([f(x) for f, x in zip(products, slices, strict=True) if len(x)])
+def grouped_linear(weight_EOD: Tensor) -> GroupedLinear:
+    """Products with stacked weights: one kernel on a GPU, one call per expert elsewhere."""
+    # The kernel wants rows of a multiple of 16 bytes.
+    is_aligned = weight_EOD.shape[1] % 8 == 0 and weight_EOD.shape[2] % 8 == 0
+    if weight_EOD.device.type == "cuda" and weight_EOD.dtype == torch.bfloat16 and is_aligned:
+        return all_at_once(weight_EOD)
+    return one_by_one([linear(weight) for weight in weight_EOD])
+
+
+def one_by_one(products: Sequence[Linear]) -> GroupedLinear:
+    def apply(x_AD: Tensor, expert_A: Tensor) -> Tensor:
+        counts = torch.bincount(expert_A, minlength=len(products)).tolist()
+        slices = torch.split(x_AD, counts)
+        return torch.cat([f(x) for f, x in zip(products, slices, strict=True) if len(x)])
+
+    return apply
+
+
+def all_at_once(weight_EOD: Tensor) -> GroupedLinear:
+    """No count leaves the device, so nothing waits."""
+
+    def apply(x_AD: Tensor, expert_A: Tensor) -> Tensor:
+        experts_E = torch.arange(len(weight_EOD), device=expert_A.device)
+        ends_E = (expert_A[None] <= experts_E[:, None]).sum(-1, dtype=torch.int32)
+        return F.grouped_mm(x_AD, weight_EOD.transpose(1, 2), offs=ends_E)
+
+    return apply
 
 
 def experts_reference(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    share_TK: Tensor,
-    gate_up: Sequence[Linear],
-    down: Sequence[Linear],
+    x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor, gate_up_EID: Tensor, down_EDI: Tensor
 ) -> Tensor:
     """The definition, one token and one expert at a time."""
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for t, (ids, shares) in enumerate(zip(ids_TK.tolist(), share_TK, strict=True)):
         for expert, share in zip(ids, shares, strict=True):
-            out_TD[t] += share * down[expert](gated(gate_up[expert](x_TD[t : t + 1])))[0]
+            hidden_I = gated(F.linear(x_TD[t], gate_up_EID[expert]))
+            out_TD[t] += share * F.linear(hidden_I, down_EDI[expert])
     return out_TD.to(x_TD.dtype)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from math import gcd
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 128  # tokens summed together; the draw re-reads one chunk per position
-SCRATCH_ELEMENTS = 1 << 20  # rows are taken in groups of this many numbers, to stay in cache
+SCRATCH_ELEMENTS = 1 << 20  # numbers in a group of rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,9 @@ class RowStats:
 def row_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
     """Statistics and probabilities of each position. `raw_TV` is consumed: these replace it."""
     p_TV = raw_TV if raw_TV.dtype == torch.float32 else raw_TV.float()
-    group = max(1, SCRATCH_ELEMENTS // p_TV.shape[-1])
+    # A GPU takes all rows at once; on a CPU a group should stay in the cache between passes.
+    is_cpu = p_TV.device.type == "cpu"
+    group = max(1, SCRATCH_ELEMENTS // p_TV.shape[-1]) if is_cpu else len(p_TV)
     parts = []
     for start in range(0, len(p_TV), group):
         rows = slice(start, start + group)
@@ -76,14 +79,15 @@ def row_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> 
 
 def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
     """Turn a few rows of head output into probabilities, in place, and return their statistics."""
-    if softcap is None:
-        x_TV /= query.heat_T[:, None]
-    else:
+    scale_T = 1 / query.heat_T
+    if softcap is not None:
         # c tanh(x / c) = 2c sigmoid(2x / c) - c, and no statistic sees the constant.
-        x_TV.mul_(2 / softcap).sigmoid_().mul_(2 * softcap / query.heat_T[:, None])
+        x_TV.mul_(2 / softcap).sigmoid_()
+        scale_T = 2 * softcap / query.heat_T
     width = gcd(x_TV.shape[-1], CHUNK)
     top_T = _argmax(x_TV.view(len(x_TV), -1, width))
-    x_TV -= x_TV.gather(-1, top_T[:, None])
+    # Scaled behind the peak, so that large logits lose no digits.
+    x_TV.sub_(x_TV.gather(-1, top_T[:, None])).mul_(scale_T[:, None])
     p_TV = x_TV.softmax(-1)
     top_p_T = p_TV.gather(-1, top_T[:, None])[:, 0]
     # H = log Z - E[x]: with the peak at zero Z is 1 / p(top), and a small H loses no digits.
@@ -110,9 +114,8 @@ def _draw(p_TCW: Tensor, uniform_T: Tensor) -> Tensor:
     target_T = uniform_T * cdf_TC[:, -1]
     chunk_T = (cdf_TC <= target_T[:, None]).sum(-1).clamp(max=cdf_TC.shape[-1] - 1)
     p_TW = _chunk(p_TCW, chunk_T).double()
-    before_T = cdf_TC.gather(-1, chunk_T[:, None])[:, 0] - p_TW.sum(-1)
-    inner_TW = p_TW.cumsum(-1) + before_T[:, None]
-    inside_T = (inner_TW <= target_T[:, None]).sum(-1)
+    before_T = F.pad(cdf_TC, (1, 0)).gather(-1, chunk_T[:, None])[:, 0]
+    inside_T = (p_TW.cumsum(-1) <= (target_T - before_T)[:, None]).sum(-1)
     # Rounding may put the target past the chunk's end: then its likeliest token is taken.
     inside_T = torch.where(inside_T < p_TW.shape[-1], inside_T, p_TW.argmax(-1))
     return chunk_T * p_TCW.shape[-1] + inside_T

@@ -7,7 +7,7 @@ kept as it is beside its packed forms, since tokens are looked up in it.
 from torch import Tensor, nn
 
 from dgemma.model import Experts, Gemma, TokenTable
-from dgemma.ops.experts import experts
+from dgemma.ops.experts import experts, one_by_one
 from dgemma.ops.linear import can_pack, packed_linear
 
 
@@ -23,8 +23,8 @@ class PackedLinear(nn.Module):
 class PackedExperts(nn.Module):
     def __init__(self, source: Experts) -> None:
         super().__init__()
-        self.gate_up = [packed_linear(weight) for weight in source.gate_up_proj]
-        self.down = [packed_linear(weight) for weight in source.down_proj]
+        self.gate_up = one_by_one([packed_linear(weight) for weight in source.gate_up_proj])
+        self.down = one_by_one([packed_linear(weight) for weight in source.down_proj])
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
         return experts(x_TD, ids_TK, share_TK, self.gate_up, self.down)

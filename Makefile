@@ -1,0 +1,38 @@
+# Everything runs in .venv, which these targets make from a bare checkout.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint fix bench docs clean
+
+demo: $(READY)  ## make a tiny model and watch it write
+	$(BIN)/python -m examples.demo
+
+test: $(READY) lint  ## lint, types and all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(READY)  ## what can be mended by a tool
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## the published CPU numbers
+	$(BIN)/python bench/cpu_step.py
+	$(BIN)/python bench/scaling.py
+
+docs: $(READY)  ## pages that are generated
+	$(BIN)/python -m examples.picture out/tiny docs/settling.svg
+	$(BIN)/python docs/make_cli.py
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $(READY)

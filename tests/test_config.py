@@ -1,0 +1,408 @@
+"""Config files are read strictly: every key is used, checked, or ignored for a stated reason."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DiffusionGemmaConfig, Gemma4Config
+
+from dgemma.config import (
+    FULL,
+    IGNORED_GENERATION,
+    IGNORED_TEXT,
+    IGNORED_TOP,
+    MUST_BE_STATED,
+    REQUIRED_TEXT,
+    SLIDING,
+    TEXT_KEYS,
+    TOP_KEYS,
+    GenerationConfig,
+    ModelConfig,
+    config_to_json,
+    generation_config_to_json,
+    load_config,
+    load_generation_config,
+    read_config,
+    read_generation_config,
+)
+from dgemma.errors import CheckpointError, ConfigError
+from tests.tiny import TINY, configs, gemma4_twin, twin
+
+RELEASED = Path(__file__).resolve().parents[2] / "shared" / "checkpoint"
+SIBLING = replace(TINY, family="gemma4", canvas_length=256)
+PEERS = {"diffusion_gemma": DiffusionGemmaConfig, "gemma4": Gemma4Config}
+# One value this build does not run, for each key that has only one it does.
+UNSUPPORTED = {
+    "attention_bias": True,
+    "hidden_activation": "silu",
+    "tie_word_embeddings": False,
+    "use_bidirectional_attention": "all",
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+Raw = dict[str, Any]
+
+
+@pytest.fixture
+def released() -> Path:
+    if not (RELEASED / "config.json").is_file():
+        pytest.skip("the released config files do not lie beside this checkout")
+    return RELEASED
+
+
+@pytest.fixture
+def raw() -> Raw:
+    return deepcopy(config_to_json(TINY))
+
+
+def test_the_released_config_reads_to_its_known_values(released: Path) -> None:
+    config = load_config(released)
+    assert config == ModelConfig(
+        family="diffusion_gemma",
+        vocab_size=262_144,
+        hidden_size=2816,
+        intermediate_size=2112,
+        moe_intermediate_size=704,
+        num_experts=128,
+        top_k_experts=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        head_dim=256,
+        global_head_dim=512,
+        layer_types=(SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, FULL) * 5,
+        sliding_window=1024,
+        sliding_rope_theta=1e4,
+        full_rope_theta=1e6,
+        full_rotary_fraction=0.25,
+        rms_norm_eps=1e-6,
+        final_logit_softcapping=30.0,
+        max_position_embeddings=262_144,
+        canvas_length=256,
+        pad_token_id=0,
+        bos_token_id=2,
+        dtype="bfloat16",
+        vision=config.vision,
+        media_ids={"boi_token_id": 255999, "eoi_token_id": 258882, "image_token_id": 258880},
+    )
+    assert config.vision is not None and config.vision["num_hidden_layers"] == 27
+    assert config.num_hidden_layers == 30 and config.can_denoise
+    sliding, full = config.attention(0), config.attention(5)
+    assert (sliding.num_kv_heads, sliding.head_dim, sliding.window) == (8, 256, 1024)
+    assert (full.num_kv_heads, full.head_dim, full.window) == (2, 512, None)
+    assert (sliding.rope_theta, sliding.rotary_fraction, sliding.has_value) == (1e4, 1.0, True)
+    assert (full.rope_theta, full.rotary_fraction, full.has_value) == (1e6, 0.25, False)
+
+
+def test_the_released_generation_config_reads_to_its_known_values(released: Path) -> None:
+    assert load_generation_config(released) == GenerationConfig(
+        max_denoising_steps=48,
+        t_max=0.8,
+        t_min=0.4,
+        entropy_bound=0.1,
+        stability_threshold=1,
+        confidence_threshold=0.005,
+        max_new_tokens=256,
+        stop_ids=(1, 106, 50),
+        pad_token_id=0,
+    )
+
+
+def test_what_we_write_of_the_released_files_reads_back_the_same(released: Path) -> None:
+    config, generation = load_config(released), load_generation_config(released)
+    assert read_config(json.loads(json.dumps(config_to_json(config)))) == config
+    assert read_generation_config(generation_config_to_json(generation)) == generation
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=25)
+@given(config=configs(), family=st.sampled_from(["diffusion_gemma", "gemma4"]))
+def test_the_spelling_of_transformers_gives_the_same_config(
+    config: ModelConfig, family: Any
+) -> None:
+    """It names the odd layers in per_layer_config, where the released file has two global keys."""
+    if family == "gemma4":
+        config = replace(config, family=family, canvas_length=256)
+    raw = config_to_json(config)
+    with tempfile.TemporaryDirectory() as directory:
+        PEERS[family](**raw).save_pretrained(directory)
+        text = json.loads((Path(directory) / "config.json").read_text())["text_config"]
+        theirs = load_config(Path(directory))
+    assert "per_layer_config" in text and "global_head_dim" not in text
+    assert "per_layer_config" not in raw["text_config"]
+    # Their files spell out every default of the image tower and the media ids.
+    assert replace(theirs, vision=config.vision, media_ids=config.media_ids) == config
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=50)
+@given(config=configs(), family=st.sampled_from(["diffusion_gemma", "gemma4"]))
+def test_a_config_survives_being_written_and_read(config: ModelConfig, family: Any) -> None:
+    # A sibling has no canvas, so its file names no length either.
+    length = config.canvas_length if family == "diffusion_gemma" else 256
+    config = replace(config, family=family, canvas_length=length, media_ids={"boi_token_id": 5})
+    assert read_config(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+@pytest.mark.parametrize(("config", "softcap"), [(TINY, 30.0), (SIBLING, None)])
+def test_an_absent_soft_cap_means_what_the_family_means(
+    config: ModelConfig, softcap: float | None
+) -> None:
+    raw = config_to_json(config)
+    del raw["text_config"]["final_logit_softcapping"]
+    assert read_config(raw).final_logit_softcapping == softcap
+    raw["text_config"]["final_logit_softcapping"] = None
+    assert read_config(raw).final_logit_softcapping is None
+    raw["text_config"]["final_logit_softcapping"] = 12.5
+    assert read_config(raw).final_logit_softcapping == 12.5
+
+
+def test_only_the_diffusion_model_can_denoise() -> None:
+    assert read_config(config_to_json(TINY)).can_denoise
+    assert not read_config(config_to_json(SIBLING)).can_denoise
+
+
+PLACES: dict[str, Callable[[Raw], Raw]] = {
+    "top": lambda raw: raw,
+    "text_config": lambda raw: raw["text_config"],
+    "vision_config": lambda raw: raw["vision_config"],
+    "rope_parameters": lambda raw: raw["text_config"]["rope_parameters"],
+    "sliding rope": lambda raw: raw["text_config"]["rope_parameters"][SLIDING],
+    "full rope": lambda raw: raw["text_config"]["rope_parameters"][FULL],
+    "per_layer_config": lambda raw: raw["text_config"].setdefault(
+        "per_layer_config", {"1": {"head_dim": 16}}
+    )["1"],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_unknown_key_is_refused_by_name_wherever_it_stands(place: str, raw: Raw) -> None:
+    PLACES[place](raw)["brand_new_flag"] = 1
+    with pytest.raises(ConfigError, match="this build does not know brand_new_flag"):
+        read_config(raw, "here")
+
+
+@pytest.mark.parametrize("key", REQUIRED_TEXT)
+@pytest.mark.parametrize("config", [TINY, SIBLING], ids=["diffusion", "sibling"])
+def test_an_unsupported_value_is_refused_by_name(key: str, config: ModelConfig) -> None:
+    raw = config_to_json(config)
+    for allowed in REQUIRED_TEXT[key]:
+        if allowed is not None or key not in MUST_BE_STATED[config.family]:
+            raw["text_config"][key] = allowed
+            assert read_config(raw) == config
+    raw["text_config"][key] = UNSUPPORTED[key]
+    with pytest.raises(ConfigError, match=f"{key} is {UNSUPPORTED[key]!r}; this build needs"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize("key", MUST_BE_STATED["gemma4"])
+def test_what_the_sibling_would_take_for_another_model_must_be_stated(key: str) -> None:
+    raw = config_to_json(SIBLING)
+    del raw["text_config"][key]
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize(
+    "key",
+    """vocab_size hidden_size intermediate_size moe_intermediate_size num_experts top_k_experts
+    num_attention_heads num_key_value_heads head_dim global_head_dim sliding_window
+    layer_types""".split(),
+)
+def test_a_missing_size_is_refused_by_name(key: str, raw: Raw) -> None:
+    del raw["text_config"][key]
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "head_dim", "top_k_experts", "sliding_window"])
+@pytest.mark.parametrize("value", [0, -8, "32", 32.0, True, [32]])
+def test_a_size_that_is_no_positive_number_is_refused_by_name(
+    key: str, value: Any, raw: Raw
+) -> None:
+    raw["text_config"][key] = value
+    with pytest.raises(ConfigError, match=key):
+        read_config(raw)
+
+
+@pytest.mark.parametrize("value", [0, -1, None, "8"])
+def test_a_canvas_length_that_is_no_positive_number_is_refused(value: Any, raw: Raw) -> None:
+    raw["canvas_length"] = value
+    with pytest.raises(ConfigError, match="canvas_length"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize("key", ["text_config", "vision_config"])
+def test_a_section_that_is_no_object_is_refused_by_name(key: str, raw: Raw) -> None:
+    raw[key] = [1, 2]
+    with pytest.raises(ConfigError, match=f"{key}.*list"):
+        read_config(raw, "here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"num_global_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"head_dim": 7}, "must be even"),
+        ({"global_head_dim": 7}, "must be even"),
+        ({"top_k_experts": 5}, "top_k_experts 5 exceeds 4"),
+        ({"layer_types": [FULL, SLIDING]}, "last layer must be full_attention"),
+        ({"layer_types": ["linear_attention", FULL]}, "linear_attention"),
+        ({"layer_types": [], "num_hidden_layers": 0}, "layer_types"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, layer_types has 2"),
+        ({"model_type": "gemma3_text"}, "'gemma3_text', not 'diffusion_gemma_text'"),
+        ({"per_layer_config": {"0": {"head_dim": 4}}}, r"only describe.*\[1\]"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(changes: Raw, complaint: str, raw: Raw) -> None:
+    raw["text_config"] |= changes
+    with pytest.raises(ConfigError, match=complaint):
+        read_config(raw)
+
+
+def test_full_layers_that_differ_from_each_other_are_refused(raw: Raw) -> None:
+    raw["text_config"]["layer_types"] = [FULL, FULL]
+    raw["text_config"]["per_layer_config"] = {"0": {"head_dim": 16}, "1": {"head_dim": 32}}
+    with pytest.raises(ConfigError, match="all alike"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "complaint"),
+    [
+        (SLIDING, "rope_type", "proportional", "rope types are"),
+        (FULL, "rope_type", "default", "rope types are"),
+        (FULL, "rope_type", "yarn", "rope types are"),
+        (SLIDING, "rope_theta", None, "rope_theta is missing"),
+        (SLIDING, "partial_rotary_factor", 0.5, "does not know partial_rotary_factor"),
+    ],
+)
+def test_other_rotary_positions_are_refused(
+    kind: str, key: str, value: Any, complaint: str, raw: Raw
+) -> None:
+    raw["text_config"]["rope_parameters"][kind][key] = value
+    with pytest.raises(ConfigError, match=complaint):
+        read_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("model_type", "llama", "'llama'; this build runs diffusion_gemma and gemma4"),
+        ("model_type", None, "model_type is None"),
+        ("tie_word_embeddings", False, "tie_word_embeddings must be true"),
+        ("audio_config", {"hidden_size": 8}, "no audio"),
+    ],
+)
+def test_another_kind_of_model_is_refused(
+    key: str, value: Any, complaint: str, raw: Raw
+) -> None:
+    raw[key] = value
+    with pytest.raises(ConfigError, match=complaint):
+        read_config(raw)
+
+
+def test_every_ignored_key_has_a_reason_and_is_not_used_as_well() -> None:
+    generation = set(GenerationConfig.__slots__) | {"sampler_config", "eos_token_id"}
+    for ignored, used in (
+        (IGNORED_TOP, TOP_KEYS),
+        (IGNORED_TEXT, TEXT_KEYS | REQUIRED_TEXT.keys()),
+        (IGNORED_GENERATION, generation),
+    ):
+        assert not ignored.keys() & used
+        for key, reason in ignored.items():
+            assert len(reason.split()) >= 2, f"{key} is ignored without a reason"
+
+
+def test_ignored_keys_change_nothing(raw: Raw) -> None:
+    # audio_config is the exception: absent and null are alike, anything else is refused.
+    raw |= {key: 12345 for key in IGNORED_TOP if key != "audio_config"}
+    raw["text_config"] |= dict.fromkeys(IGNORED_TEXT, 12345)
+    assert read_config(raw) == TINY
+    raw = {**generation_config_to_json(GenerationConfig()), **dict.fromkeys(IGNORED_GENERATION, 7)}
+    assert read_generation_config(raw) == GenerationConfig()
+
+
+@pytest.mark.parametrize(
+    "key",
+    """max_denoising_steps t_max t_min stability_threshold confidence_threshold max_new_tokens
+    eos_token_id pad_token_id sampler_config""".split(),
+)
+def test_a_null_in_the_generation_config_means_not_set(key: str) -> None:
+    given = GenerationConfig(
+        max_denoising_steps=9,
+        t_max=2.0,
+        t_min=1.0,
+        entropy_bound=0.7,
+        stability_threshold=3,
+        confidence_threshold=0.2,
+        max_new_tokens=77,
+        stop_ids=(4, 5),
+        pad_token_id=6,
+    )
+    raw = generation_config_to_json(given)
+    assert read_generation_config(raw) == given
+    raw[key] = None
+    field = {"eos_token_id": "stop_ids", "sampler_config": "entropy_bound"}.get(key, key)
+    default = getattr(GenerationConfig(), field)
+    assert read_generation_config(raw) == replace(given, **{field: default})
+
+
+def test_a_single_stop_id_need_not_be_a_list() -> None:
+    assert read_generation_config({"eos_token_id": 7}).stop_ids == (7,)
+    assert read_generation_config({"eos_token_id": [7, 8]}).stop_ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        ({"brand_new_knob": 1}, "does not know brand_new_knob"),
+        ({"sampler_config": {"entropy_bound": 0.1, "knob": 1}}, "does not know knob"),
+        ({"sampler_config": {}}, "entropy_bound is missing"),
+        ({"sampler_config": {"_cls_name": "TopK", "entropy_bound": 0.1}}, "'TopK' is not known"),
+    ],
+)
+def test_an_unknown_way_to_generate_is_refused_by_name(raw: Raw, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_generation_config(raw)
+
+
+def test_generation_configs_of_freshly_built_models_are_read(tmp_path: Path) -> None:
+    """The sibling's holds switches of another library, the diffusion model's holds nulls."""
+    gemma4_twin(SIBLING).generation_config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {"output_attentions", "output_hidden_states", "use_cache"} <= written.keys()
+    assert load_generation_config(tmp_path) == GenerationConfig()
+    twin(TINY).generation_config.save_pretrained(tmp_path)
+    assert load_generation_config(tmp_path) == GenerationConfig()
+
+
+def test_a_checkpoint_without_generation_config_gets_the_released_defaults(tmp_path: Path) -> None:
+    assert load_generation_config(tmp_path) == GenerationConfig()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[1, 2]", "must hold a JSON object, not list"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_damaged_or_absent_config_file_is_named(
+    content: bytes | None, complaint: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"config\.json {complaint}|{complaint}"):
+        load_config(tmp_path)
