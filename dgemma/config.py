@@ -28,7 +28,7 @@ SOFTCAP_WHEN_ABSENT: dict[Family, float | None] = {"diffusion_gemma": 30.0, "gem
 
 IGNORED_TOP: dict[str, str] = {
     "architectures": "model_type already names the architecture",
-    "eos_token_id": "generation_config.json holds the stop ids that count",
+    "eos_token_id": "read with the generation defaults, where they name no stop ids",
     "initializer_range": "only used to draw random weights",
     "transformers_version": "who wrote the file",
     "vision_soft_tokens_per_image": "belongs to the image processor",
@@ -201,6 +201,18 @@ class GenerationConfig:
     stop_ids: tuple[int, ...] = (1,)
     pad_token_id: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("max_denoising_steps", "stability_threshold", "max_new_tokens"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
+        for name in ("t_max", "t_min", "entropy_bound", "confidence_threshold"):
+            if type(getattr(self, name)) not in (int, float):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a number")
+        if not self.stop_ids or any(type(token) is not int for token in self.stop_ids):
+            raise ConfigError(
+                f"eos_token_id is {self.stop_ids}; it must be one id or a list of ids"
+            )
+
 
 IGNORED_GENERATION: dict[str, str] = {
     "transformers_version": "who wrote the file",
@@ -228,11 +240,16 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def load_generation_config(directory: Path) -> GenerationConfig:
-    """Read `generation_config.json`; a checkpoint without one gets the released defaults."""
+    """Read `generation_config.json`; what it does not say is as in the released one.
+
+    Stop ids that it does not name are those of `config.json`.
+    """
     path = directory / "generation_config.json"
-    if not path.exists():
-        return GenerationConfig()
-    return read_generation_config(_read_json(path), str(path))
+    raw = _read_json(path) if path.exists() else {}
+    stops = raw.get("eos_token_id")
+    if stops is None:
+        stops = _read_json(directory / "config.json").get("eos_token_id")
+    return read_generation_config({**raw, "eos_token_id": stops}, str(path))
 
 
 def read_config(raw: Mapping[str, Any], source: str = "config") -> ModelConfig:
@@ -272,7 +289,10 @@ def _read_text(family: Family, text: Mapping[str, Any], source: str, **top: Any)
             raise ConfigError(f"{source}: {key} is {text[key]!r}; this build needs {allowed[0]!r}")
     if text.get("model_type") not in (f"{family}_text", None):
         raise ConfigError(f"{source}: model_type is {text['model_type']!r}, not '{family}_text'")
-    layer_types = tuple(_need(text, "layer_types", source))
+    layer_types = _need(text, "layer_types", source)
+    if not isinstance(layer_types, list) or not all(isinstance(k, str) for k in layer_types):
+        raise ConfigError(f"{source}: layer_types must be a list of names, not {layer_types!r}")
+    layer_types = cast(tuple[LayerType, ...], tuple(layer_types))
     stated_layers = text.get("num_hidden_layers", len(layer_types))
     if stated_layers != len(layer_types):
         raise ConfigError(

@@ -18,7 +18,9 @@ from dgemma.model import Gemma
 from dgemma.ops.row_stats import Query, RowStats, row_stats
 from dgemma.sampler import Sampler, advance
 
-READ_OUT_ELEMENTS = 1 << 26  # most [T, V] numbers alive at once: one canvas at 262,144 tokens
+# Most [T, V] numbers alive at once. A GPU takes one canvas of the released model; a CPU takes what
+# its caches can still do something for.
+READ_OUT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Row:
 
     @property
     def is_done(self) -> bool:
-        """Reads the one flag that crosses from the device to the host in a step."""
+        """Settled or out of steps; reading the flag waits for the device, once a step."""
         return self.canvas.num_steps >= self.sampler.max_steps or bool(self.canvas.settled)
 
 
@@ -43,7 +45,7 @@ def start(sampler: Sampler, noise: BlockNoise, pins: Pins) -> Row:
 def denoise(model: Gemma, caches: Sequence[KVCache], rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield the rows after each step, until each has settled or is out of steps.
 
-    Rows that are done leave the pass and stay as they are. The caches are only read.
+    Rows that are done leave the pass and stay as they are. The caches' lengths do not change.
     """
     rows = list(rows)
     members: list[int] = []
@@ -60,8 +62,18 @@ def denoise(model: Gemma, caches: Sequence[KVCache], rows: Sequence[Row]) -> Ite
 @torch.inference_mode()
 def step(model: Gemma, context: Pass, rows: Sequence[Row]) -> list[Row]:
     """Take one step with every row."""
+    return move_rows(model, model.stack(enter_rows(model, rows), context), rows)
+
+
+def enter_rows(model: Gemma, rows: Sequence[Row]) -> Tensor:
+    """The canvases of all rows, end to end, as they enter the stack."""
     tokens_T = torch.cat([row.canvas.tokens_L for row in rows])
-    hidden_TD = model.denoise(tokens_T, _conditioning(model, rows), context)
+    return model.enter(tokens_T, _conditioning(model, rows))
+
+
+def move_rows(model: Gemma, hidden_TD: Tensor, rows: Sequence[Row]) -> list[Row]:
+    """Every row after a step that left these hidden states at the positions of its canvas."""
+    tokens_T = torch.cat([row.canvas.tokens_L for row in rows])
     query = Query(heat_T=_heats(rows), uniform_T=_uniforms(rows), held_T=tokens_T)
     stats, soft_TD = read_out(model, hidden_TD, query)
     moved, end = [], 0
@@ -76,10 +88,11 @@ def step(model: Gemma, context: Pass, rows: Sequence[Row]) -> list[Row]:
 
 def read_out(model: Gemma, hidden_TD: Tensor, query: Query) -> tuple[RowStats, Tensor]:
     """Statistics and soft embedding of every position, a bounded number of positions at a time."""
-    vocab, softcap = model.config.vocab_size, model.config.final_logit_softcapping
+    softcap = model.config.final_logit_softcapping
+    size = max(1, READ_OUT_ELEMENTS[hidden_TD.device.type] // model.config.vocab_size)
     stats, softs = [], []
-    for begin in range(0, len(hidden_TD), max(1, READ_OUT_ELEMENTS // vocab)):
-        group = slice(begin, begin + max(1, READ_OUT_ELEMENTS // vocab))
+    for begin in range(0, len(hidden_TD), size):
+        group = slice(begin, begin + size)
         part, p_TV = row_stats(model.head(hidden_TD[group]), softcap, query.rows(group))
         stats.append(part)
         softs.append(model.embed_soft(p_TV))

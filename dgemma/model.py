@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.config import FULL, SLIDING, ModelConfig
+from dgemma.config import ModelConfig
 from dgemma.ops.experts import experts, grouped_linear
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import frequencies, rotate, turns
@@ -169,9 +169,9 @@ class TokenTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, width))
 
     @property
-    def scale(self) -> Tensor:
+    def scale(self) -> float:
         """sqrt(width), rounded to the weights' type as the reference does."""
-        return self.weight.new_tensor(self.weight.shape[1] ** 0.5)
+        return torch.tensor(self.weight.shape[1] ** 0.5, dtype=self.weight.dtype).item()
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.weight) * self.scale
@@ -215,14 +215,10 @@ class Gemma(nn.Module):
         return self.norm(x_TD)  # type: ignore[no-any-return]
 
     def turns(self, positions_T: Tensor) -> Turns:
-        kinds = {
-            kind: self.config.layer_types.index(kind)
-            for kind in (SLIDING, FULL)
-            if kind in self.config.layer_types
-        }
-        shapes = {kind: self.config.attention(layer) for kind, layer in kinds.items()}
+        kinds = self.config.layer_types
+        shapes = {kind: self.config.attention(kinds.index(kind)) for kind in set(kinds)}
         return {
-            kind: turns(positions_T, frequencies(s.head_dim, s.rope_theta, s.rotary_fraction))
+            kind: turns(positions_T, frequencies(s, positions_T.device))
             for kind, s in shapes.items()
         }
 
@@ -240,4 +236,4 @@ class Gemma(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Soft-capped float32 logits."""
         raw_TV, cap = self.head(hidden_TD).float(), self.config.final_logit_softcapping
-        return raw_TV if cap is None else (raw_TV / cap).tanh_() * cap
+        return raw_TV if cap is None else torch.tanh(raw_TV / cap) * cap

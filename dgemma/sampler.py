@@ -8,6 +8,7 @@ L canvas length.
 """
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Protocol
 
 import torch
@@ -26,7 +27,7 @@ class Decision:
     kept_L: Tensor  # positions decided in this step; all others become noise
     tokens_L: Tensor  # their tokens
     guess_L: Tensor  # what would be committed now
-    settled: Tensor  # bool, 0-d; pins and steadiness are judged by the caller
+    settled: Tensor  # bool, 0-d; a canvas that is all pins settles whatever the rule says
 
 
 class Rule(Protocol):
@@ -98,9 +99,12 @@ class Sampler:
 
     def __post_init__(self) -> None:
         _require(self.max_steps >= 1, "max steps", self.max_steps, "1 or more")
-        _require(self.last_heat > 0, "last heat", self.last_heat, "above 0")
+        _require(0 < self.last_heat < inf, "last heat", self.last_heat, "above 0")
         _require(
-            self.first_heat >= self.last_heat, "first heat", self.first_heat, "last heat or more"
+            self.last_heat <= self.first_heat < inf,
+            "first heat",
+            self.first_heat,
+            "last heat or more",
         )
 
     def heat(self, steps_left: int) -> float:

@@ -1,7 +1,8 @@
 """Attention of one row over keys that lie in several places, without joining them.
 
 The keys of a row are a few segments (a shared prefix, the row's own past, the tokens of this
-pass). Each is attended to where it lies; the partial results are merged by their log-sum-exp.
+pass). On a CPU each is attended to where it lies, and the partial results are merged by their
+log-sum-exp; elsewhere, where no public kernel returns one, several segments are joined first.
 Query heads that share a key head are folded into the query length, so keys are never repeated.
 
 L queries, S keys, N query heads, M key heads, G = N / M, H head width.
@@ -29,17 +30,18 @@ def attention(q_LNH: Tensor, segments: list[Segment]) -> Tensor:
         return _one(q_LNH, segments[0])
     if can_merge(q_LNH, segments):
         return _merged(q_LNH, segments)
-    return attention_reference(q_LNH, segments)
+    return _one(q_LNH, joined(q_LNH, segments))
 
 
 def attention_reference(q_LNH: Tensor, segments: list[Segment]) -> Tensor:
     """The definition: join the segments, one softmax over all visible keys, in float32."""
-    groups = q_LNH.shape[1] // segments[0].k_SMH.shape[1]
-    k_SNH = torch.cat([s.k_SMH for s in segments]).repeat_interleave(groups, dim=1)
-    v_SNH = torch.cat([s.v_SMH for s in segments]).repeat_interleave(groups, dim=1)
+    whole = joined(q_LNH, segments)
+    groups = q_LNH.shape[1] // whole.k_SMH.shape[1]
+    k_SNH = whole.k_SMH.repeat_interleave(groups, dim=1)
+    v_SNH = whole.v_SMH.repeat_interleave(groups, dim=1)
     scores_NLS = torch.einsum("lnh,snh->nls", q_LNH.float(), k_SNH.float())
-    masks = [s.mask_LS if s.mask_LS is not None else _see_all(q_LNH, s) for s in segments]
-    scores_NLS = scores_NLS.masked_fill(~torch.cat(masks, dim=1), float("-inf"))
+    if whole.mask_LS is not None:
+        scores_NLS = scores_NLS.masked_fill(~whole.mask_LS, float("-inf"))
     out_LNH = torch.einsum("nls,snh->lnh", scores_NLS.softmax(-1), v_SNH.float())
     return out_LNH.to(q_LNH.dtype)
 
@@ -51,6 +53,17 @@ def can_merge(q_LNH: Tensor, segments: list[Segment]) -> bool:
     minus infinity, so only the last segment, where each query sees itself, may have a mask.
     """
     return q_LNH.device.type == "cpu" and all(s.mask_LS is None for s in segments[:-1])
+
+
+def joined(q_LNH: Tensor, segments: list[Segment]) -> Segment:
+    """All segments as one, copied."""
+    masks = [s.mask_LS if s.mask_LS is not None else _see_all(q_LNH, s) for s in segments]
+    is_masked = any(s.mask_LS is not None for s in segments)
+    return Segment(
+        torch.cat([s.k_SMH for s in segments]),
+        torch.cat([s.v_SMH for s in segments]),
+        torch.cat(masks, dim=1) if is_masked else None,
+    )
 
 
 def _see_all(q_LNH: Tensor, segment: Segment) -> Tensor:

@@ -17,11 +17,13 @@ TYPICAL_ROWS = 256  # a canvas; oneDNN picks the blocking for this many rows
 
 def can_pack(weight_OI: Tensor) -> bool:
     """Whether this build and weight have the packed path."""
-    return (
-        weight_OI.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and weight_OI.dtype in (torch.float32, torch.bfloat16)
-    )
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight_OI.device.type != "cpu" or not has_onednn:
+        return False
+    if weight_OI.dtype == torch.bfloat16:
+        # Without AVX-512 there is no such kernel, and packing fails.
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight_OI.dtype == torch.float32
 
 
 def linear(weight_OI: Tensor) -> Linear:

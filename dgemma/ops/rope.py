@@ -3,23 +3,31 @@
 T tokens, N heads, H head width, P = H / 2 pairs.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from dgemma.config import AttentionShape
 
-def frequencies(head_dim: int, theta: float, rotary_fraction: float) -> Tensor:
+
+@cache
+@torch.inference_mode(False)
+def frequencies(shape: AttentionShape, device: torch.device) -> Tensor:
     """Turns per position of each pair: exponents over the whole head, zero beyond the fraction.
 
-    This is "proportional" rotary embedding; with a fraction of 1 it is the usual one.
+    This is "proportional" rotary embedding; with a fraction of 1 it is the usual one. Kept for each
+    device, since a copy to it would make every pass wait.
     """
-    turning = int(rotary_fraction * head_dim // 2)
-    exponents = torch.arange(0, 2 * turning, 2, dtype=torch.float32) / head_dim
-    return torch.cat([1.0 / theta**exponents, torch.zeros(head_dim // 2 - turning)])
+    turning = int(shape.rotary_fraction * shape.head_dim // 2)
+    exponents = torch.arange(0, 2 * turning, 2, dtype=torch.float32) / shape.head_dim
+    still = torch.zeros(shape.head_dim // 2 - turning)
+    return torch.cat([1.0 / shape.rope_theta**exponents, still]).to(device)
 
 
 def turns(positions_T: Tensor, frequencies_P: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position and pair, computed once a pass for all layers."""
-    angles_TP = positions_T.float()[:, None] * frequencies_P.to(positions_T.device)
+    angles_TP = positions_T.float()[:, None] * frequencies_P
     return angles_TP.cos(), angles_TP.sin()
 
 

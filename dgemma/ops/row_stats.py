@@ -89,16 +89,20 @@ def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
     # Scaled behind the peak, so that large logits lose no digits.
     x_TV.sub_(x_TV.gather(-1, top_T[:, None])).mul_(scale_T[:, None])
     p_TV = x_TV.softmax(-1)
-    top_p_T = p_TV.gather(-1, top_T[:, None])[:, 0]
+    p_TCW = p_TV.view(len(p_TV), -1, width)
+    cdf_TC = p_TCW.sum(-1).double().cumsum(-1)
+    # Over a large vocabulary the float32 softmax adds up to 1 only within some 1e-5.
+    total_T = cdf_TC[:, -1].float()
+    top_p_T = (p_TV.gather(-1, top_T[:, None])[:, 0] / total_T).clamp(max=1.0)
     # H = log Z - E[x]: with the peak at zero Z is 1 / p(top), and a small H loses no digits.
-    entropy_T = -top_p_T.log() - torch.linalg.vecdot(p_TV, x_TV)
+    entropy_T = -top_p_T.log() - torch.linalg.vecdot(p_TV, x_TV) / total_T
     x_TV.copy_(p_TV)
     return RowStats(
-        draw_T=_draw(p_TV.view(len(p_TV), -1, width), query.uniform_T),
+        draw_T=_draw(p_TCW, cdf_TC, query.uniform_T),
         top_T=top_T,
         entropy_T=entropy_T,
         top_p_T=top_p_T,
-        held_p_T=p_TV.gather(-1, query.held_T[:, None])[:, 0],
+        held_p_T=p_TV.gather(-1, query.held_T[:, None])[:, 0] / total_T,
     )
 
 
@@ -108,9 +112,8 @@ def _argmax(x_TCW: Tensor) -> Tensor:
     return chunk_T * x_TCW.shape[-1] + _chunk(x_TCW, chunk_T).argmax(-1)
 
 
-def _draw(p_TCW: Tensor, uniform_T: Tensor) -> Tensor:
+def _draw(p_TCW: Tensor, cdf_TC: Tensor, uniform_T: Tensor) -> Tensor:
     """The token whose interval of the running sum holds `uniform` times the total."""
-    cdf_TC = p_TCW.sum(-1).double().cumsum(-1)
     target_T = uniform_T * cdf_TC[:, -1]
     chunk_T = (cdf_TC <= target_T[:, None]).sum(-1).clamp(max=cdf_TC.shape[-1] - 1)
     p_TW = _chunk(p_TCW, chunk_T).double()

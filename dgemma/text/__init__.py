@@ -1,0 +1,1 @@
+"""Text to ids and back: tokenizer, chat form, replies, streaming. No tensors."""

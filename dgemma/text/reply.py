@@ -103,6 +103,11 @@ class ReplyParser:
         self._num_calls = 0
         self._has_ended = False
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a closing token was read: nothing that follows is part of the reply."""
+        return self._has_ended
+
     def feed(self, ids: Iterable[int]) -> list[ReplyEvent]:
         """Take the ids of a block, return what they make sure."""
         events: list[ReplyEvent] = []

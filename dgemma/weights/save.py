@@ -30,7 +30,7 @@ from dgemma.weights.files import (
 )
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.mapped import DTYPES
-from dgemma.weights.names import BUFFER_ENDINGS, TEXT_PREFIX, stored_names
+from dgemma.weights.names import BUFFER_ENDINGS, TEXT_PREFIX, skeleton, stored_names
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64  # bytes; a cache line, so that views of the mapped file are quick to read
@@ -82,6 +82,12 @@ def released_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Every tensor of the released layout under its stored name, sorted by name."""
     names = stored_names(checkpoint.config)
     weights = checkpoint.model.state_dict()
+    missing = sorted(skeleton(checkpoint.config).state_dict().keys() - weights.keys())
+    if missing:
+        raise UsageError(
+            f"this model lacks {listing(missing)}; a packed or adapted model cannot be saved: save "
+            "the checkpoint it was loaded from"
+        )
     vision = {name for name, entry in names.items() if entry.group == "vision"}
     if checkpoint.vision and checkpoint.vision.keys() != vision:
         wrong = sorted(checkpoint.vision.keys() ^ vision)

@@ -1,0 +1,91 @@
+"""Caches of finished requests, kept for the ones that begin with the same tokens.
+
+A committed key depends on the tokens up to its own and on nothing else, so any common prefix can
+be used again, as far as the sliding windows reach back (`KVCache.reusable`). The ids of an entry
+must therefore stand for all that its keys were made from: where embeddings do not come from the
+token table, as those of an image, the caller puts ids of his own that name them.
+
+A request that shares most of an entry, or all up to its last mark (the end of its prompt), takes it
+out and goes on with it; one that shares only its beginning gets a copy. The store knows neither
+requests nor the model, and forgets what was used longest ago.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dgemma.cache import KVCache, Room
+
+MOVED_SHARE = 0.5  # of an entry's tokens: a request that shares so many takes the entry itself
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An idle row and the tokens it holds."""
+
+    ids: NDArray[np.int64]
+    cache: KVCache
+
+    def common(self, ids: NDArray[np.int64]) -> int:
+        """How many tokens both begin with."""
+        length = min(len(self.ids), len(ids))
+        differs = self.ids[:length] != ids[:length]
+        return int(differs.argmax()) if differs.any() else length
+
+    def covers(self, other: "Entry") -> bool:
+        """Whether this row can do all that the other can."""
+        length = len(other.ids)
+        return self.common(other.ids) == length and self.cache.can_truncate(length)
+
+
+class PrefixStore:
+    """Idle rows within a bound of memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.entries: list[Entry] = []  # the one used longest ago comes first
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.cache.num_bytes for entry in self.entries)
+
+    def clear(self) -> None:
+        self.entries.clear()
+
+    def take(self, ids: Sequence[int], room: Room, *, leave: int = 1) -> tuple[KVCache, int] | None:
+        """A row that holds the longest usable beginning of a prompt, and how long that is.
+
+        The last `leave` tokens are not looked for: a request needs their hidden states.
+        """
+        wanted = np.asarray(ids, dtype=np.int64)[: max(0, len(ids) - leave)]
+        usable = [entry.cache.reusable(entry.common(wanted)) for entry in self.entries]
+        if not any(usable):
+            return None
+        # Of equals the shortest, which has least to lose, and of those the one used last.
+        length, _, index = max((n, -len(self.entries[i].ids), i) for i, n in enumerate(usable))
+        entry = self.entries.pop(index)
+        goes_on = length + leave >= max(entry.cache.marks, default=len(entry.ids))
+        if goes_on or length >= MOVED_SHARE * len(entry.ids):
+            entry.cache.truncate(length)
+            entry.cache.room = room
+            return entry.cache, length
+        self.entries.append(entry)
+        return entry.cache.copy(length, room), length
+
+    def keep(self, ids: Sequence[int], cache: KVCache) -> None:
+        """Store a row that holds exactly `ids` and that nobody will change any more."""
+        assert len(ids) == cache.length, f"{len(ids)} ids for a row of {cache.length} tokens"
+        if cache.past is not None or cache.is_shared:
+            cache = cache.copy(cache.length, replace(cache.room, tokens=cache.length))
+        cache.trim()
+        if cache.num_bytes <= self.max_bytes:
+            new = Entry(np.array(ids, dtype=np.int64), cache)
+            self.entries = [entry for entry in self.entries if not new.covers(entry)]
+            self.entries.append(new)
+        while self.num_bytes > self.max_bytes:
+            self.entries.pop(0)
