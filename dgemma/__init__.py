@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dgemma.canvas import Noise, Pins
-    from dgemma.engine import Done, Draft, Engine, Text
+    from dgemma.engine import Done, Draft, Engine, Options, Retry, Text
     from dgemma.errors import DgemmaError
     from dgemma.sampler import Confidence, EntropyBound, Sampler
+    from dgemma.text.chat import Message, Tool
 
 __version__ = "0.1.0"
 
@@ -21,10 +22,14 @@ HOMES = {
     "Draft": "dgemma.engine",
     "Engine": "dgemma.engine",
     "EntropyBound": "dgemma.sampler",
+    "Message": "dgemma.text.chat",
     "Noise": "dgemma.canvas",
+    "Options": "dgemma.engine",
     "Pins": "dgemma.canvas",
+    "Retry": "dgemma.engine",
     "Sampler": "dgemma.sampler",
     "Text": "dgemma.engine",
+    "Tool": "dgemma.text.chat",
 }
 __all__ = [
     "Confidence",
@@ -33,10 +38,14 @@ __all__ = [
     "Draft",
     "Engine",
     "EntropyBound",
+    "Message",
     "Noise",
+    "Options",
     "Pins",
+    "Retry",
     "Sampler",
     "Text",
+    "Tool",
     "__version__",
 ]
 

@@ -9,29 +9,30 @@ import sys
 import time
 from pathlib import Path
 
-from dgemma import Done, Draft, Engine, Text
+from dgemma import Done, Draft, Engine, Options, Text
 from dgemma.cli.show import CanvasView, printable
-from dgemma.engine import Options
 from examples.tiny_model import ANSWERS, make_checkpoint
 
 PAUSE = 0.25  # seconds a canvas stays on a screen
 
 
-def show(engine: Engine, question: str, view: CanvasView) -> None:
+def show(engine: Engine, question: str) -> None:
     """Answer one question; on a terminal the canvas moves, elsewhere each step is a line."""
     print(f"\n> {question}")
-    for event in engine.stream(question, Options(seed=3, drafts=True)):
-        if isinstance(event, Draft) and view.is_live:
-            view.draw(event)
-            time.sleep(PAUSE)
-        elif isinstance(event, Draft):
-            text = "".join(map(printable, event.tokens)).replace("\n", "/")
-            print(f"  block {event.block + 1} step {event.step:2}  {text}")
-        elif isinstance(event, Text):
-            view.clear()
-        elif isinstance(event, Done):
-            print(event.text)
-            print(f"  [{event.tokens} tokens, {event.steps} steps, {event.seconds:.2f} s]")
+    with CanvasView() as view:
+        for event in engine.stream(question, Options(seed=3, drafts=True)):
+            if isinstance(event, Draft) and view.is_live:
+                view.draw(event)
+                time.sleep(PAUSE)
+            elif isinstance(event, Draft):
+                text = "".join(map(printable, event.tokens)).replace("\n", "/")
+                print(f"  block {event.block + 1} step {event.step:2}  {text}")
+            elif isinstance(event, Text) and view.is_live:
+                view.promise(event)
+            elif isinstance(event, Done):
+                done = event
+    print(done.text)
+    print(f"  [{done.tokens} tokens, {done.steps} steps, {done.seconds:.2f} s]")
 
 
 def main() -> None:
@@ -41,8 +42,10 @@ def main() -> None:
         make_checkpoint(directory)
     engine = Engine.load(directory, device="cpu", dtype="float32")
     for question in ANSWERS:
-        with CanvasView() as view:
-            show(engine, question, view)
+        show(engine, question)
+    done = engine.generate(list(ANSWERS)[1], Options(mode="ar"))
+    print(f"\nThe same weights, one token at a time:\n{done.text}")
+    print(f"  [{done.tokens} tokens, {done.steps} steps, {done.seconds:.2f} s]")
     print(f'\nAsk it yourself: .venv/bin/dgemma generate "Write a haiku." --show -m {directory}')
 
 

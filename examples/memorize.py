@@ -22,16 +22,16 @@ COPIES = 8  # canvases trained at once, each with its own noise
 
 
 class OpenContext:
-    """Clean text first, causal; then canvases that see the last window of it and themselves.
+    """A clean text, causal; then canvases that see what lies before their block, and themselves.
 
     Keys and values are not kept, so gradients flow through the clean text as well.
     """
 
-    def __init__(self, config: ModelConfig, clean: int, canvas: int) -> None:
-        self.config, self.clean = config, clean
-        canvas_positions = torch.arange(clean, clean + canvas).repeat(COPIES)
-        self.positions_T = torch.cat([torch.arange(clean), canvas_positions])
-        owners = torch.arange(COPIES).repeat_interleave(canvas)
+    def __init__(self, config: ModelConfig, clean: int, start: int) -> None:
+        self.config, self.start = config, start
+        block = torch.arange(start, start + config.canvas_length)
+        self.positions_T = torch.cat([torch.arange(clean), block.repeat(COPIES)])
+        owners = torch.arange(COPIES).repeat_interleave(len(block))
         self.owner_T = torch.cat([torch.full((clean,), -1), owners])
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class OpenContext:
         query, key = self.positions_T[:, None], self.positions_T[None]
         query_owner, key_owner = self.owner_T[:, None], self.owner_T[None]
         causal = (key_owner < 0) & (key <= query) & (query - key < window)
-        past = (key_owner < 0) & (key > self.clean - window)
+        past = (key_owner < 0) & (key < self.start) & (key > self.start - window)
         mask = torch.where(query_owner < 0, causal, past | (key_owner == query_owner))
         return attention_reference(q_TNH, [Segment(k_TMH, v_TMH, mask)])
 
@@ -54,15 +54,15 @@ def memorize(
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    length = model.config.canvas_length
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda turn: min(1.0, 2 * (steps - turn) / steps)
     )
     for turn in range(steps):
         prompt, ending = pairs[turn % len(pairs)]
-        start = length * int(torch.randint(len(ending) // length, (), generator=generator))
-        clean = torch.cat([prompt, ending[:start]])
-        loss = _loss(model, clean, ending[start : start + length], generator)
+        blocks = len(ending) // model.config.canvas_length
+        block = int(torch.randint(blocks, (), generator=generator))
+        start = len(prompt) + block * model.config.canvas_length
+        loss = _loss(model, torch.cat([prompt, ending]), start, generator)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -71,24 +71,26 @@ def memorize(
     model.requires_grad_(False)
 
 
-def _loss(model: Gemma, clean_S: Tensor, block_L: Tensor, generator: torch.Generator) -> Tensor:
-    target_T = block_L.repeat(COPIES)
-    level_T = torch.rand(COPIES, generator=generator).repeat_interleave(len(block_L))
+def _loss(model: Gemma, text_S: Tensor, start: int, generator: torch.Generator) -> Tensor:
+    """Cross-entropy of the noised copies of one block, plus that of the next token, causally."""
+    target_T = text_S[start : start + model.config.canvas_length].repeat(COPIES)
+    level_T = torch.rand(COPIES, generator=generator).repeat_interleave(len(target_T) // COPIES)
     uniform_T = torch.rand(target_T.shape, generator=generator)
     noise_T = torch.randint(model.config.vocab_size, target_T.shape, generator=generator)
     canvas_T = corrupt(target_T, noise_T, uniform_T, level_T)
-    context = OpenContext(model.config, len(clean_S), len(block_L))
+    context = OpenContext(model.config, len(text_S), start)
     soft_TD = None
     if torch.rand((), generator=generator) < 0.5:
         with torch.no_grad():
-            p_TV = model.logits(_canvas_hidden(model, clean_S, canvas_T, None, context)).softmax(-1)
-            soft_TD = model.embed_soft(p_TV)
-    hidden_TD = _canvas_hidden(model, clean_S, canvas_T, soft_TD, context)
-    return F.cross_entropy(model.logits(hidden_TD), target_T)
+            _, canvas_TV = _logits(model, text_S, canvas_T, None, context)
+            soft_TD = model.embed_soft(canvas_TV.softmax(-1))
+    text_SV, canvas_TV = _logits(model, text_S, canvas_T, soft_TD, context)
+    return F.cross_entropy(canvas_TV, target_T) + F.cross_entropy(text_SV[:-1], text_S[1:])
 
 
-def _canvas_hidden(
-    model: Gemma, clean_S: Tensor, canvas_T: Tensor, soft_TD: Tensor | None, context: OpenContext
-) -> Tensor:
-    x_TD = torch.cat([model.embed(clean_S), model.enter(canvas_T, soft_TD)])
-    return model.stack(x_TD, context)[len(clean_S) :]
+def _logits(
+    model: Gemma, text_S: Tensor, canvas_T: Tensor, soft_TD: Tensor | None, context: OpenContext
+) -> tuple[Tensor, Tensor]:
+    x_TD = torch.cat([model.embed(text_S), model.enter(canvas_T, soft_TD)])
+    logits_TV = model.logits(model.stack(x_TD, context))
+    return logits_TV[: len(text_S)], logits_TV[len(text_S) :]

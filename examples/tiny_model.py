@@ -56,6 +56,11 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def make_text() -> Text:
+    """The same, as the runtime reads it."""
+    return Text(make_tokenizer())
+
+
 def make_model(vocab: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab,

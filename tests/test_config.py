@@ -303,9 +303,7 @@ def test_other_rotary_positions_are_refused(
         ("audio_config", {"hidden_size": 8}, "no audio"),
     ],
 )
-def test_another_kind_of_model_is_refused(
-    key: str, value: Any, complaint: str, raw: Raw
-) -> None:
+def test_another_kind_of_model_is_refused(key: str, value: Any, complaint: str, raw: Raw) -> None:
     raw[key] = value
     with pytest.raises(ConfigError, match=complaint):
         read_config(raw)
@@ -376,18 +374,52 @@ def test_an_unknown_way_to_generate_is_refused_by_name(raw: Raw, complaint: str)
         read_generation_config(raw)
 
 
-def test_generation_configs_of_freshly_built_models_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [gemma4_twin, twin])
+def test_generation_configs_of_freshly_built_models_are_read(
+    build: Callable[[ModelConfig], Any], tmp_path: Path
+) -> None:
     """The sibling's holds switches of another library, the diffusion model's holds nulls."""
-    gemma4_twin(SIBLING).generation_config.save_pretrained(tmp_path)
+    model = build(TINY)
+    model.config.save_pretrained(tmp_path)
+    model.generation_config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "generation_config.json").read_text())
-    assert {"output_attentions", "output_hidden_states", "use_cache"} <= written.keys()
-    assert load_generation_config(tmp_path) == GenerationConfig()
-    twin(TINY).generation_config.save_pretrained(tmp_path)
+    switches = {"output_attentions", "output_hidden_states", "use_cache"}
+    assert switches <= written.keys() if build is gemma4_twin else None in written.values()
     assert load_generation_config(tmp_path) == GenerationConfig()
 
 
-def test_a_checkpoint_without_generation_config_gets_the_released_defaults(tmp_path: Path) -> None:
+def test_a_checkpoint_without_generation_config_gets_the_released_defaults(
+    tmp_path: Path, raw: Raw
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     assert load_generation_config(tmp_path) == GenerationConfig()
+
+
+def test_stop_ids_that_are_not_named_are_those_of_the_config(tmp_path: Path, raw: Raw) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "eos_token_id": [1, 106]}))
+    assert load_generation_config(tmp_path).stop_ids == (1, 106)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert load_generation_config(tmp_path).stop_ids == (1, 106)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106, 50]}')
+    assert load_generation_config(tmp_path).stop_ids == (1, 106, 50)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_denoising_steps", "48"),
+        ("max_denoising_steps", 4.5),
+        ("stability_threshold", 1.0),
+        ("max_new_tokens", True),
+        ("t_max", "0.8"),
+        ("confidence_threshold", []),
+        ("eos_token_id", []),
+        ("eos_token_id", ["<eos>"]),
+    ],
+)
+def test_a_generation_default_of_the_wrong_kind_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is"):
+        read_generation_config({key: value})
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,25 @@
 """The application and its shared options, and how errors reach a person: one sentence."""
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from dgemma.errors import DgemmaError, UsageError
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
+# What typer raises for a wrong call: click's class, or by version its own copy of it.
+BadCall: Any = typer.BadParameter.__mro__[1]
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="A checkpoint directory, a downloaded hub id, or nano.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Adapter = Annotated[
+    Path | None, typer.Option(help="A LoRA adapter to put on the model: a directory or file.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 app = typer.Typer(
@@ -46,10 +52,15 @@ def common(
 def run() -> None:
     """Run the command line; errors become one sentence on stderr and the right exit code."""
     try:
-        app()
+        code = app(prog_name="dgemma", standalone_mode=False)
+        if code == INTERRUPTED:  # what typer makes of Ctrl-C
+            print("dgemma: interrupted", file=sys.stderr)
+        sys.exit(code)
+    except BadCall as error:
+        _fail(_explain(error), WRONG_CALL)
     except DgemmaError as error:
         _fail(str(error), WRONG_CALL if isinstance(error, UsageError) else FAILED)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", INTERRUPTED)
     except Exception as error:
         # The outermost edge: a bug still ends in a sentence, and --debug shows where it was.
@@ -59,5 +70,13 @@ def run() -> None:
 def _fail(sentence: str, code: int) -> None:
     if "--debug" in sys.argv:
         raise  # the error that is being handled
-    print(f"dgemma: {sentence}", file=sys.stderr)
+    if sentence:
+        print(f"dgemma: {sentence}", file=sys.stderr)
     sys.exit(code)
+
+
+def _explain(error: Any) -> str:
+    """A wrong call in one sentence; none where the help was printed because nothing was asked."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    command = error.ctx.command_path if error.ctx else "dgemma"
+    return f"{message}; `{command} --help` lists what there is" if message else ""

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import AsJson, Device, Dtype, Model, app
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, app
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
-    from dgemma.engine import Done, Engine, Options
+    from dgemma.cli.show import CanvasView
+    from dgemma.engine import Done, Engine, Options, Text
     from dgemma.sampler import Sampler
     from dgemma.text.chat import Prompt
 
@@ -24,6 +25,9 @@ def generate(
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    adapter: Adapter = None,
+    mode: Annotated[str, typer.Option(help="diffusion, ar or hybrid (AR thought).")] = "diffusion",
+    heat: Annotated[float, typer.Option(help="AR temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     system: Annotated[str, typer.Option(help="A system message.")] = "",
@@ -32,7 +36,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
     canvas: Annotated[int | None, typer.Option(help="Canvas length, up to the model's.")] = None,
     steps: Annotated[int | None, typer.Option(help="Most steps per canvas.")] = None,
-    rule: Annotated[str, typer.Option(help="entropy (the reference) or confidence.")] = "entropy",
+    rule: Annotated[str | None, typer.Option(help="entropy, the default, or confidence.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Watch the canvas settle.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -43,33 +47,44 @@ def generate(
     text = _read_prompt(prompt)
     if plain and (system or thinking):
         raise UsageError("--plain has no chat turns; leave out --system and --thinking")
-    engine = load_engine(model, device, dtype)
+    if rule not in (None, *RULES):
+        raise UsageError(f"rule {rule!r} is not known; use {' or '.join(RULES)}")
+    engine = load_engine(model, device, dtype, adapter)
     options = Options(
+        mode=mode,  # type: ignore[arg-type]  # refused by the engine if it is not known
+        heat=heat,
         max_tokens=max_tokens,
         seed=seed,
         sampler=_sampler(engine, rule, steps),
         canvas_length=canvas,
         stop=tuple(stop or ()),
-        drafts=show,
+        drafts=show and mode != "ar",
     )
     request = engine.plain(text) if plain else _chat(engine, text, system, thinking)
-    done = _run(engine, request, options, is_quiet=as_json)
+    done = _run(engine, request, options, show=show, is_quiet=as_json)
     if as_json:
         print(json.dumps(_report(done, model), ensure_ascii=False))
 
 
 def _read_prompt(prompt: str) -> str:
-    return sys.stdin.read() if prompt == "-" else prompt
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"the prompt on stdin is not {error.encoding} text: {error.reason}"
+        ) from None
 
 
-def _sampler(engine: "Engine", rule: str, steps: int | None) -> "Sampler":
+def _sampler(engine: "Engine", rule: str | None, steps: int | None) -> "Sampler | None":
     from dataclasses import replace
 
     from dgemma.sampler import Confidence
 
-    if rule not in RULES:
-        raise UsageError(f"rule {rule!r} is not known; use {' or '.join(RULES)}")
-    sampler = engine.sampler if rule == "entropy" else replace(engine.sampler, rule=Confidence())
+    if rule is None and steps is None:
+        return None
+    sampler = replace(engine.sampler, rule=Confidence()) if rule == "confidence" else engine.sampler
     return sampler if steps is None else replace(sampler, max_steps=steps)
 
 
@@ -85,26 +100,32 @@ def _chat(engine: "Engine", text: str, system: str, thinking: bool) -> "Prompt |
 
 
 def _run(
-    engine: "Engine", request: "Prompt | str", options: "Options", *, is_quiet: bool
+    engine: "Engine", request: "Prompt | str", options: "Options", *, show: bool, is_quiet: bool
 ) -> "Done":
+    """Print the answer as it is promised, or, with a live canvas, when it is complete."""
     from dgemma.cli.show import CanvasView
     from dgemma.engine import Done, Draft, Text
 
+    events = engine.stream(request, options)
     with ExitStack() as stack:
-        view = stack.enter_context(CanvasView()) if options.drafts else None
-        for event in engine.stream(request, options):
+        view = stack.enter_context(CanvasView()) if show else None
+        for event in events:
             if isinstance(event, Done):
-                break
-            if isinstance(event, Draft) and view is not None:
+                done = event
+            elif isinstance(event, Draft) and view is not None:
                 view.draw(event)
-            if isinstance(event, Text):
-                if view is not None:
-                    view.clear()
-                if not is_quiet and not event.is_thought:
-                    print(event.text, end="", flush=True)
+            elif isinstance(event, Text) and not is_quiet:
+                _show_text(event, view)
     if not is_quiet:
-        print()
-    return event  # type: ignore[return-value]
+        print(done.text if view is not None and view.is_live else "")
+    return done
+
+
+def _show_text(text: "Text", view: "CanvasView | None") -> None:
+    if view is not None:
+        view.promise(text)
+    elif not text.is_thought:
+        print(text.text, end="", flush=True)
 
 
 def _report(done: "Done", model: str) -> dict[str, object]:
@@ -122,6 +143,8 @@ def _report(done: "Done", model: str) -> dict[str, object]:
         "seconds": round(done.seconds, 4),
         "finish": done.finish,
         "seed": done.seed,
-        "mode": "diffusion",
+        "mode": done.mode,
+        "retries": done.retries,
+        "reused_tokens": done.reused_tokens,
         "model": model,
     }

@@ -4,10 +4,13 @@ import json
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dgemma.cli.app import AsJson, Device, Dtype, Model, app
 from dgemma.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @app.command()
@@ -38,15 +41,27 @@ def _machine(device: str, dtype: str) -> dict[str, Any]:
         "dgemma": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "safetensors": version("safetensors"),
         "tokenizers": version("tokenizers"),
         "device": describe_device(where),
         "dtype": str(choose_dtype(dtype, where)).removeprefix("torch."),
-        "fast_paths": {
-            "attention": "merged segments" if where.type == "cpu" else "scaled_dot_product",
-            "experts": "one product per expert",
-            "row_stats": "one pass, in place",
-        },
+        "fast_paths": _fast_paths(where, choose_dtype(dtype, where)),
+    }
+
+
+def _fast_paths(where: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
+    """Which of the two ways each op takes here."""
+    import torch
+
+    from dgemma.ops.linear import can_pack
+
+    is_cpu = where.type == "cpu"
+    is_packed = is_cpu and can_pack(torch.empty(1, 1, dtype=dtype))
+    is_grouped = where.type == "cuda" and dtype == torch.bfloat16
+    return {
+        "attention": "segments merged in place" if is_cpu else "segments joined",
+        "linear": "packed by oneDNN" if is_packed else "plain",
+        "experts": "one grouped product" if is_grouped else "one product per expert",
+        "row_stats": "in place",
     }
 
 

@@ -1,6 +1,7 @@
 """Loading a checkpoint with progress on stderr, when a person is watching and it takes a while."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,18 +10,19 @@ if TYPE_CHECKING:
 WORTH_SHOWING = 1 << 30  # bytes
 
 
-def load_engine(model: str, device: str, dtype: str) -> "Engine":
+def load_engine(model: str, device: str, dtype: str, adapter: Path | None = None) -> "Engine":
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from dgemma.engine import Engine
 
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+    console = Console(file=sys.stderr)
+    is_quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
         task = progress.add_task("loading", visible=False)
 
         def on_tensor(done: int, total: int) -> None:
-            visible = total > WORTH_SHOWING and progress.console.is_terminal
-            progress.update(task, completed=done, total=total, visible=visible)
+            progress.update(task, completed=done, total=total, visible=total > WORTH_SHOWING)
 
-        return Engine.load(model, device=device, dtype=dtype, progress=on_tensor)
+        return Engine.load(model, device=device, dtype=dtype, adapter=adapter, progress=on_tensor)

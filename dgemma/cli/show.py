@@ -1,7 +1,7 @@
 """The live canvas in a terminal: noise dim, decided tokens cyan, sure ones white, pins underlined.
 
-Drawn on stderr and wiped when the text is promised, so stdout holds the answer alone. Without a
-terminal nothing is drawn.
+Drawn on stderr and wiped at the end, so stdout holds the answer alone. Without a terminal nothing
+is drawn.
 """
 
 import sys
@@ -12,14 +12,20 @@ from rich.live import Live
 from rich.text import Text
 
 from dgemma.engine import Draft
+from dgemma.engine import Text as Promised
 
 SURE_NATS = 0.01  # below: will hardly change
 
 
 class CanvasView:
-    """Draws drafts in place. A context manager, so that the terminal is always restored."""
+    """Draws promised text and the canvas behind it, in place, while a request runs.
+
+    A context manager, so that the terminal is always restored. What was promised is wiped with the
+    rest and is for the caller to print: without a terminal it is printed as it comes.
+    """
 
     def __init__(self) -> None:
+        self.promised = Text()
         self.live = Live(
             console=Console(file=sys.stderr),
             transient=True,
@@ -30,10 +36,10 @@ class CanvasView:
     @property
     def is_live(self) -> bool:
         """Whether there is a terminal to draw on."""
-        return self.live.is_started
+        return self.live.console.is_terminal
 
     def __enter__(self) -> "CanvasView":
-        if self.live.console.is_terminal:
+        if self.is_live:
             self.live.start()
         return self
 
@@ -43,16 +49,27 @@ class CanvasView:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.clear()
+        self._update(Text())
         self.live.stop()
 
     def draw(self, draft: Draft) -> None:
-        if self.is_live:
-            self.live.update(paint(draft), refresh=True)
+        self._update(Text.assemble(self._tail(), paint(draft)))
 
-    def clear(self) -> None:
-        if self.is_live:
-            self.live.update(Text(""), refresh=True)
+    def promise(self, text: Promised) -> None:
+        if not self.is_live and not text.is_thought:
+            print(text.text, end="", flush=True)
+        self.promised.append(text.text, style="dim italic" if text.is_thought else "")
+        self._update(self._tail())
+
+    def _tail(self) -> Text:
+        """As much of the promised text as leaves room for a canvas."""
+        lines = self.promised.wrap(self.live.console, self.live.console.width)
+        kept = lines[-max(3, self.live.console.height // 2) :] if len(self.promised) else []
+        return Text("\n").join([*kept, Text()]) if kept else Text()
+
+    def _update(self, shown: Text) -> None:
+        if self.live.is_started:
+            self.live.update(shown, refresh=True)
 
 
 def paint(draft: Draft) -> Text:

@@ -1,0 +1,195 @@
+"""The engine: a loaded checkpoint, the requests that run on it, and the prefixes it remembers.
+
+All requests advance together, one pass at a time: whoever follows one request drives the others
+too. Requests join and leave between passes. HTTP, terminals and threads are not known here.
+"""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+from dgemma.cache import KVCache, Room
+from dgemma.config import GenerationConfig
+from dgemma.device import choose_device, choose_dtype
+from dgemma.engine.batch import run
+from dgemma.engine.events import Done, Event
+from dgemma.engine.job import PREFILL_CHUNK, Job
+from dgemma.engine.options import Options, Plan, make_plan
+from dgemma.engine.score import Score, score
+from dgemma.errors import CheckpointError, UsageError
+from dgemma.model import Gemma
+from dgemma.prefix import PrefixStore
+from dgemma.sampler import released_sampler
+from dgemma.text.chat import ChatTemplate, Message, Prompt, Tool
+from dgemma.text.tokenizer import StopIds, Tokenizer
+from dgemma.weights.adapter import attach, load_adapter
+from dgemma.weights.download import find_checkpoint
+from dgemma.weights.load import Progress, load_model
+from dgemma.weights.pack import pack
+
+DEFAULTS = Options()
+MAX_ROWS = 16  # requests in one pass; others wait
+PREFIX_BYTES = 2 << 30  # memory for the keys and values of finished requests
+
+
+class Engine:
+    """Answers requests. `jobs`, `waiting` and `prefixes` are all that changes."""
+
+    def __init__(
+        self,
+        model: Gemma,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        generation: GenerationConfig,
+        *,
+        max_rows: int = MAX_ROWS,
+        prefix_bytes: int = PREFIX_BYTES,
+    ) -> None:
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer knows {tokenizer.vocab_size} tokens, the model only "
+                f"{model.config.vocab_size}; they are not of the same checkpoint"
+            )
+        self.model, self.tokenizer, self.template = model, tokenizer, template
+        self.generation, self.sampler = generation, released_sampler(generation)
+        self.stop_ids = StopIds.read(generation.stop_ids)
+        weight = model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.max_rows = max_rows
+        self.prefixes = PrefixStore(prefix_bytes)
+        self.jobs: list[Job] = []
+        self.waiting: deque[Job] = deque()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path = "nano",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        adapter: str | Path | None = None,
+        prefix_bytes: int = PREFIX_BYTES,
+        progress: Progress | None = None,
+    ) -> "Engine":
+        """Load a checkpoint: a directory, a downloaded hub id, or `nano`, the built-in model."""
+        directory = find_checkpoint(str(model))
+        where = choose_device(device)
+        tokenizer = Tokenizer.load(directory)
+        has_template = (directory / "chat_template.jinja").is_file()
+        template = ChatTemplate.load(directory, tokenizer) if has_template else None
+        checkpoint = load_model(
+            directory, device=where, dtype=choose_dtype(dtype, where), on_tensor=progress
+        )
+        if adapter is not None:
+            attach(checkpoint.model, load_adapter(Path(adapter)))
+        served = pack(checkpoint.model)
+        return cls(served, tokenizer, template, checkpoint.generation, prefix_bytes=prefix_bytes)
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, thinking: bool = False
+    ) -> Prompt:
+        """Write a conversation in the model's own chat form."""
+        if self.template is None:
+            raise UsageError("this checkpoint has no chat template; give it plain text instead")
+        return self.template.prompt(messages, tools, enable_thinking=thinking)
+
+    def plain(self, text: str) -> Prompt:
+        """A prompt that is just text for the model to go on with."""
+        ids = (self.model.config.bos_token_id, *self.tokenizer.encode(text))
+        return Prompt(text=text, ids=ids)
+
+    def generate(self, prompt: str | Prompt, options: Options = DEFAULTS) -> Done:
+        """Answer a prompt. A string is a user's message, or plain text if there is no chat form."""
+        for event in self.stream(prompt, options):
+            if isinstance(event, Done):
+                return event
+        raise AssertionError("a stream ends with Done")
+
+    def stream(
+        self, prompt: str | Prompt, options: Options = DEFAULTS
+    ) -> Generator[Event, None, None]:
+        """Answer a prompt event by event; refused at once if it cannot be answered."""
+        return self._follow(self.plan(prompt, options))
+
+    def generate_all(
+        self, prompts: Sequence[str | Prompt], options: Sequence[Options]
+    ) -> list[Done]:
+        """Answer several prompts together."""
+        plans = [self.plan(p, o) for p, o in zip(prompts, options, strict=True)]
+        jobs = [self.submit(plan) for plan in plans]
+        try:
+            while not all(job.is_done for job in jobs):
+                self.step()
+        finally:
+            for job in jobs:
+                self.cancel(job)
+        return [event for job in jobs for event in job.events if isinstance(event, Done)]
+
+    def score(self, prompt: str | Prompt, texts: Sequence[str]) -> list[Score]:
+        """Causal log-probability of each text as the continuation of the prompt."""
+        request = self._from_text(prompt) if isinstance(prompt, str) else prompt
+        return score(self.model, request.ids, [self.tokenizer.encode(text) for text in texts])
+
+    def rank(self, prompt: str | Prompt, choices: Sequence[str]) -> list[tuple[str, Score]]:
+        """The choices with their scores, the likeliest as a whole first."""
+        scores = self.score(prompt, choices)
+        ranked = zip(choices, scores, strict=True)
+        return sorted(ranked, key=lambda pair: pair[1].total, reverse=True)
+
+    def plan(self, prompt: str | Prompt, options: Options = DEFAULTS) -> Plan:
+        """Check a request and complete it; what cannot be done is refused here."""
+        if isinstance(prompt, str):
+            prompt = self._from_text(prompt)
+        return make_plan(prompt, options, self.model.config, self.generation, self.sampler)
+
+    def submit(self, plan: Plan) -> Job:
+        """Let a request in; its events gather in `job.events` as the engine steps."""
+        job = Job(plan, self.tokenizer, self.stop_ids)
+        self.waiting.append(job)
+        return job
+
+    def step(self) -> None:
+        """One pass: every running request moves, finished ones leave, waiting ones join."""
+        while self.waiting and len(self.jobs) < self.max_rows:
+            job = self.waiting.popleft()
+            job.begin(self._cache(job.plan))
+            self.jobs.append(job)
+        if not self.jobs:
+            return
+        works = [job.work() for job in self.jobs]
+        for job, work, outcome in zip(self.jobs, works, run(self.model, works), strict=True):
+            job.take(work, outcome)
+        for job in [job for job in self.jobs if job.is_done]:
+            self.cancel(job)
+
+    def cancel(self, job: Job) -> None:
+        """Take a request out; what it has committed is remembered."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        if job in self.jobs:
+            self.jobs.remove(job)
+            # An interrupt in the middle of a pass may leave a cache ahead of its job.
+            if len(job.committed) == job.cache.length:
+                self.prefixes.keep(job.committed, job.cache)
+
+    def _follow(self, plan: Plan) -> Generator[Event, None, None]:
+        job = self.submit(plan)
+        try:
+            while not job.is_done:
+                self.step()
+                while job.events:
+                    yield job.events.popleft()
+        finally:
+            self.cancel(job)
+
+    def _from_text(self, text: str) -> Prompt:
+        if self.template is None:
+            return self.plain(text)
+        return self.prompt([Message(role="user", content=text)])
+
+    def _cache(self, plan: Plan) -> KVCache:
+        room = Room(tokens=plan.room, span=PREFILL_CHUNK + plan.canvas_length)
+        found = self.prefixes.take(plan.prompt.ids, room)
+        if found is not None:
+            return found[0]
+        return KVCache(self.model.config, room, self.dtype, self.device)

@@ -1,0 +1,257 @@
+"""One request on its way: what it brings to the next pass, and what it makes of the outcome.
+
+A job commits its prompt in chunks; then it steps canvases (diffusion), or appends one token a pass
+(AR), or does the second until its thought is closed and then the first (hybrid). A settled block is
+committed in the pass that takes the next canvas's first step.
+"""
+
+import time
+from collections import deque
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dgemma.cache import KVCache
+from dgemma.canvas import NO_PINS, BlockNoise, Canvas, Pins
+from dgemma.config import ModelConfig
+from dgemma.denoise import Row, start
+from dgemma.engine.batch import Outcome, Work
+from dgemma.engine.events import Done, Draft, Event, Retry
+from dgemma.engine.guard import fault
+from dgemma.engine.options import Plan
+from dgemma.engine.reader import Reader
+from dgemma.ops.row_stats import Query, row_stats
+from dgemma.text.tokenizer import StopIds, Tokenizer
+
+PREFILL_CHUNK = 512  # tokens a request may commit in one pass
+AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
+AR_BLOCK_LENGTH = 256
+THOUGHT_OPENS, THOUGHT_CLOSES = "<|channel>", "<channel|>"
+
+
+class Job:
+    """The state of one request. The engine alone calls `begin`, `work` and `take`, in turn."""
+
+    cache: KVCache  # from `begin` on
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, stops: StopIds) -> None:
+        self.plan, self.tokenizer, self.stops = plan, tokenizer, stops
+        self.committed: list[int] = []
+        self.pending = list(plan.prompt.ids)  # to commit before anything else
+        self.reused = 0  # tokens of the prompt that were cached already
+        self.is_ar = plan.mode != "diffusion"
+        self.in_thought = plan.prompt.in_thought
+        self.row: Row | None = None
+        self.reader = Reader(tokenizer, plan.options.stop, in_thought=plan.prompt.in_thought)
+        self.events: deque[Event] = deque()
+        self.blocks = self.steps = self.unsettled = self.retries = 0
+        self.retry = 0  # attempts at the present block that went wrong
+        self.logprobs: list[float] = []
+        self.begun = time.perf_counter()
+        self.prefilled = 0.0
+        self.is_done = False
+
+    def begin(self, cache: KVCache) -> None:
+        """Start on a cache that may hold the beginning of the prompt already."""
+        self.cache, self.reused = cache, cache.length
+        self.committed = self.pending[: cache.length]
+        del self.pending[: cache.length]
+
+    def work(self) -> Work:
+        """What this job wants of the next pass."""
+        tokens = tuple(self.pending[:PREFILL_CHUNK])
+        if len(tokens) < len(self.pending):
+            return Work(self.cache, tokens)
+        if self.is_ar:
+            return Work(self.cache, tokens, wants_logits=True)
+        if self.row is None:
+            self.row = self._fresh_row()
+        return Work(self.cache, tokens, self.row)
+
+    def take(self, work: Work, outcome: Outcome) -> None:
+        """Go on from what the pass gave."""
+        self.committed += work.tokens
+        del self.pending[: len(work.tokens)]
+        if not self.prefilled and not self.pending:
+            self.prefilled = time.perf_counter()
+            self.cache.mark()  # a follow-up that drops the thought resumes here
+        if outcome.logits_V is not None:
+            self._take_token(outcome.logits_V)
+        if outcome.row is not None:
+            self._take_step(outcome.row)
+        if not self.is_done and self._is_over_budget():
+            self._stop_early()
+
+    def _take_step(self, row: Row) -> None:
+        self.row, self.steps = row, self.steps + 1
+        if self.plan.options.drafts:
+            self.events.append(draft(row.canvas, self.blocks, self.tokenizer))
+        if row.is_done:
+            self._end_block(row.canvas)
+
+    def _end_block(self, canvas: Canvas) -> None:
+        ids = canvas.guess_L.tolist()
+        reason = self._fault(ids, canvas)
+        if reason and self.retry < self.plan.options.retries:
+            self.retry, self.retries, self.row = self.retry + 1, self.retries + 1, None
+            self.events.append(Retry(block=self.blocks, reason=reason, retry=self.retry))
+            return
+        after = self._first_end()
+        self.blocks, self.retry, self.row = self.blocks + 1, 0, None
+        self.unsettled += not bool(canvas.settled)
+        self._promise(ids, after)
+        self.pending = [] if self.is_done else ids
+
+    def _take_token(self, logits_V: Tensor) -> None:
+        token, logprob = self._draw(logits_V)
+        self.steps += 1
+        if token not in self.stops.ids:
+            self.logprobs.append(logprob)
+        self._promise([token])
+        self.pending = [] if self.is_done else [token]
+        if self.plan.mode == "hybrid" and not self.is_done:
+            self.is_ar = self._stays_in_thought(token)
+
+    def _stays_in_thought(self, token: int) -> bool:
+        """Hybrid: whether the thought goes on after this token. No thought: diffusion at once."""
+        names = self.tokenizer.control_ids
+        if token == names.get(THOUGHT_OPENS):
+            self.in_thought = True
+        elif token == names.get(THOUGHT_CLOSES):
+            self.in_thought = False
+        return self.in_thought
+
+    def _promise(self, ids: list[int], after: int = 0) -> None:
+        """Hand ids to the reader, up to a stop that stands at `after` or later, and see if it ends.
+
+        Pinned text is part of the reply whatever stands before it: a stop there is dropped.
+        """
+        room = self.plan.max_tokens - len(self.reader.ids)
+        before = [token for token in ids[:after] if token not in self.stops.ids]
+        kept, stop = self.stops.cut(ids[after:])
+        self.events += self.reader.feed([*before, *kept][:room])
+        count = len(before) + len(kept)
+        # A closing token ends the reply, whether or not it is listed as a stop.
+        has_ended = self.reader.parser.has_ended or (stop is not None and count <= room)
+        if self.reader.has_stopped:
+            self._finish("stop_string")
+        elif has_ended:
+            self._finish("stop")
+        elif count >= room:
+            self._finish("length")
+
+    def _first_end(self) -> int:
+        """Where a stop may first end the present canvas: behind all pinned text."""
+        pins = self._pins()
+        text = [
+            p for p, t in zip(pins.positions, pins.tokens, strict=True) if t not in self.stops.ids
+        ]
+        return max(text, default=-1) + 1
+
+    def _pins(self) -> Pins:
+        return self.plan.options.pins if self.blocks == 0 else NO_PINS
+
+    def _fresh_row(self) -> Row:
+        plan, config = self.plan, self.cache.config
+        noise = replace(plan.noise, retry=self.retry).block(
+            self.blocks,
+            plan.sampler.max_steps,
+            plan.canvas_length,
+            config.vocab_size,
+            self.cache.device,
+        )
+        return start(plan.sampler, noise, self._pins())
+
+    def _draw(self, logits_V: Tensor) -> tuple[int, float]:
+        """The next token and its causal log-probability, which the heat does not touch."""
+        logprob_V = logits_V.log_softmax(-1)
+        token = logits_V.argmax()
+        if self.plan.options.heat > 0:
+            query = Query(
+                heat_T=logits_V.new_full((1,), self.plan.options.heat),
+                uniform_T=self._token_noise().to(logits_V.device),
+                held_T=token[None],
+            )
+            token = row_stats(logits_V[None].clone(), None, query)[0].draw_T[0]
+        return int(token), float(logprob_V[token])
+
+    def _token_noise(self) -> Tensor:
+        block, position = divmod(len(self.logprobs), AR_BLOCK_LENGTH)
+        noise = token_noise(self.plan, AR_BLOCK + block, self.cache.config)
+        return noise.uniform_NL[0, position : position + 1]
+
+    def _fault(self, ids: list[int], canvas: Canvas) -> str:
+        is_first = not self.reader.ids
+        return fault(ids, canvas.entropy_L.tolist(), self.stops.ids, is_first=is_first)
+
+    def _is_over_budget(self) -> bool:
+        options = self.plan.options
+        spent = time.perf_counter() - self.begun
+        is_late = options.max_seconds is not None and spent > options.max_seconds
+        return is_late or (options.max_steps is not None and self.steps >= options.max_steps)
+
+    def _stop_early(self) -> None:
+        """Give the canvas as far as it is refined, and say how far that is."""
+        canvas = None if self.row is None or self.row.canvas.num_steps == 0 else self.row.canvas
+        remaining = 0.0
+        if canvas is not None:
+            remaining = float(canvas.entropy_L.sum())
+            self._promise(canvas.guess_L.tolist(), self._first_end())
+        self._finish("budget", remaining)
+
+    def _finish(self, reason: str, remaining: float = 0.0) -> None:
+        if self.is_done:
+            if reason != "budget":
+                return
+            self.events.pop()  # the partial canvas looked like an end; the budget is the reason
+        else:
+            self.events += self.reader.close()
+        self.is_done, self.row = True, None
+        finish = "stop_string" if self.reader.has_stopped and reason != "budget" else reason
+        self.events.append(self._done(finish, remaining))
+
+    def _done(self, finish: str, remaining: float) -> Done:
+        now = time.perf_counter()
+        return Done(
+            reply=self.reader.reply,
+            ids=tuple(self.reader.ids),
+            finish=finish,
+            mode=self.plan.mode,
+            prompt_tokens=len(self.plan.prompt.ids),
+            reused_tokens=self.reused,
+            blocks=self.blocks,
+            steps=self.steps,
+            unsettled_blocks=self.unsettled,
+            retries=self.retries,
+            remaining_entropy=remaining,
+            logprobs=tuple(self.logprobs),
+            seconds=now - self.begun,
+            prefill_seconds=(self.prefilled or now) - self.begun,
+            seed=self.plan.noise.seed,
+        )
+
+
+def token_noise(plan: Plan, block: int, config: ModelConfig) -> BlockNoise:
+    """Noise for single tokens: a block of it without steps, far from the canvases' own."""
+    return plan.noise.block(block, 0, AR_BLOCK_LENGTH, config.vocab_size, torch.device("cpu"))
+
+
+def draft(canvas: Canvas, block: int, tokenizer: Tokenizer) -> Draft:
+    """A canvas as an event."""
+
+    def texts(ids: list[int]) -> tuple[str, ...]:
+        return tuple(tokenizer.decode([token], skip_control=True) for token in ids)
+
+    ids, guess = canvas.tokens_L.tolist(), canvas.guess_L.tolist()
+    return Draft(
+        ids=tuple(ids),
+        tokens=texts(ids),
+        guess=tuple(guess),
+        guess_tokens=texts(guess),
+        entropy=tuple(canvas.entropy_L.tolist()),
+        kept=tuple(canvas.kept_L.tolist()),
+        pinned=tuple(canvas.pinned_L.tolist()),
+        block=block,
+        step=canvas.num_steps,
+    )

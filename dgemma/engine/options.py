@@ -1,0 +1,136 @@
+"""What a request may choose, and the same checked and complete: a plan."""
+
+import secrets
+from dataclasses import dataclass
+from typing import Literal
+
+from dgemma.canvas import NO_PINS, Noise, Pins
+from dgemma.config import GenerationConfig, ModelConfig
+from dgemma.errors import PromptTooLong, UsageError
+from dgemma.sampler import Sampler
+from dgemma.text.chat import Prompt
+from dgemma.text.stream import StopStrings
+
+Mode = Literal["diffusion", "ar", "hybrid"]
+MODES: tuple[Mode, ...] = ("diffusion", "ar", "hybrid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a request may choose. None: as the checkpoint says, or no limit where one is meant.
+
+    What a mode cannot honour is refused: heat is AR's; pins, canvas length, sampler and drafts
+    belong to canvases.
+    """
+
+    mode: Mode = "diffusion"  # hybrid: the thought in AR, the answer in diffusion
+    max_tokens: int | None = None
+    seed: int | None = None  # None draws one, reported when done
+    choice: int = 0  # which of several answers to the same prompt and seed
+    sampler: Sampler | None = None
+    canvas_length: int | None = None  # up to the model's own
+    heat: float = 0.0  # AR: temperature of the draw; 0 takes the likeliest token
+    stop: tuple[str, ...] = ()
+    pins: Pins = NO_PINS  # of the first canvas
+    drafts: bool = False  # whether to report the canvas after each step
+    retries: int = 2  # how often a canvas that went wrong is done again; 0: never
+    max_seconds: float | None = None
+    max_steps: int | None = None  # of all canvases together, AR tokens included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request, checked and complete."""
+
+    prompt: Prompt
+    mode: Mode
+    max_tokens: int
+    canvas_length: int
+    sampler: Sampler
+    noise: Noise
+    options: Options
+
+    room: int  # tokens the request may come to, its last canvas included
+
+
+def make_plan(
+    prompt: Prompt,
+    options: Options,
+    config: ModelConfig,
+    generation: GenerationConfig,
+    sampler: Sampler,
+) -> Plan:
+    """Check a request against the model; refuse it before any work starts."""
+    _check_mode(options, config)
+    StopStrings(options.stop)  # refuses what cannot be a stop string
+    length = _canvas_length(options.canvas_length, config)
+    max_tokens = generation.max_new_tokens if options.max_tokens is None else options.max_tokens
+    _require(max_tokens >= 1, "max tokens", max_tokens, "1 or more")
+    _require(options.heat >= 0, "heat", options.heat, "0 or more")
+    _require(options.retries >= 0, "retries", options.retries, "0 or more")
+    for name, limit in (("seconds", options.max_seconds), ("steps", options.max_steps)):
+        _require(limit is None or limit > 0, f"max {name}", limit, "above 0")
+    _check_pins(options.pins, length, max_tokens, config.vocab_size)
+    answer = max_tokens if options.mode == "ar" else -(-max_tokens // length) * length
+    if options.mode == "hybrid":
+        answer += length  # the thought need not end where a canvas would
+    _check_context(len(prompt.ids), answer, config.max_position_embeddings)
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    return Plan(
+        prompt=prompt,
+        mode=options.mode,
+        max_tokens=max_tokens,
+        room=len(prompt.ids) + answer,
+        canvas_length=length,
+        sampler=options.sampler or sampler,
+        noise=Noise(seed=seed, choice=options.choice),
+        options=options,
+    )
+
+
+def _check_mode(options: Options, config: ModelConfig) -> None:
+    mode = options.mode
+    if mode not in MODES:
+        raise UsageError(f"mode {mode!r} is not known; use {', '.join(MODES)}")
+    if mode != "ar" and not config.can_denoise:
+        raise UsageError(f"this checkpoint has no denoiser, so mode {mode} is not possible; use ar")
+    if mode == "diffusion" and options.heat:
+        raise UsageError("heat is for AR mode; a canvas is heated as its sampler says")
+    of_canvases = {
+        "pins": options.pins != NO_PINS,
+        "canvas length": options.canvas_length is not None,
+        "a sampler": options.sampler is not None,
+        "drafts": options.drafts,
+    }
+    given = [name for name, is_given in of_canvases.items() if is_given]
+    if mode == "ar" and given:
+        raise UsageError(f"AR mode has no canvas, so it cannot honour {', '.join(given)}")
+
+
+def _canvas_length(wanted: int | None, config: ModelConfig) -> int:
+    own = config.canvas_length
+    length = own if wanted is None else wanted
+    _require(1 <= length <= own, "canvas length", length, f"1 to {own} for this model")
+    return length
+
+
+def _check_pins(pins: Pins, length: int, max_tokens: int, vocab: int) -> None:
+    for position, token in zip(pins.positions, pins.tokens, strict=True):
+        limit = min(length, max_tokens)
+        _require(0 <= position < limit, "a pin's position", position, f"0 to {limit - 1}")
+        _require(0 <= token < vocab, "a pinned token", token, f"0 to {vocab - 1}")
+
+
+def _check_context(prompt: int, answer: int, limit: int) -> None:
+    if prompt == 0:
+        raise UsageError("the prompt is empty; give at least one token")
+    if prompt + answer > limit:
+        raise PromptTooLong(
+            f"the prompt has {prompt} tokens and the answer may take {answer}, but the context "
+            f"holds {limit}; shorten the prompt or lower max tokens"
+        )
+
+
+def _require(holds: bool, what: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"{what} is {value}; it must be {allowed}")

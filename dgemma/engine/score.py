@@ -1,0 +1,83 @@
+"""How likely texts are after a prompt: the prompt is encoded once, then all texts in one pass.
+
+T tokens of the pass, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgemma.cache import KVCache, Pass, Room, Span
+from dgemma.denoise import commit
+from dgemma.errors import PromptTooLong, UsageError
+from dgemma.model import Gemma
+
+CHUNK = 512  # positions read out at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Log-probabilities of a text's tokens, in nats."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+    @property
+    def mean(self) -> float:
+        return self.total / len(self.logprobs)
+
+
+@torch.inference_mode()
+def score(model: Gemma, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> list[Score]:
+    """Score texts that all go on from the same prompt: it is encoded once and shared."""
+    _check(model, prompt, texts)
+    weight = model.embed_tokens.weight
+    room = Room(tokens=len(prompt), span=CHUNK)
+    shared = KVCache(model.config, room, weight.dtype, weight.device)
+    last_1D = commit(model, shared, torch.tensor(prompt, device=weight.device), CHUNK)
+    # The last token of a text predicts nothing that is asked for, so it is not encoded.
+    branches = {i: shared.branch(len(text)) for i, text in enumerate(texts) if len(text) > 1}
+    hidden = _encode(model, [(branches[i], texts[i][:-1]) for i in branches])
+    after = dict(zip(branches, hidden, strict=True))
+    scores = []
+    for i, text in enumerate(texts):
+        states_LD = torch.cat([last_1D, after[i]]) if i in after else last_1D
+        logprobs = _logprobs(model, states_LD, torch.tensor(text, device=weight.device))
+        scores.append(Score(ids=tuple(text), logprobs=tuple(logprobs.tolist())))
+    return scores
+
+
+def _check(model: Gemma, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+    if not prompt or not texts or not all(texts):
+        raise UsageError("scoring needs a prompt and texts of at least one token each")
+    longest, limit = len(prompt) + max(map(len, texts)), model.config.max_position_embeddings
+    if longest > limit:
+        raise PromptTooLong(f"prompt and text have {longest} tokens, the context holds {limit}")
+
+
+def _encode(model: Gemma, parts: Sequence[tuple[KVCache, Sequence[int]]]) -> list[Tensor]:
+    if not parts:
+        return []
+    counts = [len(tokens) for _, tokens in parts]
+    context = Pass([Span(cache, len(tokens), commit=True) for cache, tokens in parts])
+    ids = [token for _, tokens in parts for token in tokens]
+    hidden_TD = model.encode(torch.tensor(ids, device=context.positions_T.device), context)
+    context.close()
+    return list(torch.split(hidden_TD, counts))
+
+
+def _logprobs(model: Gemma, states_LD: Tensor, text_L: Tensor) -> Tensor:
+    """Log-probability of each token under the state before it, a bounded number at a time."""
+    pieces = zip(torch.split(states_LD, CHUNK), torch.split(text_L, CHUNK), strict=True)
+    return torch.cat(
+        [
+            model.logits(states).log_softmax(-1).gather(-1, text[:, None])[:, 0]
+            for states, text in pieces
+        ]
+    )

@@ -1,0 +1,91 @@
+"""Drive `dgemma chat` in a real terminal (tmux), as a person would, and keep what the screen shows.
+
+    python -m examples.chat_screen MODEL_DIRECTORY OUTPUT.txt
+
+A conversation, an interrupted answer, a replay. `python -m examples.tiny_model` makes the model.
+"""
+
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from uuid import uuid4
+
+
+class Screen:
+    """A terminal of its own, closed with everything in it at the end."""
+
+    def __init__(self, command: list[str], width: int = 92, height: int = 40) -> None:
+        self.name = f"dgemma-{uuid4().hex[:8]}"
+        size = ["-x", str(width), "-y", str(height)]
+        self._tmux("new-session", "-d", "-s", self.name, *size, shlex.join(command))
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        kill = ["tmux", "-L", self.name, "kill-server"]
+        subprocess.run(kill, capture_output=True, check=False)
+
+    def say(self, line: str) -> None:
+        self._tmux("send-keys", "-t", self.name, "-l", line)
+        self.press("Enter")
+
+    def press(self, key: str) -> None:
+        self._tmux("send-keys", "-t", self.name, key)
+
+    def text(self) -> str:
+        return self._tmux("capture-pane", "-t", self.name, "-p", "-S", "-200").rstrip()
+
+    def wait_for(self, wanted: str, count: int = 1, seconds: float = 60) -> str:
+        """The screen, once it shows `wanted` so many times."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if (shown := self.text()).count(wanted) >= count:
+                return shown
+            time.sleep(0.05)
+        raise TimeoutError(f"no {wanted!r} within {seconds} s; the screen shows:\n{self.text()}")
+
+    def _tmux(self, *arguments: str) -> str:
+        call = ["tmux", "-L", self.name, *arguments]  # a server of its own
+        return subprocess.run(call, capture_output=True, text=True, check=True).stdout
+
+
+def chat_command(model: Path, *options: str) -> list[str]:
+    start = "from dgemma.cli import main; main()"
+    fixed = ["--device", "cpu", "--dtype", "float32", "--seed", "3"]
+    return [sys.executable, "-c", start, "chat", "--model", str(model), *fixed, *options]
+
+
+def main() -> None:
+    model, output = map(Path, sys.argv[1:])
+    with Screen(chat_command(model, "--max-tokens", "3000")) as screen:
+        screen.wait_for("/help")
+        screen.say("How is this text written?")
+        screen.wait_for("[diffusion:")
+        screen.say("/replay")
+        screen.wait_for("[replayed")
+        screen.say("/clear")
+        screen.say("/mode ar")
+        screen.say("Something that it was never taught, so that it does not know when to end.")
+        time.sleep(1.5)
+        screen.press("C-c")
+        screen.wait_for("[stopped]")
+        screen.say("/clear")
+        screen.say("/mode diffusion")
+        screen.say("What is a canvas?")
+        screen.wait_for("[diffusion:", count=2)
+        screen.say("/history")
+        shown = screen.wait_for("assistant: ")
+    output.write_text(shown + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The import graph is the architecture: a module may import only from rows above its own."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "dgemma"
+ROWS = [
+    "errors",
+    "config",
+    "text ops device",
+    "cache canvas",
+    "sampler model prefix vision",
+    "weights denoise guide",
+    "engine train",
+    "bench serve",
+    "cli",
+]
+RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
+# May not bring in torch by being imported; what their functions import later is another matter.
+TORCH_FREE = {"errors", "config", "text", "serve", "cli"}
+TORCH_FREE_FILES = {"dgemma.weights.files", "dgemma.weights.download"}
+# Draw what the engine yields, and are imported inside the commands that need them.
+LATE = {"dgemma.cli.show", "dgemma.cli.conversation"}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_typing_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def statements(node: ast.AST, *, lazy: bool, typing: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports below a node; `lazy`: inside functions too; `typing`: for the checker too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif (typing or not is_typing_only(child)) and (lazy or not is_function(child)):
+            yield from statements(child, lazy=lazy, typing=typing)
+
+
+def imported(path: Path, *, lazy: bool = True, typing: bool = True) -> set[str]:
+    """Full names of what a file imports: modules, or names inside of them."""
+    names: set[str] = set()
+    for node in statements(parse(path), lazy=lazy, typing=typing):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        else:
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def modules_of(names: set[str]) -> set[str]:
+    """The modules of ours that such names stand for."""
+    known = {module_name(path) for path in files()}
+    found = set()
+    for name in names:
+        while name not in known and "." in name:
+            name = name.rpartition(".")[0]
+        found |= {name} & known
+    return found
+
+
+def owner(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_module_has_its_row() -> None:
+    owners = {owner(module_name(path)) for path in files() if path != PACKAGE / "__init__.py"}
+    assert owners <= RANK.keys(), f"give {sorted(owners - RANK.keys())} a row"
+
+
+@pytest.mark.parametrize("path", files(), ids=module_name)
+def test_a_module_imports_only_from_rows_above_its_own(path: Path) -> None:
+    module = module_name(path)
+    if module == "dgemma":
+        return  # its names are resolved on first use, which the command line tests watch
+    for target in modules_of(imported(path)):
+        if target == "dgemma" or owner(target) == owner(module):
+            continue
+        assert RANK[owner(target)] < RANK[owner(module)], f"{module} must not import {target}"
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    graph = {module_name(p): modules_of(imported(p, typing=False)) for p in files()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path, module])
+        if module not in done:
+            for target in graph[module] - {module}:
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def reach(module: str) -> set[str]:
+    """All that importing a module brings in, as full names."""
+    paths = {module_name(path): path for path in files()}
+    seen, names, waiting = set(), set(), [module]
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        names |= imported(paths[current], lazy=False, typing=False) | {current}
+        parents = {current.rpartition(".")[0]} & paths.keys()
+        waiting += modules_of(imported(paths[current], lazy=False, typing=False)) | parents
+    return names
+
+
+def brings_torch(module: str) -> bool:
+    return any(name.split(".")[0] == "torch" for name in reach(module))
+
+
+def test_what_must_start_quickly_brings_in_no_torch() -> None:
+    modules = [module_name(path) for path in files()]
+    quick = [m for m in modules if m == "dgemma" or owner(m) in TORCH_FREE or m in TORCH_FREE_FILES]
+    assert len(quick) > 10
+    assert [module for module in quick if brings_torch(module)] == sorted(
+        module for module in modules if module in LATE
+    )
+    assert not LATE & reach("dgemma.cli")
+
+
+def test_the_config_and_the_errors_need_the_standard_library_alone() -> None:
+    for name in ("config", "errors"):
+        roots = {full.split(".")[0] for full in imported(PACKAGE / f"{name}.py")}
+        assert roots <= sys.stdlib_module_names | {"dgemma"}
+
+
+def test_transformers_is_imported_nowhere() -> None:
+    for path in files():
+        assert "transformers" not in {name.split(".")[0] for name in imported(path)}, path
+
+
+def test_every_foreign_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = project["dependencies"] + [
+        line for name, lines in extras.items() if name not in ("test", "dev") for line in lines
+    ]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+    # Comes with torch on a GPU.
+    allowed = declared | sys.stdlib_module_names | {"dgemma", "triton"}
+    for path in files():
+        foreign = {name.split(".")[0] for name in imported(path)} - allowed
+        assert not foreign, f"{path} imports {foreign}"
+
+
+def test_the_model_knows_nothing_of_devices_files_or_sampling() -> None:
+    names = {name.split(".")[1] for name in modules_of(imported(PACKAGE / "model.py"))}
+    assert names <= {"config", "errors", "ops"}
+    assert "cuda" not in (PACKAGE / "model.py").read_text(encoding="utf-8")
+
+
+def test_the_sampler_never_sees_a_model_or_a_generator() -> None:
+    source = (PACKAGE / "sampler.py").read_text(encoding="utf-8")
+    names = {name.split(".")[1] for name in modules_of(imported(PACKAGE / "sampler.py"))}
+    assert names <= {"canvas", "config", "errors", "ops"}
+    assert not re.search(r"torch\.rand|multinomial|Generator|manual_seed", source)

@@ -1,0 +1,480 @@
+"""Each op beside its definition: fast paths agree with their references, on any shape."""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dgemma.cache import KVCache, Pass, Room, Span
+from dgemma.canvas import Noise
+from dgemma.config import AttentionShape
+from dgemma.model import Gemma
+from dgemma.ops import linear as linear_module
+from dgemma.ops.attention import Segment, attention, attention_reference, can_merge
+from dgemma.ops.experts import experts, experts_reference, grouped_linear, one_by_one
+from dgemma.ops.linear import can_pack, linear, packed_linear
+from dgemma.ops.norm import rms_norm
+from dgemma.ops.philox import philox
+from dgemma.ops.rope import frequencies, rotate, turns
+from dgemma.ops.row_stats import Query, row_stats, row_stats_reference
+from dgemma.weights.pack import PackedLinear, pack
+from dgemma.weights.random import random_model
+from tests.tiny import CPU, TINY
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = settings(deadline=None, derandomize=True, database=None)
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.empty(1)), reason="this build of torch has no packed products"
+)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- attention
+
+
+@st.composite
+def attention_cases(draw: Any) -> tuple[Tensor, list[Segment]]:
+    """Queries, and segments of any lengths, each with or without a mask."""
+    length, kv_heads, groups = (draw(st.integers(1, n)) for n in (9, 3, 4))
+    width, seed = draw(st.sampled_from([2, 8, 16, 20])), draw(st.integers(0, 999))
+    q = normal(seed, length, kv_heads * groups, width)
+    segments = []
+    for index, keys in enumerate(draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))):
+        k, v = normal(seed + 2 * index + 1, 2, keys, kv_heads, width)
+        mask = normal(seed + 2 * index + 2, length, keys) > 0 if draw(st.booleans()) else None
+        segments.append(Segment(k, v, mask))
+    last = segments[-1]
+    if last.mask_LS is not None:
+        last.mask_LS[:, -1] = True  # as in a pass: each query sees at least itself
+    return q, segments
+
+
+@settings(QUICK, max_examples=150)
+@given(case=attention_cases())
+def test_attention_is_one_softmax_over_all_segments(case: tuple[Tensor, list[Segment]]) -> None:
+    q, segments = case
+    torch.testing.assert_close(
+        attention(q, segments), attention_reference(q, segments), atol=2e-5, rtol=1e-5
+    )
+
+
+def test_the_reference_of_attention_is_what_it_says() -> None:
+    """Two query heads share a key head; the second query sees the first key alone."""
+    q = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[3.0, 1.0], [1.0, 1.0]]])
+    k = torch.tensor([[[1.0, 1.0]], [[0.5, -1.0]]])
+    v = torch.tensor([[[1.0, 10.0]], [[2.0, 20.0]]])
+    mask = torch.tensor([[True, True], [True, False]])
+    share = 1 / (1 + math.exp(0.5 - 1.0)), 1 / (1 + math.exp(-2.0 - 2.0))
+    expected = torch.tensor([[s + 2 * (1 - s), 10 * s + 20 * (1 - s)] for s in share])
+    for compute in (attention, attention_reference):
+        out = compute(q, [Segment(k, v, mask)])
+        torch.testing.assert_close(out[0], expected)
+        torch.testing.assert_close(out[1], torch.tensor([[1.0, 10.0], [1.0, 10.0]]))
+
+
+def test_segments_are_merged_unless_an_earlier_one_has_a_mask() -> None:
+    q, (k, v) = normal(0, 4, 2, 8), normal(1, 2, 6, 1, 8)
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    plain, masked = Segment(k, v), Segment(k, v, mask)
+    assert can_merge(q, [plain, plain]) and can_merge(q, [plain, masked])
+    assert not can_merge(q, [masked, plain])
+    whole = Segment(torch.cat([k, 2 * k]), torch.cat([v, 3 * v]))
+    with mock.patch("dgemma.ops.attention.attention_reference", side_effect=AssertionError):
+        merged = attention(q, [plain, Segment(2 * k, 3 * v)])
+    torch.testing.assert_close(merged, attention(q, [whole]), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_merging_survives_scores_of_very_different_size(scale: float) -> None:
+    q, near, far = normal(0, 5, 4, 8), normal(1, 2, 7, 2, 8), normal(2, 2, 9, 2, 8)
+    segments = [Segment(near[0] * scale, near[1]), Segment(far[0] / scale, far[1])]
+    out, expected = attention(q, segments), attention_reference(q, segments)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_attention_in_bfloat16_stays_near_its_reference(parts: int) -> None:
+    q = normal(0, 6, 4, 16).bfloat16()
+    segments = [Segment(*normal(i + 1, 2, 20, 2, 16).bfloat16()) for i in range(parts)]
+    out = attention(q, segments)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, attention_reference(q, segments), atol=0.03, rtol=0.03)
+
+
+# --- experts
+
+
+@settings(QUICK, max_examples=60)
+@given(
+    tokens=st.integers(1, 9),
+    count=st.integers(1, 12),
+    top_k=st.integers(1, 4),
+    packed=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_experts_agree_with_one_token_and_one_expert_at_a_time(
+    tokens: int, count: int, top_k: int, packed: bool, seed: int
+) -> None:
+    """Often there are more experts than assignments, so that some have no token at all."""
+    width, inner, top_k = 12, 5, min(top_k, count)
+    x, share = normal(seed, tokens, width), normal(seed + 1, tokens, top_k).softmax(-1)
+    ids = normal(seed + 2, tokens, count).topk(top_k).indices
+    gate_up, down = normal(seed + 3, count, 2 * inner, width), normal(seed + 4, count, width, inner)
+    products = grouped_linear(gate_up), grouped_linear(down)
+    if packed and can_pack(x):
+        products = tuple(one_by_one([packed_linear(w) for w in ws]) for ws in (gate_up, down))
+    torch.testing.assert_close(
+        experts(x, ids, share, *products),
+        experts_reference(x, ids, share, gate_up, down),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+def test_the_experts_are_weighted_gated_products() -> None:
+    x, gate, up, down = 2.0, 0.5, 3.0, 7.0
+    hidden = torch.nn.functional.gelu(torch.tensor(x * gate), approximate="tanh") * x * up
+    given = torch.tensor([[x]]), torch.tensor([[1, 0]]), torch.tensor([[0.25, 0.75]])
+    gate_up = torch.tensor([[[0.0], [0.0]], [[gate], [up]]])
+    downs = torch.tensor([[[1.0]], [[down]]])
+    expected = (0.25 * hidden * down).view(1, 1)
+    products = grouped_linear(gate_up), grouped_linear(downs)
+    torch.testing.assert_close(experts(*given, *products), expected)
+    torch.testing.assert_close(experts_reference(*given, gate_up, downs), expected)
+
+
+def test_experts_without_tokens_are_not_run() -> None:
+    def untouched(x: Tensor) -> Tensor:
+        raise AssertionError("this expert has no tokens")
+
+    gate_up = one_by_one([untouched, linear(normal(1, 6, 4)), untouched])
+    down = one_by_one([untouched, linear(normal(2, 4, 3)), untouched])
+    out = experts(normal(0, 3, 4), torch.full((3, 1), 1), torch.ones(3, 1), gate_up, down)
+    assert out.shape == (3, 4)
+
+
+# --- row statistics
+
+
+def ask(rows: int, vocab: int, seed: int, heat: float | None = None) -> Query:
+    generator = torch.Generator().manual_seed(seed)
+    heats = torch.rand(rows, generator=generator) * 1.8 + 0.2
+    return Query(
+        heat_T=heats if heat is None else torch.full((rows,), heat),
+        uniform_T=torch.rand(rows, generator=generator, dtype=torch.float64),
+        held_T=torch.randint(vocab, (rows,), generator=generator),
+    )
+
+
+def check_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> None:
+    """Our statistics are the definition's, up to rounding and to ties."""
+    theirs = row_stats_reference(raw_TV, softcap, query)
+    stats, p_TV = row_stats(raw_TV.clone(), softcap, query)
+    exact_TV = distribution(raw_TV, softcap, query.heat_T)
+    torch.testing.assert_close(stats.entropy_T, theirs.entropy_T, atol=2e-5, rtol=0)
+    torch.testing.assert_close(stats.top_p_T, theirs.top_p_T, atol=1e-6, rtol=3e-5)
+    torch.testing.assert_close(stats.held_p_T, theirs.held_p_T, atol=1e-6, rtol=3e-5)
+    torch.testing.assert_close(p_TV.double(), exact_TV, atol=1e-6, rtol=5e-5)
+    torch.testing.assert_close(
+        p_TV.double().sum(-1), torch.ones(len(p_TV)).double(), atol=3e-5, rtol=0
+    )
+    assert (stats.entropy_T >= 0).all() and (stats.top_p_T <= 1).all()
+    top = exact_TV.gather(-1, stats.top_T[:, None])[:, 0]
+    assert (top >= exact_TV.amax(-1) * (1 - 2e-5)).all(), "a top token is not the likeliest"
+    check_draws(exact_TV, query.uniform_T, stats.draw_T)
+    assert (p_TV.gather(-1, stats.draw_T[:, None]) > 0).all(), "an impossible token was drawn"
+
+
+def check_draws(p_TV: Tensor, uniform_T: Tensor, draw_T: Tensor) -> None:
+    """Each draw's interval of the running sum holds its uniform number, within 1e-6."""
+    cdf_TV = p_TV.cumsum(-1)
+    above_T = cdf_TV.gather(-1, draw_T[:, None])[:, 0]
+    below_T = above_T - p_TV.gather(-1, draw_T[:, None])[:, 0]
+    assert (below_T - 1e-6 <= uniform_T).all() and (uniform_T <= above_T + 1e-6).all()
+
+
+def distribution(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Tensor:
+    logits_TV = raw_TV.double()
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    return (logits_TV / heat_T[:, None].double()).softmax(-1)
+
+
+@settings(QUICK, max_examples=150)
+@given(
+    vocab=st.sampled_from([1, 2, 7, 61, 127, 128, 129, 200, 384, 1000, 1024]),
+    rows=st.integers(1, 12),
+    scale=st.sampled_from([0.0, 0.1, 1.0, 5.0, 30.0, 300.0]),
+    softcap=st.sampled_from([None, 5.0, 30.0]),
+    seed=st.integers(0, 9999),
+)
+def test_row_statistics_are_those_of_the_definition(
+    vocab: int, rows: int, scale: float, softcap: float | None, seed: int
+) -> None:
+    raw_TV = normal(seed, rows, vocab) * scale
+    check_stats(raw_TV, softcap, ask(rows, vocab, seed))
+    check_stats(raw_TV.bfloat16(), softcap, ask(rows, vocab, seed + 1))
+
+
+EXTREMES = {
+    "all equal": torch.full((4, 1000), 3.5),
+    "all equal and huge": torch.full((4, 1000), 1e4),
+    "one huge": torch.zeros(4, 1000).index_fill(1, torch.tensor([777]), 1e4),
+    "one tiny": torch.zeros(4, 1000).index_fill(1, torch.tensor([777]), -1e4),
+    "plus or minus 1e4": 1e4 * normal(0, 4, 1000).sign(),
+    "around 1e4": 1e4 + normal(1, 4, 1000),
+    "around -1e4": -1e4 + normal(2, 4, 1000),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("heat", [0.01, 0.4, 1.0, 50.0])
+def test_row_statistics_survive_extreme_logits(
+    name: str, softcap: float | None, heat: float
+) -> None:
+    check_stats(EXTREMES[name], softcap, ask(4, 1000, seed=3, heat=heat))
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_row_statistics_are_as_exact_over_the_released_vocabulary(softcap: float | None) -> None:
+    """A plain float32 softmax over so many tokens is off by more than our tolerance."""
+    vocab = 262_144
+    check_stats(5 * normal(0, 4, vocab), softcap, ask(4, vocab, seed=5, heat=1.0))
+
+
+def test_rows_do_not_depend_on_the_group_they_are_taken_in() -> None:
+    raw_TV, query = normal(0, 50, 200), ask(50, 200, seed=1)
+    stats, p_TV = row_stats(raw_TV.clone(), 30.0, query)
+    with mock.patch("dgemma.ops.row_stats.SCRATCH_ELEMENTS", 3 * 200 + 1):
+        in_groups, p_again_TV = row_stats(raw_TV.clone(), 30.0, query)
+    torch.testing.assert_close(p_TV, p_again_TV)
+    for name in stats.__slots__:
+        torch.testing.assert_close(getattr(stats, name), getattr(in_groups, name))
+
+
+def test_the_head_output_is_consumed_and_not_copied() -> None:
+    raw_TV = normal(0, 3, 200)
+    _, p_TV = row_stats(raw_TV, 30.0, ask(3, 200, seed=0))
+    assert p_TV.data_ptr() == raw_TV.data_ptr()
+
+
+@pytest.mark.parametrize("spread", [20.0, 60.0])
+def test_no_uniform_number_draws_an_impossible_token(spread: float) -> None:
+    """The edges between chunks are where rounding could; some chunks hold nothing at all."""
+    rows, vocab = 2000, 1000
+    raw_TV = spread * normal(0, rows, vocab)
+    query = ask(rows, vocab, seed=0, heat=1.0)
+    _, p_TV = row_stats(raw_TV.clone(), None, query)
+    sums_TC = p_TV.view(rows, -1, 8).sum(-1)
+    assert (p_TV == 0).any() and (spread < 60 or (sums_TC[:, 0] == 0).any())
+    edges_T = sums_TC.double().cumsum(-1)[:, 50]
+    last = 1 - 2.0**-53
+    for uniform_T in (edges_T.clamp(max=last), 0 * edges_T, 0 * edges_T + last):
+        stats, _ = row_stats(raw_TV.clone(), None, replace(query, uniform_T=uniform_T))
+        assert (p_TV.gather(-1, stats.draw_T[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("vocab", [7, 256])
+def test_the_draw_is_the_exact_inverse_of_the_running_sum(vocab: int) -> None:
+    """Evenly spaced uniform numbers draw each token as often as its probability says."""
+    count = 20_000
+    raw_V = 2 * normal(vocab, vocab)
+    uniform_T = (torch.arange(count).double() + 0.5) / count
+    query = replace(ask(count, vocab, seed=0, heat=0.7), uniform_T=uniform_T)
+    stats, _ = row_stats(raw_V.repeat(count, 1), 30.0, query)
+    p_V = distribution(raw_V[None], 30.0, torch.tensor([0.7]))[0]
+    assert (stats.draw_T.diff() >= 0).all()
+    drawn_V = torch.bincount(stats.draw_T, minlength=vocab)
+    assert ((drawn_V - count * p_V).abs() <= 1 + 1e-6 * count).all()
+
+
+def test_draws_from_the_noise_of_a_request_follow_the_distribution() -> None:
+    """Pearson's statistic of 20,000 draws stays below its 99.99% point for 6 degrees."""
+    vocab, steps, length = 7, 199, 100
+    raw_V = normal(1, vocab)
+    uniform_T = Noise(seed=11).block(0, steps, length, vocab, CPU).uniform_NL.flatten()
+    query = replace(ask(len(uniform_T), vocab, seed=0, heat=1.0), uniform_T=uniform_T)
+    stats, _ = row_stats(raw_V.repeat(len(uniform_T), 1), None, query)
+    expected_V = len(uniform_T) * distribution(raw_V[None], None, torch.ones(1))[0]
+    drawn_V = torch.bincount(stats.draw_T, minlength=vocab)
+    assert ((drawn_V - expected_V) ** 2 / expected_V).sum() < 27.9
+
+
+# --- products
+
+
+@needs_packing
+@settings(QUICK, max_examples=40)
+@given(
+    rows=st.integers(1, 300),
+    inputs=st.sampled_from([1, 3, 16, 33, 96]),
+    outputs=st.sampled_from([1, 5, 16, 61, 128]),
+    seed=st.integers(0, 999),
+)
+def test_a_packed_weight_gives_the_plain_product(
+    rows: int, inputs: int, outputs: int, seed: int
+) -> None:
+    x, weight = normal(seed, rows, inputs), normal(seed + 1, outputs, inputs)
+    torch.testing.assert_close(packed_linear(weight)(x), linear(weight)(x), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        packed_linear(weight.T)(x @ weight.T), x @ weight.T @ weight, atol=1e-2, rtol=1e-4
+    )
+
+
+def canvas_logits(model: Gemma) -> Tensor:
+    """Logits of a canvas behind a prompt, in its second step."""
+    dtype = model.embed_tokens.weight.dtype
+    cache = KVCache(model.config, Room(tokens=64), dtype, CPU)
+    prompt, canvas = torch.arange(5, 25), torch.arange(30, 38)
+    with torch.inference_mode():
+        writing = Pass([Span(cache, len(prompt), commit=True)])
+        model.encode(prompt, writing)
+        writing.close()
+        reading = Pass([Span(cache, len(canvas), commit=False)])
+        first = model.logits(model.denoise(canvas, None, reading))
+        soft = model.embed_soft(first.softmax(-1))
+        return model.logits(model.denoise(canvas, soft, reading))
+
+
+@needs_packing
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.15)], ids=str
+)
+def test_a_packed_model_gives_the_same_logits(dtype: torch.dtype, tolerance: float) -> None:
+    if not can_pack(torch.empty(1, dtype=dtype)):
+        pytest.skip("this CPU has no packed products of that type")
+    plain = canvas_logits(random_model(TINY, 7, dtype=dtype))
+    model = pack(random_model(TINY, 7, dtype=dtype))
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    assert isinstance(model.layers[0].self_attn.q_proj, PackedLinear)
+    torch.testing.assert_close(canvas_logits(model), plain, atol=tolerance, rtol=0)
+    assert plain.std() > 0.5, "logits this small would agree whatever happens"
+
+
+def test_a_model_whose_weights_cannot_be_packed_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = random_model(TINY, 7, dtype=torch.float16)
+    before = [type(module) for module in model.modules()]
+    assert [type(module) for module in pack(model).modules()] == before
+    monkeypatch.setattr(linear_module.torch.backends.mkldnn, "is_available", lambda: False)
+    model = random_model(TINY, 7)
+    assert [type(module) for module in pack(model).modules()] == before
+
+
+def test_bfloat16_is_not_packed_on_a_cpu_without_its_kernels() -> None:
+    """As on most laptops: packing would fail there."""
+    program = """
+import torch
+from dgemma.ops.linear import can_pack
+has_kernels = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+print(has_kernels, can_pack(torch.empty(1).bfloat16()))
+"""
+    limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=limited,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    has_kernels, packs_bfloat16 = run.stdout.split()
+    if has_kernels == "True":
+        pytest.skip("this build of torch cannot be told to do without them")
+    assert packs_bfloat16 == "False"
+
+
+# --- norm, rotation, random numbers
+
+
+def test_the_norm_scales_to_unit_mean_square() -> None:
+    x, weight = 5 * normal(0, 3, 16), 1 + normal(1, 16)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(rms_norm(x, None, 1e-6), expected)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected * weight)
+    low = rms_norm(x.bfloat16(), weight.bfloat16(), 1e-6)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), expected * weight, atol=0.03, rtol=0.02)
+    assert (rms_norm(torch.zeros(2, 4), None, 1e-6) == 0).all()
+
+
+@settings(QUICK, max_examples=60)
+@given(
+    head_dim=st.sampled_from([2, 4, 8, 16]),
+    theta=st.sampled_from([1e4, 1e6]),
+    fraction=st.sampled_from([0.25, 0.5, 1.0]),
+    start=st.integers(0, 5000),
+)
+def test_rotation_turns_pairs_as_complex_numbers(
+    head_dim: int, theta: float, fraction: float, start: int
+) -> None:
+    x = normal(head_dim, 5, 3, head_dim)
+    positions = torch.arange(start, start + 5)
+    half = head_dim // 2
+    exponents = torch.arange(half).double() * 2 / head_dim
+    speed = torch.where(torch.arange(half) < int(fraction * half), theta**-exponents, 0.0)
+    # Angles of thousands of radians are rounded in float32, here as in the reference model.
+    angles = (positions.float()[:, None] * speed.float()).double()
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    expected = torch.cat([turned.real, turned.imag], dim=-1).float()
+    shape = AttentionShape(
+        num_kv_heads=1,
+        head_dim=head_dim,
+        window=None,
+        rope_theta=theta,
+        rotary_fraction=fraction,
+        has_value=True,
+    )
+    ours = rotate(x, *turns(positions, frequencies(shape, positions.device)))
+    torch.testing.assert_close(ours, expected, atol=2e-3 if start > 100 else 1e-5, rtol=1e-4)
+    torch.testing.assert_close(ours.norm(dim=-1), x.norm(dim=-1))
+
+
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0"),
+]
+ANSWERS = [
+    "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    "d16cfe09 94fdcceb 5001e420 24126ea1",
+]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [(*question, answer) for question, answer in zip(KNOWN_ANSWERS, ANSWERS, strict=True)],
+)
+def test_philox_gives_the_published_answers(counter: str, key: str, answer: str) -> None:
+    words = [int(word, 16) for word in counter.split()]
+    low, high = (int(word, 16) for word in key.split())
+    a, b, c, d = (torch.tensor([word]) for word in words)
+    given = philox((a, b, c, d), (low, high))
+    assert " ".join(f"{int(word):08x}" for word in given) == answer
+
+
+def test_philox_takes_many_counters_at_once() -> None:
+    zero = torch.zeros(4, 3, dtype=torch.long)
+    rows, columns = zero + torch.arange(4)[:, None], zero + torch.arange(3)
+    whole = philox((rows, columns, zero, zero), (5, 6))
+    one = philox((rows[2:3, 1:2], columns[2:3, 1:2], zero[:1, :1], zero[:1, :1]), (5, 6))
+    for word, single in zip(whole, one, strict=True):
+        assert word[2, 1] == single[0, 0]
+        assert len(set(word.flatten().tolist())) == 12

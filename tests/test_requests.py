@@ -1,0 +1,157 @@
+"""Requests that run together, what they remember of each other, and what a mode refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dgemma.canvas import Pins
+from dgemma.engine import Done, Engine, Options
+from dgemma.errors import PromptTooLong, UsageError
+from dgemma.sampler import Sampler
+from dgemma.text.chat import Message, Prompt
+from dgemma.weights.load import Checkpoint
+from dgemma.weights.pack import pack
+from dgemma.weights.random import random_model
+from dgemma.weights.save import save_checkpoint
+from tests.taught import ANSWERS, CANVAS, GENERATION, LONG, SHORT, taught_config
+from tests.text.small import small_tokenizer
+
+STOP = GENERATION.stop_ids[0]
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> Engine:
+    return Engine.load(checkpoint, device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def wild() -> Engine:
+    """A model that was taught nothing, without a template."""
+    generation = replace(GENERATION, max_denoising_steps=4, stop_ids=(STOP,))
+    return Engine(random_model(taught_config(), seed=3), small_tokenizer(), None, generation)
+
+
+def test_several_prompts_are_answered_together_in_their_order(engine: Engine) -> None:
+    questions = [SHORT, LONG, SHORT, LONG]
+    done = engine.generate_all(questions, [Options(seed=n) for n in range(4)])
+    assert [d.text for d in done] == [ANSWERS[question] for question in questions]
+    assert not engine.jobs and not engine.waiting
+
+
+def test_no_more_requests_run_at_once_than_rows_are_allowed(engine: Engine) -> None:
+    engine.max_rows = 2
+    jobs = [engine.submit(engine.plan(LONG, Options(seed=n))) for n in range(5)]
+    most = 0
+    while not all(job.is_done for job in jobs):
+        engine.step()
+        most = max(most, len(engine.jobs))
+    assert most <= 2
+    assert all(isinstance(job.events[-1], Done) for job in jobs)
+
+
+def test_a_step_without_requests_does_nothing(engine: Engine) -> None:
+    engine.step()
+    assert not engine.jobs
+
+
+def test_a_second_turn_reuses_the_first(engine: Engine) -> None:
+    first = [Message(role="user", content=SHORT)]
+    engine.generate(engine.prompt(first), Options(seed=1))
+    history = [*first, Message(role="assistant", content=ANSWERS[SHORT]), *first]
+    second = engine.prompt(history)
+    done = engine.generate(second, Options(seed=1, max_tokens=4))
+    assert done.reused_tokens >= len(engine.prompt(first).ids) - 1
+    engine.prefixes.clear()
+    fresh = engine.generate(second, Options(seed=1, max_tokens=4))
+    assert fresh.reused_tokens == 0
+    assert fresh.ids == done.ids
+
+
+def test_an_engine_without_room_for_prefixes_keeps_none(checkpoint: Path) -> None:
+    engine = Engine.load(checkpoint, device="cpu", dtype="float32", prefix_bytes=0)
+    for _ in range(2):
+        assert engine.generate(SHORT, Options(seed=1)).reused_tokens == 0
+    assert len(engine.prefixes) == 0
+
+
+def test_pinned_text_behind_a_stop_is_part_of_the_reply(wild: Engine) -> None:
+    """The stop at position 2 is dropped, since text is pinned behind it."""
+    letters = small_tokenizer().encode("the")
+    pins = Pins((2, 9), (STOP, letters[0]))
+    done = wild.generate(Prompt(text="", ids=(5, 6)), Options(seed=1, pins=pins, max_tokens=CANVAS))
+    assert letters[0] in done.ids
+    assert STOP not in done.ids
+    early = Options(seed=1, pins=pins, max_tokens=CANVAS, max_steps=1)
+    cut = wild.generate(Prompt(text="", ids=(5, 6)), early)
+    assert cut.finish == "budget"
+    assert letters[0] in cut.ids
+
+
+def test_a_pinned_stop_ends_the_reply_where_nothing_is_pinned_behind_it(wild: Engine) -> None:
+    pins = Pins((4,), (STOP,))
+    done = wild.generate(Prompt(text="", ids=(5, 6)), Options(seed=1, pins=pins))
+    assert done.finish == "stop"
+    assert done.tokens <= 4
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (Options(mode="ar", pins=Pins((0,), (5,))), "pins"),
+        (Options(mode="ar", canvas_length=4), "canvas length"),
+        (Options(mode="ar", sampler=Sampler()), "a sampler"),
+        (Options(mode="ar", drafts=True), "drafts"),
+        (Options(heat=0.5), "heat is for AR"),
+        (Options(mode="ar", heat=-1.0), "heat is -1"),
+        (Options(mode="fast"), "mode 'fast' is not known"),  # type: ignore[arg-type]
+        (Options(retries=-1), "retries is -1"),
+        (Options(max_steps=0), "max steps is 0"),
+        (Options(max_seconds=0.0), "max seconds is 0"),
+        (Options(pins=Pins((CANVAS,), (5,))), "a pin's position is 16"),
+        (Options(pins=Pins((0,), (10**6,))), "a pinned token is 1000000"),
+        (Options(pins=Pins((8,), (5,)), max_tokens=5), "a pin's position is 8"),
+        (Options(stop=("",)), "stop string is empty"),
+    ],
+)
+def test_what_a_request_cannot_have_is_refused_before_any_work(
+    wild: Engine, options: Options, reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        wild.stream(Prompt(text="", ids=(5, 6)), options)
+    assert not wild.waiting
+
+
+def test_ar_mode_counts_its_tokens_exactly_against_the_context(wild: Engine) -> None:
+    limit = taught_config().max_position_embeddings
+    prompt = Prompt(text="", ids=(5,) * (limit - 3))
+    assert wild.generate(prompt, Options(mode="ar", max_tokens=3)).tokens <= 3
+    with pytest.raises(PromptTooLong):
+        wild.generate(prompt, Options(mode="ar", max_tokens=4))
+    with pytest.raises(PromptTooLong):
+        wild.generate(prompt, Options(max_tokens=3))
+
+
+def test_a_packed_model_refuses_to_be_saved(tmp_path: Path) -> None:
+    model = pack(random_model(taught_config(), seed=0, dtype=torch.float32))
+    with pytest.raises(UsageError, match="cannot be saved"):
+        save_checkpoint(Checkpoint(model=model), tmp_path / "packed")
+    assert not (tmp_path / "packed" / "model.safetensors").exists()
+
+
+def test_an_error_in_a_pass_does_not_spoil_the_next_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = engine.generate(LONG, Options(seed=2)).text
+    stream = engine.stream(LONG, Options(seed=2))
+    monkeypatch.setattr(engine.model, "embed_soft", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    monkeypatch.undo()
+    assert not engine.jobs
+    assert engine.generate(LONG, Options(seed=2)).text == whole
+
+
+def _interrupt(p_TV: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
