@@ -18,45 +18,18 @@ from collections.abc import Callable
 from datetime import date
 
 import torch
+from shapes import EXAMPLE
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DynamicCache
 
 from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.canvas import NO_PINS, Noise
-from dgemma.config import FULL, SLIDING, ModelConfig, config_to_json
+from dgemma.config import config_to_json
 from dgemma.denoise import Row, commit, start, step
 from dgemma.model import Gemma
 from dgemma.sampler import Sampler
 from dgemma.weights.pack import pack
 from dgemma.weights.random import random_model
 
-CONFIG = ModelConfig(
-    vocab_size=16_384,
-    hidden_size=384,
-    intermediate_size=384,
-    moe_intermediate_size=384,
-    num_experts=16,
-    top_k_experts=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    num_global_key_value_heads=2,
-    head_dim=64,
-    global_head_dim=128,
-    layer_types=(SLIDING, SLIDING, SLIDING, FULL),
-    sliding_window=1024,
-    dtype="float32",
-    vision={
-        "model_type": "gemma4_vision",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "global_head_dim": 8,
-        "patch_size": 4,
-        "position_embedding_size": 16,
-    },
-)
 PROMPT = 256
 MAX_STEPS = 48
 
@@ -93,7 +66,7 @@ class Theirs:
         self.sampler = reference._prepare_sampler(generation)
         self.processor = reference._prepare_logits_processor(generation)
         self.stopper = reference._prepare_diffusion_stopping_criteria(generation)
-        self.positions = torch.arange(PROMPT, PROMPT + CONFIG.canvas_length)[None]
+        self.positions = torch.arange(PROMPT, PROMPT + EXAMPLE.canvas_length)[None]
         self.masks = {"full_attention": None, "sliding_attention": None}
         self.prompt = prompt[None]
 
@@ -179,10 +152,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model = random_model(CONFIG, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    model = random_model(EXAMPLE, seed=0, device=torch.device("cpu"), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(CONFIG.vocab_size, (PROMPT,), generator=generator)
-    canvas = torch.randint(CONFIG.vocab_size, (CONFIG.canvas_length,), generator=generator)
+    prompt = torch.randint(EXAMPLE.vocab_size, (PROMPT,), generator=generator)
+    canvas = torch.randint(EXAMPLE.vocab_size, (EXAMPLE.canvas_length,), generator=generator)
     theirs = Theirs(reference_of(model), prompt)
     parameters = sum(p.numel() for p in model.parameters())
     ours = Ours(pack(model), prompt)

@@ -1,0 +1,76 @@
+"""Whether memory stays flat over many requests, some of them cancelled at random points.
+
+    python bench/leak.py MODEL_DIRECTORY [--requests 2000]
+
+`python -m examples.tiny_model DIRECTORY` makes a model for it. Prints the resident memory every
+tenth of the way; fails if the second half grows by more than 5 %. The last line is JSON.
+"""
+
+import argparse
+import gc
+import json
+import random
+import sys
+from datetime import date
+from pathlib import Path
+
+from dgemma import Engine, Options
+from dgemma.engine import MODES
+
+TOLERANCE = 0.05
+
+
+def resident_mib() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("this system does not tell resident memory in /proc/self/status")
+
+
+def one_request(engine: Engine, rng: random.Random) -> bool:
+    """Run a random request, perhaps only a part of it; returns whether it was cancelled."""
+    words = " ".join(
+        rng.choice(["noise", "canvas", "words", "settle"]) for _ in range(rng.randint(1, 30))
+    )
+    options = Options(
+        seed=rng.randrange(1 << 30),
+        mode=rng.choice(MODES),
+        max_tokens=rng.randint(1, 100),
+        drafts=rng.random() < 0.5,
+    )
+    events_left = rng.randint(0, 20) if rng.random() < 0.5 else -1
+    stream = engine.stream(words, options)
+    for _ in stream:
+        if events_left == 0:
+            stream.close()  # type: ignore[attr-defined]
+            return True
+        events_left -= 1
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--requests", type=int, default=2000)
+    arguments = parser.parse_args()
+    engine = Engine.load(arguments.model, device="cpu", dtype="float32")
+    rng = random.Random(0)
+    levels, cancelled = [], 0
+    for number in range(1, arguments.requests + 1):
+        cancelled += one_request(engine, rng)
+        if number % (arguments.requests // 10) == 0:
+            gc.collect()
+            levels.append(resident_mib())
+            print(
+                f"{number:6} requests, {cancelled:5} cancelled, {levels[-1]:7.1f} MiB", flush=True
+            )
+    growth = max(levels[5:]) / max(levels[:5]) - 1
+    print(f"second half against first: {growth:+.1%}; running {len(engine.jobs)} jobs")
+    facts = {"requests": arguments.requests, "cancelled": cancelled, "mib": levels}
+    print(json.dumps({"bench": "leak", "date": str(date.today()), **facts, "growth": growth}))
+    if growth > TOLERANCE or engine.jobs or engine.waiting:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
