@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dgemma.cache import KVCache, Room
 
+MAX_ENTRIES = 256  # a request looks at each of them
 MOVED_SHARE = 0.5  # of an entry's tokens: a request that shares so many takes the entry itself
 
 
@@ -87,5 +88,6 @@ class PrefixStore:
             new = Entry(np.array(ids, dtype=np.int64), cache)
             self.entries = [entry for entry in self.entries if not new.covers(entry)]
             self.entries.append(new)
+        del self.entries[: -MAX_ENTRIES]
         while self.num_bytes > self.max_bytes:
             self.entries.pop(0)

@@ -717,3 +717,13 @@ def test_rows_made_in_inference_mode_can_be_changed_outside_of_it(room: Room) ->
         Pass([Span(row, 20, commit=False)])
     assert_holds(cache, SYSTEM)
     assert_holds(branch, SYSTEM + SYSTEM)
+
+
+def test_no_more_entries_are_kept_than_a_request_can_look_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dgemma.prefix.MAX_ENTRIES", 3)
+    store = PrefixStore(1 << 30)
+    for first in range(5):
+        store.keep([first, 7], filled([first, 7]))
+    assert [entry.ids[0] for entry in store.entries] == [2, 3, 4]
