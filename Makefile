@@ -7,7 +7,10 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint fix bench docs clean
 
 demo: $(READY)  ## make a tiny model and watch it write
-	$(BIN)/python -m examples.demo
+	$(BIN)/python -m examples.demo out/tiny
+
+out/tiny/model.safetensors: $(READY)
+	$(BIN)/python -m examples.tiny_model out/tiny
 
 test: $(READY) lint  ## lint, types and all tests
 	$(BIN)/python -m pytest
@@ -21,11 +24,11 @@ fix: $(READY)  ## what can be mended by a tool
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## the published CPU numbers
+bench: $(READY)  ## the CPU numbers of the README
 	$(BIN)/python bench/cpu_step.py
 	$(BIN)/python bench/scaling.py
 
-docs: $(READY)  ## pages that are generated
+docs: $(READY) out/tiny/model.safetensors  ## pages that are generated
 	$(BIN)/python -m examples.picture out/tiny docs/settling.svg
 	$(BIN)/python docs/make_cli.py
 

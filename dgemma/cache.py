@@ -97,6 +97,7 @@ class KVCache:
         self.origin: int = 0 if past is None else past.length
         self.length: int = self.origin
         self.is_shared = False
+        self.is_whole = True  # False while memory is moved: an interrupt may leave it torn
         kinds = enumerate(config.layer_types)
         self.windows = {layer: config.sliding_window for layer, kind in kinds if kind == SLIDING}
         # Marked lengths, each with what lay before it in the layers that have moved on.
@@ -133,6 +134,7 @@ class KVCache:
     def reserve(self, count: int) -> None:
         """Make place for `count` tokens behind the last; where a pass moves memory, it is here."""
         self._refuse_if_shared()
+        self.is_whole = False
         for layer, buffer in enumerate(self.buffers):
             if self.length + count - buffer.base <= buffer.slots:
                 continue
@@ -148,6 +150,7 @@ class KVCache:
                 if window is None and needed > slots:
                     slots = 2 * buffer.slots
                 buffer.resize(max(needed, slots))
+        self.is_whole = True
 
     def trim(self) -> None:
         """Give back the memory behind the last token, until the next pass asks for it."""

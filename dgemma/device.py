@@ -35,7 +35,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def has_bfloat16(device: torch.device) -> bool:
     """CPUs without bfloat16 instructions emulate it, four to five times slower than float32."""
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
+        return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

@@ -88,6 +88,6 @@ class PrefixStore:
             new = Entry(np.array(ids, dtype=np.int64), cache)
             self.entries = [entry for entry in self.entries if not new.covers(entry)]
             self.entries.append(new)
-        del self.entries[: -MAX_ENTRIES]
+        del self.entries[:-MAX_ENTRIES]
         while self.num_bytes > self.max_bytes:
             self.entries.pop(0)

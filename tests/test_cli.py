@@ -211,7 +211,7 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
         (["generate", "hi", "extra"], "extra"),
         (["generate", "hi", "--frobnicate"], "--frobnicate"),
         (["generate", "hi", "--max-tokens", "many"], "--max-tokens"),
-        (["generate", "hi", "--max-tokens", "-3"], "max tokens is -3; it must be 1 or more"),
+        (["generate", "hi", "--max-tokens", "-3"], "max tokens is -3; it must be above 0"),
         (["generate", "hi", "--max-tokens", "0"], "max tokens is 0"),
         (["generate", "hi", "--max-tokens", "9999"], "the context holds 256"),
         (["generate", "hi " * 300], "shorten the prompt"),
@@ -347,7 +347,7 @@ def test_a_bug_ends_in_a_sentence_that_calls_it_one(
     monkeypatch.setattr("dgemma.cli.loading.load_engine", break_down)
     result = call("generate", "hi")
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
-    assert "ZeroDivisionError: of all things (this is a bug; --debug shows where)" in result.err
+    assert "ZeroDivisionError: of all things (a bug; dgemma --debug COMMAND shows where)" in result.err
 
 
 def test_an_interrupt_ends_quietly_with_its_own_code(

@@ -327,7 +327,7 @@ MANY = Prompt(text="", ids=tuple(range(2, 250)))
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"max_tokens": 0}, "max tokens is 0; it must be 1 or more"),
+        ({"max_tokens": 0}, "max tokens is 0; it must be above 0"),
         ({"max_tokens": -4}, "max tokens is -4"),
         ({"canvas_length": 0}, "canvas length is 0"),
         ({"canvas_length": 17}, "canvas length is 17"),
@@ -420,7 +420,7 @@ def test_a_checkpoint_without_denoiser_is_refused_for_diffusion(
 
 def test_a_tokenizer_larger_than_its_model_is_refused() -> None:
     model = random_model(replace(taught_config(), vocab_size=300), seed=1)
-    with pytest.raises(CheckpointError, match="knows 403 tokens, the model only 300"):
+    with pytest.raises(CheckpointError, match="knows 403 tokens, the model 300"):
         Engine(model, small_tokenizer(), None, GENERATION)
 
 

@@ -180,6 +180,11 @@ def test_a_canvas_that_went_wrong_is_done_again_a_bounded_number_of_times() -> N
     assert {event.reason for event in retries} == {"not a number"}
     assert isinstance(events[-1], Done)
     assert events[-1].retries == 2
+    assert events[-1].finish == "fault"
+    assert events[-1].fault == "not a number"
+    assert events[-1].text == ""
+    ar = engine.generate(prompt(4, 0), Options(mode="ar", max_tokens=8))
+    assert (ar.finish, ar.fault) == ("fault", "not a number")
     calm = list(engine.stream(prompt(4, 0), Options(seed=1, retries=0, max_tokens=8)))
     assert not any(isinstance(event, Retry) for event in calm)
 

@@ -1,7 +1,9 @@
 """Requests that run together, what they remember of each other, and what a mode refuses."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +110,8 @@ def test_a_pinned_stop_ends_the_reply_where_nothing_is_pinned_behind_it(wild: En
         (Options(mode="fast"), "mode 'fast' is not known"),  # type: ignore[arg-type]
         (Options(retries=-1), "retries is -1"),
         (Options(max_steps=0), "max steps is 0"),
+        (Options(mode="hybrid", pins=Pins((0,), (5,))), "hybrid mode cannot honour pins"),
+        (Options(seed=-1), "seed is -1"),
         (Options(max_seconds=0.0), "max seconds is 0"),
         (Options(pins=Pins((CANVAS,), (5,))), "a pin's position is 16"),
         (Options(pins=Pins((0,), (10**6,))), "a pinned token is 1000000"),
@@ -155,3 +159,68 @@ def test_an_error_in_a_pass_does_not_spoil_the_next_request(
 
 def _interrupt(p_TV: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
+
+
+def test_one_request_that_fails_does_not_touch_its_neighbours(
+    wild: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [Prompt(text="", ids=(5, 6, n)) for n in (7, 8)]
+    options = [Options(mode="ar", max_tokens=12), Options(mode="ar", max_tokens=12)]
+    alone = wild.generate(prompts[1], options[1]).ids
+    wild.prefixes.clear()
+    jobs = [wild.submit(wild.plan(p, o)) for p, o in zip(prompts, options, strict=True)]
+    wild.step()
+    monkeypatch.setattr(jobs[0].reader, "feed", _fail)
+    while not all(job.is_over for job in jobs):
+        wild.step()
+    assert isinstance(jobs[0].error, ValueError)
+    assert jobs[1].events[-1].ids == alone  # type: ignore[union-attr]
+    assert not wild.jobs
+
+
+def _fail(ids: object) -> list[Any]:
+    raise ValueError("broken on purpose")
+
+
+def test_a_failed_request_tells_whoever_follows_it(
+    wild: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgemma.engine.reader.Reader.feed", lambda self, ids: _fail(ids))
+    with pytest.raises(ValueError, match="broken on purpose"):
+        wild.generate(Prompt(text="", ids=(5, 6)), Options(max_tokens=4, retries=0))
+    assert not wild.jobs
+
+
+def test_a_request_whose_cache_cannot_be_made_is_not_lost(
+    wild: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = wild.submit(wild.plan(Prompt(text="", ids=(5, 6)), Options(max_tokens=4)))
+    with monkeypatch.context() as broken:
+        broken.setattr(wild, "_cache", _fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            wild.step()
+    while not job.is_over:
+        wild.step()
+    assert job.is_done
+
+
+def test_cancelling_a_followed_request_ends_its_stream(wild: Engine) -> None:
+    stream = wild.stream(Prompt(text="", ids=(5, 6)), Options(max_tokens=64, drafts=True))
+    next(stream)
+    wild.cancel(wild.jobs[0])
+    assert not any(isinstance(event, Done) for event in stream)
+
+
+def test_packing_lets_go_of_each_weight() -> None:
+    model = random_model(taught_config(), seed=0)
+    weights = [weakref.ref(layer.mlp.up_proj) for layer in model.layers]
+    pack(model)
+    assert all(weight() is None for weight in weights)
+
+
+def test_a_torn_cache_is_not_remembered(wild: Engine) -> None:
+    stream = wild.stream(Prompt(text="", ids=(5, 6, 7)), Options(max_tokens=64, drafts=True))
+    next(stream)
+    wild.jobs[0].cache.is_whole = False
+    stream.close()
+    assert len(wild.prefixes) == 0

@@ -1,6 +1,7 @@
 """The application and its shared options, and how errors reach a person: one sentence."""
 
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,17 +63,26 @@ def run() -> None:
         _fail(str(error), WRONG_CALL if isinstance(error, UsageError) else FAILED)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", INTERRUPTED)
+    except OSError as error:
+        _fail(f"{error.strerror or error}; check the disk, the pipe or the file", FAILED)
     except Exception as error:
         # The outermost edge: a bug still ends in a sentence, and --debug shows where it was.
-        _fail(f"{type(error).__name__}: {error} (this is a bug; --debug shows where)", FAILED)
+        sentence = f"{type(error).__name__}: {error} (a bug; dgemma --debug COMMAND shows where)"
+        _fail(sentence, FAILED)
 
 
 def _fail(sentence: str, code: int) -> None:
-    if "--debug" in sys.argv:
+    if _wants_traceback(sys.argv[1:]):
         raise  # the error that is being handled
     if sentence:
         print(f"dgemma: {sentence}", file=sys.stderr)
     sys.exit(code)
+
+
+def _wants_traceback(arguments: list[str]) -> bool:
+    """Whether --debug stands before the command, where it is an option and not a prompt."""
+    options = takewhile(lambda argument: argument.startswith("-"), arguments)
+    return "--debug" in options
 
 
 def _explain(error: Any) -> str:

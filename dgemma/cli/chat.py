@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, Device, Dtype, Model, app
+from dgemma.cli.app import FAILED, Adapter, Device, Dtype, Model, app
 
 
 @app.command()
@@ -22,7 +22,10 @@ def chat(
     """Talk with the model; /help lists what can be said to the program itself."""
     from dgemma.cli.conversation import Conversation, Settings, talk
     from dgemma.cli.loading import load_engine
+    from dgemma.engine.options import check_options
 
-    engine = load_engine(model, device, dtype, adapter)
     settings = Settings(mode=mode, seed=seed, thinking=thinking, max_tokens=max_tokens)
-    talk(Conversation(engine, settings, system))
+    check_options(settings.options())  # before a long load
+    engine = load_engine(model, device, dtype, adapter)
+    if not talk(Conversation(engine, settings, system)):
+        raise typer.Exit(FAILED)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from dgemma.cli.show import CanvasView
-from dgemma.engine import MODES, Done, Draft, Engine, Event, Mode, Options, Text
+from dgemma.engine import Done, Draft, Engine, Event, Mode, Options, Text
+from dgemma.engine.options import check_options
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.text.chat import Message
 
@@ -32,6 +33,15 @@ class Settings:
     thinking: bool = False
     max_tokens: int | None = None
 
+    def options(self, *, drafts: bool = False) -> Options:
+        """What a request with these settings asks for; AR mode has no drafts."""
+        return Options(
+            mode=cast(Mode, self.mode),
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            drafts=drafts and self.mode != "ar",
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -52,23 +62,18 @@ class Conversation:
         self.messages: list[Message] = []
         self.settings = settings
         self.drafts: list[Draft] = []
-        self.set_mode(settings.mode)
+        self.change(settings)
 
-    def set_mode(self, mode: str) -> None:
-        if mode not in MODES:
-            raise UsageError(f"mode {mode!r} is not known; use {', '.join(MODES)}")
-        self.settings = replace(self.settings, mode=mode)
+    def change(self, settings: Settings) -> None:
+        """Take other settings, if a request could have them."""
+        check_options(settings.options())
+        self.settings = settings
 
     def answer(self, words: str, view: CanvasView) -> Answer:
         """Put a question and show the answer; an interrupt keeps what was promised so far."""
         question = Message(role="user", content=words)
         history = [*self.system, *self.messages, question]
-        options = Options(
-            mode=cast(Mode, self.settings.mode),
-            seed=self.settings.seed,
-            max_tokens=self.settings.max_tokens,
-            drafts=view.is_live and self.settings.mode != "ar",
-        )
+        options = self.settings.options(drafts=view.is_live)
         prompt = self.engine.prompt(history, thinking=self.settings.thinking)
         self.drafts, promised, done = [], "", None
         with closing(self.engine.stream(prompt, options)) as stream:
@@ -81,7 +86,7 @@ class Conversation:
                     self._show(event, view)
             except KeyboardInterrupt:
                 done = None
-        if promised:
+        if promised or done is not None:
             self.messages += [question, Message(role="assistant", content=promised)]
         return Answer(text=promised, done=done)
 
@@ -93,9 +98,12 @@ class Conversation:
             view.promise(event)
 
 
-def talk(conversation: Conversation) -> None:
-    """Read lines until there are no more; answers and /history go to stdout, all else to stderr."""
-    is_terminal = sys.stdin.isatty()
+def talk(conversation: Conversation) -> bool:
+    """Read lines until there are no more; tells whether all went well.
+
+    Answers and /history go to stdout, all else to stderr.
+    """
+    is_terminal, is_well = sys.stdin.isatty(), True
     if is_terminal:
         import readline  # noqa: F401 - gives the prompt its line editing and history
 
@@ -105,11 +113,13 @@ def talk(conversation: Conversation) -> None:
             continue
         try:
             if not handle(conversation, line.strip()):
-                return
+                break
         except DgemmaError as error:
             print(f"dgemma: {error}", file=sys.stderr)
+            is_well = is_terminal  # a person has seen it and goes on; a script must be told
         except KeyboardInterrupt:  # before an answer has begun, or while it is printed
             print("[stopped]", file=sys.stderr)
+    return is_well
 
 
 def read_line(prompt: str) -> str | None:
@@ -157,7 +167,7 @@ def _help(conversation: Conversation, argument: str) -> None:
 
 def _mode(conversation: Conversation, argument: str) -> None:
     if argument:
-        conversation.set_mode(argument)
+        conversation.change(replace(conversation.settings, mode=argument))
     print(f"[mode {conversation.settings.mode}]", file=sys.stderr)
 
 
@@ -165,7 +175,7 @@ def _seed(conversation: Conversation, argument: str) -> None:
     if argument and not argument.isdecimal():
         raise UsageError(f"seed {argument!r} is not a whole number")
     seed = int(argument) if argument else None
-    conversation.settings = replace(conversation.settings, seed=seed)
+    conversation.change(replace(conversation.settings, seed=seed))
     print(f"[seed {'drawn anew each time' if seed is None else seed}]", file=sys.stderr)
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,23 +44,25 @@ def generate(
     """Answer a prompt."""
     from dgemma.cli.loading import load_engine
     from dgemma.engine import Options
+    from dgemma.engine.options import check_options
 
     text = _read_prompt(prompt)
     if plain and (system or thinking):
         raise UsageError("--plain has no chat turns; leave out --system and --thinking")
     if rule not in (None, *RULES):
         raise UsageError(f"rule {rule!r} is not known; use {' or '.join(RULES)}")
-    engine = load_engine(model, device, dtype, adapter)
     options = Options(
-        mode=mode,  # type: ignore[arg-type]  # refused by the engine if it is not known
+        mode=mode,  # type: ignore[arg-type]  # refused below if it is not known
         heat=heat,
         max_tokens=max_tokens,
         seed=seed,
-        sampler=_sampler(engine, rule, steps),
         canvas_length=canvas,
         stop=tuple(stop or ()),
         drafts=show and mode != "ar",
     )
+    check_options(options)  # before a long load
+    engine = load_engine(model, device, dtype, adapter)
+    options = replace(options, sampler=_sampler(engine, rule, steps))
     request = engine.plain(text) if plain else _chat(engine, text, system, thinking)
     done = _run(engine, request, options, show=show, is_quiet=as_json)
     if as_json:
@@ -78,8 +81,6 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _sampler(engine: "Engine", rule: str | None, steps: int | None) -> "Sampler | None":
-    from dataclasses import replace
-
     from dgemma.sampler import Confidence
 
     if rule is None and steps is None:
@@ -145,6 +146,7 @@ def _report(done: "Done", model: str) -> dict[str, object]:
         "seed": done.seed,
         "mode": done.mode,
         "retries": done.retries,
+        "fault": done.fault,
         "reused_tokens": done.reused_tokens,
         "model": model,
     }

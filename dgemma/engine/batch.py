@@ -41,19 +41,20 @@ def run(model: Gemma, works: Sequence[Work]) -> list[Outcome]:
     entering = [model.embed(_tokens(committing, model))] if committing else []
     entering += [enter_rows(model, rows)] if rows else []
     hidden_TD = model.stack(torch.cat(entering), context)
-    context.close()
     ends = dict(zip(map(id, committing), _ends(committing), strict=True))
     first = sum(len(work.tokens) for work in committing)
     moved = iter(move_rows(model, hidden_TD[first:], rows) if rows else [])
     read = [ends[id(work)] - 1 for work in works if work.wants_logits]
     logits = iter(model.logits(hidden_TD[read]).unbind() if read else ())
-    return [
+    outcomes = [
         Outcome(
             next(moved) if work.row is not None else None,
             next(logits) if work.wants_logits else None,
         )
         for work in works
     ]
+    context.close()  # last: a pass that failed has committed nothing
+    return outcomes
 
 
 def _tokens(committing: Sequence[Work], model: Gemma) -> Tensor:

@@ -45,9 +45,9 @@ class Engine:
         max_rows: int = MAX_ROWS,
         prefix_bytes: int = PREFIX_BYTES,
     ) -> None:
-        if tokenizer.vocab_size > model.config.vocab_size:
+        if tokenizer.vocab_size != model.config.vocab_size:
             raise CheckpointError(
-                f"the tokenizer knows {tokenizer.vocab_size} tokens, the model only "
+                f"the tokenizer knows {tokenizer.vocab_size} tokens, the model "
                 f"{model.config.vocab_size}; they are not of the same checkpoint"
             )
         self.model, self.tokenizer, self.template = model, tokenizer, template
@@ -77,11 +77,12 @@ class Engine:
         tokenizer = Tokenizer.load(directory)
         has_template = (directory / "chat_template.jinja").is_file()
         template = ChatTemplate.load(directory, tokenizer) if has_template else None
+        lora = None if adapter is None else load_adapter(Path(adapter))
         checkpoint = load_model(
             directory, device=where, dtype=choose_dtype(dtype, where), on_tensor=progress
         )
-        if adapter is not None:
-            attach(checkpoint.model, load_adapter(Path(adapter)))
+        if lora is not None:
+            attach(checkpoint.model, lora)
         served = pack(checkpoint.model)
         return cls(served, tokenizer, template, checkpoint.generation, prefix_bytes=prefix_bytes)
 
@@ -118,11 +119,14 @@ class Engine:
         plans = [self.plan(p, o) for p, o in zip(prompts, options, strict=True)]
         jobs = [self.submit(plan) for plan in plans]
         try:
-            while not all(job.is_done for job in jobs):
+            while not all(job.is_over for job in jobs):
                 self.step()
         finally:
             for job in jobs:
                 self.cancel(job)
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
         return [event for job in jobs for event in job.events if isinstance(event, Done)]
 
     def score(self, prompt: str | Prompt, texts: Sequence[str]) -> list[Score]:
@@ -151,34 +155,40 @@ class Engine:
     def step(self) -> None:
         """One pass: every running request moves, finished ones leave, waiting ones join."""
         while self.waiting and len(self.jobs) < self.max_rows:
-            job = self.waiting.popleft()
-            job.begin(self._cache(job.plan))
-            self.jobs.append(job)
+            self.waiting[0].begin(self._cache(self.waiting[0].plan))
+            self.jobs.append(self.waiting.popleft())
         if not self.jobs:
             return
         works = [job.work() for job in self.jobs]
         for job, work, outcome in zip(self.jobs, works, run(self.model, works), strict=True):
-            job.take(work, outcome)
-        for job in [job for job in self.jobs if job.is_done]:
+            try:
+                job.take(work, outcome)
+            except Exception as error:
+                # It is for whoever follows this request; the others go on.
+                job.error = error
+        for job in [job for job in self.jobs if job.is_over]:
             self.cancel(job)
 
     def cancel(self, job: Job) -> None:
         """Take a request out; what it has committed is remembered."""
+        job.is_cancelled = not job.is_done
         if job in self.waiting:
             self.waiting.remove(job)
         if job in self.jobs:
             self.jobs.remove(job)
-            # An interrupt in the middle of a pass may leave a cache ahead of its job.
-            if len(job.committed) == job.cache.length:
+            # An interrupt may leave a cache torn, or ahead of its job.
+            if job.cache.is_whole and len(job.committed) == job.cache.length:
                 self.prefixes.keep(job.committed, job.cache)
 
     def _follow(self, plan: Plan) -> Generator[Event, None, None]:
         job = self.submit(plan)
         try:
-            while not job.is_done:
+            while not job.is_over:
                 self.step()
                 while job.events:
                     yield job.events.popleft()
+            if job.error is not None:
+                raise job.error
         finally:
             self.cancel(job)
 

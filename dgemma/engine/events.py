@@ -43,7 +43,7 @@ class Done:
 
     reply: Reply
     ids: tuple[int, ...]  # the reply's tokens
-    finish: str  # stop, stop_string, length, or budget: time or steps ran out
+    finish: str  # stop, stop_string, length, budget (time or steps ran out) or fault
     mode: str
     prompt_tokens: int
     reused_tokens: int  # of the prompt, found in the cache
@@ -51,6 +51,7 @@ class Done:
     steps: int
     unsettled_blocks: int  # blocks that ran out of steps
     retries: int
+    fault: str  # what was wrong with the last canvas after all retries; empty: nothing
     remaining_entropy: float  # nats left on a canvas that the budget cut short
     logprobs: tuple[float, ...]  # causal log-probability of each token written in AR
     seconds: float

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 
+NOT_A_NUMBER = "not a number"
 LONGEST_PERIOD = 8  # tokens in a phrase that is repeated
 SHORTEST_LOOP = 32  # tokens that must repeat before it counts as a loop
 
@@ -15,7 +16,7 @@ def fault(
     A canvas that begins with a stop is the plain end of a reply, unless it is the first.
     """
     if any(math.isnan(value) for value in entropy):
-        return "not a number"
+        return NOT_A_NUMBER
     body = ids[: next((i for i, token in enumerate(ids) if token in stops), len(ids))]
     if is_first and not body:
         return "empty"

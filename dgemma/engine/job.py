@@ -18,15 +18,17 @@ from dgemma.config import ModelConfig
 from dgemma.denoise import Row, start
 from dgemma.engine.batch import Outcome, Work
 from dgemma.engine.events import Done, Draft, Event, Retry
-from dgemma.engine.guard import fault
+from dgemma.engine.guard import NOT_A_NUMBER, fault
 from dgemma.engine.options import Plan
 from dgemma.engine.reader import Reader
 from dgemma.ops.row_stats import Query, row_stats
+from dgemma.text.reply import ENDINGS
 from dgemma.text.tokenizer import StopIds, Tokenizer
 
 PREFILL_CHUNK = 512  # tokens a request may commit in one pass
 AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
+FAULT = "fault"
 THOUGHT_OPENS, THOUGHT_CLOSES = "<|channel>", "<channel|>"
 
 
@@ -50,7 +52,15 @@ class Job:
         self.logprobs: list[float] = []
         self.begun = time.perf_counter()
         self.prefilled = 0.0
-        self.is_done = False
+        self.fault = ""  # what went wrong with the last canvas and was not mended
+        self.error: Exception | None = None  # what went wrong with the program
+        self.is_done = self.is_cancelled = False
+        endings = {tokenizer.control_ids.get(name) for name in ENDINGS}
+        self.ends = {*stops.ids, *(token for token in endings if token is not None)}
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_done or self.is_cancelled or self.error is not None
 
     def begin(self, cache: KVCache) -> None:
         """Start on a cache that may hold the beginning of the prompt already."""
@@ -97,6 +107,10 @@ class Job:
             self.retry, self.retries, self.row = self.retry + 1, self.retries + 1, None
             self.events.append(Retry(block=self.blocks, reason=reason, retry=self.retry))
             return
+        self.fault = reason
+        if reason == NOT_A_NUMBER:
+            self._finish(FAULT)
+            return
         after = self._first_end()
         self.blocks, self.retry, self.row = self.blocks + 1, 0, None
         self.unsettled += not bool(canvas.settled)
@@ -104,8 +118,12 @@ class Job:
         self.pending = [] if self.is_done else ids
 
     def _take_token(self, logits_V: Tensor) -> None:
-        token, logprob = self._draw(logits_V)
         self.steps += 1
+        if bool(logits_V.isnan().any()):
+            self.fault = NOT_A_NUMBER
+            self._finish(FAULT)
+            return
+        token, logprob = self._draw(logits_V)
         if token not in self.stops.ids:
             self.logprobs.append(logprob)
         self._promise([token])
@@ -183,7 +201,7 @@ class Job:
 
     def _fault(self, ids: list[int], canvas: Canvas) -> str:
         is_first = not self.reader.ids
-        return fault(ids, canvas.entropy_L.tolist(), self.stops.ids, is_first=is_first)
+        return fault(ids, canvas.entropy_L.tolist(), self.ends, is_first=is_first)
 
     def _is_over_budget(self) -> bool:
         options = self.plan.options
@@ -224,6 +242,7 @@ class Job:
             steps=self.steps,
             unsettled_blocks=self.unsettled,
             retries=self.retries,
+            fault=self.fault,
             remaining_entropy=remaining,
             logprobs=tuple(self.logprobs),
             seconds=now - self.begun,

@@ -61,15 +61,13 @@ def make_plan(
     sampler: Sampler,
 ) -> Plan:
     """Check a request against the model; refuse it before any work starts."""
-    _check_mode(options, config)
-    StopStrings(options.stop)  # refuses what cannot be a stop string
+    check_options(options)
+    if options.mode != "ar" and not config.can_denoise:
+        raise UsageError(
+            f"this checkpoint has no denoiser, so mode {options.mode} is not possible; use ar"
+        )
     length = _canvas_length(options.canvas_length, config)
     max_tokens = generation.max_new_tokens if options.max_tokens is None else options.max_tokens
-    _require(max_tokens >= 1, "max tokens", max_tokens, "1 or more")
-    _require(options.heat >= 0, "heat", options.heat, "0 or more")
-    _require(options.retries >= 0, "retries", options.retries, "0 or more")
-    for name, limit in (("seconds", options.max_seconds), ("steps", options.max_steps)):
-        _require(limit is None or limit > 0, f"max {name}", limit, "above 0")
     _check_pins(options.pins, length, max_tokens, config.vocab_size)
     answer = max_tokens if options.mode == "ar" else -(-max_tokens // length) * length
     if options.mode == "hybrid":
@@ -88,12 +86,28 @@ def make_plan(
     )
 
 
-def _check_mode(options: Options, config: ModelConfig) -> None:
+def check_options(options: Options) -> None:
+    """Refuse what no model could do; needs none, so it can be called before one is loaded."""
+    _check_mode(options)
+    StopStrings(options.stop)  # refuses what cannot be a stop string
+    Noise(seed=options.seed or 0, choice=options.choice)
+    limits = {
+        "max tokens": options.max_tokens,
+        "max seconds": options.max_seconds,
+        "max steps": options.max_steps,
+    }
+    for name, limit in limits.items():
+        _require(limit is None or limit > 0, name, limit, "above 0")
+    _require(options.heat >= 0, "heat", options.heat, "0 or more")
+    _require(options.retries >= 0, "retries", options.retries, "0 or more")
+
+
+def _check_mode(options: Options) -> None:
     mode = options.mode
     if mode not in MODES:
         raise UsageError(f"mode {mode!r} is not known; use {', '.join(MODES)}")
-    if mode != "ar" and not config.can_denoise:
-        raise UsageError(f"this checkpoint has no denoiser, so mode {mode} is not possible; use ar")
+    if mode == "hybrid" and options.pins != NO_PINS:
+        raise UsageError("hybrid mode cannot honour pins: where its canvas begins is not known")
     if mode == "diffusion" and options.heat:
         raise UsageError("heat is for AR mode; a canvas is heated as its sampler says")
     of_canvases = {

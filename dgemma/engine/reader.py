@@ -29,10 +29,11 @@ class Reader:
         """Take ids until a stop string is complete; what follows it is no part of the reply."""
         texts: list[Text] = []
         for token in ids:
-            if self.has_stopped:
+            if self.has_stopped or self.parser.has_ended:
                 break
-            self.ids.append(token)
             texts += self._promise(self.parser.feed([token]))
+            if not self.parser.has_ended:
+                self.ids.append(token)
         return _joined(texts)
 
     def close(self) -> list[Text]:

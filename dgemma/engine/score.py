@@ -14,7 +14,7 @@ from dgemma.denoise import commit
 from dgemma.errors import PromptTooLong, UsageError
 from dgemma.model import Gemma
 
-CHUNK = 512  # positions read out at once
+CHUNK = 512  # positions encoded and read out at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,20 @@ def _check(model: Gemma, prompt: Sequence[int], texts: Sequence[Sequence[int]]) 
 
 
 def _encode(model: Gemma, parts: Sequence[tuple[KVCache, Sequence[int]]]) -> list[Tensor]:
-    if not parts:
-        return []
+    """Hidden states of every text: short ones together in a pass, long ones in pieces."""
+    if sum(len(tokens) for _, tokens in parts) <= CHUNK:
+        return _encode_together(model, parts) if parts else []
+    pieces = [
+        [
+            _encode_together(model, [(cache, tokens[i : i + CHUNK])])[0]
+            for i in range(0, len(tokens), CHUNK)
+        ]
+        for cache, tokens in parts
+    ]
+    return [torch.cat(states) for states in pieces]
+
+
+def _encode_together(model: Gemma, parts: Sequence[tuple[KVCache, Sequence[int]]]) -> list[Tensor]:
     counts = [len(tokens) for _, tokens in parts]
     context = Pass([Span(cache, len(tokens), commit=True) for cache, tokens in parts])
     ids = [token for _, tokens in parts for token in tokens]

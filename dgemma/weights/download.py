@@ -70,8 +70,8 @@ def _find_cached(name: str) -> Path:
         path = snapshot_download(name, local_files_only=True, allow_patterns=NEEDED_FILES)
     except (errors.LocalEntryNotFoundError, errors.HFValidationError):
         raise UsageError(
-            f"{name} is neither a directory nor wholly in the hub cache of this machine; run "
-            f"`dgemma download {name}`"
+            f"{name} is neither a directory nor wholly in the hub cache of this machine; check the "
+            f"path, or run `dgemma download {name}`"
         ) from None
     _check_whole(Path(path), name)
     return Path(path)

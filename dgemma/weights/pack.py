@@ -50,10 +50,20 @@ def pack(model: Gemma) -> Gemma:
         return model
     model.requires_grad_(False)
     model.embed_tokens = PackedTable(model.embed_tokens)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, PackedLinear(child))
-            if isinstance(child, Experts):
-                setattr(parent, name, PackedExperts(child))
+    # Names, not modules: each weight must be free to go once its packed form stands.
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear | Experts)
+    ]
+    for parent, name in places:
+        setattr(parent, name, _packed(parent.get_submodule(name)))
     return model
+
+
+def _packed(module: nn.Module) -> nn.Module:
+    if isinstance(module, Experts):
+        return PackedExperts(module)
+    assert isinstance(module, nn.Linear)
+    return PackedLinear(module)
