@@ -347,7 +347,7 @@ def test_a_bug_ends_in_a_sentence_that_calls_it_one(
     monkeypatch.setattr("dgemma.cli.loading.load_engine", break_down)
     result = call("generate", "hi")
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
-    assert "ZeroDivisionError: of all things (a bug; dgemma --debug COMMAND shows where)" in result.err
+    assert "ZeroDivisionError: of all things (a bug; dgemma --debug COMMAND" in result.err
 
 
 def test_an_interrupt_ends_quietly_with_its_own_code(
