@@ -75,7 +75,6 @@ def main() -> None:
         screen.say("/clear")
         screen.say("/mode ar")
         screen.say("Something that it was never taught, so that it does not know when to end.")
-        time.sleep(0.2)  # it writes some thirty tokens in twice that time
         screen.press("C-c")
         screen.wait_for("[stopped]")
         screen.say("/clear")
