@@ -21,7 +21,7 @@ from dgemma.weights.save import save_checkpoint
 from examples.memorize import memorize
 
 CANVAS = 64
-STEPS = 400
+STEPS = 280
 ANSWERS = {
     "What is a canvas?": "A block of tokens. It starts as noise, and settles.",
     "How is this text written?": (

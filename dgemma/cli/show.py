@@ -1,4 +1,4 @@
-"""The live canvas in a terminal: noise dim, decided tokens cyan, sure ones white, pins underlined.
+"""The live canvas in a terminal: noise dim, decided tokens brighter as they are surer.
 
 Drawn on stderr and wiped at the end, so stdout holds the answer alone. Without a terminal nothing
 is drawn.
@@ -14,7 +14,8 @@ from rich.text import Text
 from dgemma.engine import Draft
 from dgemma.engine import Text as Promised
 
-SURE_NATS = 0.01  # below: will hardly change
+# A decided token takes the first shade whose entropy, in nats, it stays below.
+SHADES = ((0.01, "bold bright_white"), (0.1, "white"), (0.5, "cyan"))
 
 
 class CanvasView:
@@ -91,7 +92,7 @@ def style(entropy: float, *, kept: bool, pinned: bool) -> str:
         return "bold underline"
     if not kept:
         return "dim"
-    return "bold white" if entropy < SURE_NATS else "cyan"
+    return next((shade for nats, shade in SHADES if entropy < nats), "blue")
 
 
 def printable(token: str) -> str:
