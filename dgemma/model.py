@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.config import ModelConfig
-from dgemma.ops.experts import experts, grouped_linear
+from dgemma.ops.experts import experts, grouped_linear, top
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import frequencies, rotate, turns
+from dgemma.ops.routed import routed_experts
 
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosine and sine for each kind of layer
 
@@ -94,12 +95,18 @@ class Router(nn.Module):
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts))
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def likelihood(self, x_TD: Tensor) -> Tensor:
+        """How likely each expert is, before the best are chosen."""
         x_TD = rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
-        p_TE = self.proj(x_TD).softmax(-1, dtype=torch.float32)
-        share_TK, ids_TK = p_TE.topk(self.top_k, dim=-1)
+        return self.proj(x_TD).softmax(-1, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        p_TE = self.likelihood(x_TD)
+        share_TK, ids_TK = top(p_TE, self.top_k)
         share_TK = share_TK / share_TK.sum(-1, keepdim=True)
-        return ids_TK, share_TK * self.per_expert_scale[ids_TK]
+        # Gathered row by row: its gradient is then a sum over rows, not a race for a few numbers.
+        scale_TK = self.per_expert_scale.expand_as(p_TE).gather(-1, ids_TK)
+        return ids_TK, share_TK * scale_TK
 
 
 class Experts(nn.Module):
@@ -110,6 +117,8 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
+        if self.gate_up_proj.requires_grad:
+            return routed_experts(x_TD, ids_TK, share_TK, self.gate_up_proj, self.down_proj)
         gate_up, down = grouped_linear(self.gate_up_proj), grouped_linear(self.down_proj)
         return experts(x_TD, ids_TK, share_TK, gate_up, down)
 
@@ -161,6 +170,11 @@ class SelfConditioning(FeedForward):
         return rms_norm(x_TD, None, self.eps)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rounded(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=dtype).item()
+
+
 class TokenTable(nn.Module):
     """The vocabulary's vectors, read in three ways: by token, as the head, and as a mean."""
 
@@ -171,7 +185,7 @@ class TokenTable(nn.Module):
     @property
     def scale(self) -> float:
         """sqrt(width), rounded to the weights' type as the reference does."""
-        return torch.tensor(self.weight.shape[1] ** 0.5, dtype=self.weight.dtype).item()
+        return rounded(self.weight.shape[1] ** 0.5, self.weight.dtype)  # type: ignore[no-any-return]
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.weight) * self.scale

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dgemma.ops.linear import Linear, linear
 
+FEW = 4  # taken one at a time when compiled
+
 # Rows sorted by expert, and the expert of each unsorted row, to each row's own product.
 GroupedLinear = Callable[[Tensor, Tensor], Tensor]
 
@@ -19,6 +21,22 @@ def gated(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, for a projection that holds the gate half first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def top(p_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The greatest values of each row, in order, and where they stand."""
+    if not torch.compiler.is_compiling() or count > FEW:
+        values_TK, ids_TK = p_TE.topk(count, dim=-1)
+        return values_TK, ids_TK
+    # The same by taking the greatest away, which a compiler fuses with what is around it.
+    values, ids = [], []
+    for _ in range(count):
+        value_T1, id_T1 = p_TE.max(-1, keepdim=True)
+        values.append(value_T1)
+        ids.append(id_T1)
+        is_taken_TE = torch.arange(p_TE.shape[-1], device=p_TE.device) == id_T1
+        p_TE = torch.where(is_taken_TE, -1.0, p_TE)
+    return torch.cat(values, -1), torch.cat(ids, -1)
 
 
 def experts(

@@ -35,10 +35,10 @@ def random_model(
     model = skeleton(config)
     weights = {}
     for name, weight in model.state_dict().items():
-        generator = torch.Generator(device).manual_seed(_seed(seed, name))
+        generator = torch.Generator(device).manual_seed(name_seed(seed, name))
         mean, deviation = _scale(name, tuple(weight.shape))
         empty = torch.empty(weight.shape, dtype=dtype, device=device)
-        weights[name] = _draw(empty, mean, deviation, generator)
+        weights[name] = draw(empty, mean, deviation, generator)
     return fill(model, weights)
 
 
@@ -57,13 +57,13 @@ def short_count(count: int) -> str:
     return f"{count * 10 // unit / 10:.1f}{letter}"
 
 
-def _draw(empty: Tensor, mean: float, deviation: float, generator: torch.Generator) -> Tensor:
+def draw(empty: Tensor, mean: float, deviation: float, generator: torch.Generator) -> Tensor:
     if deviation == 0:
         return empty.fill_(mean)
     return empty.normal_(mean, deviation, generator=generator)
 
 
-def _seed(seed: int, name: str) -> int:
+def name_seed(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -1,0 +1,70 @@
+"""Where a task's cases come from: two directories, and how their files are read."""
+
+import gzip
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dgemma.errors import DgemmaError
+
+T = TypeVar("T")
+
+
+class MissingData(DgemmaError):
+    """A task cannot run for want of a file or a part; it is reported as skipped, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The held-out files of the training data, and the shared evaluation sets."""
+
+    heldout: Path
+    shared: Path
+
+    def records(self, name: str, limit: int | None) -> list[dict[str, Any]]:
+        """Records of a held-out JSONL file, in order; `limit` at most, spread over the file."""
+        return read_jsonl(require(self.heldout / name), limit)
+
+    def texts(self, name: str, limit: int | None) -> list[str]:
+        return [record["text"] for record in self.records(name, limit)]
+
+    def evaluation(self, name: str) -> Path:
+        return require(self.shared / "eval" / name)
+
+
+def require(path: Path) -> Path:
+    if not path.exists():
+        raise MissingData(f"{path} does not exist")
+    return path
+
+
+def read_jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    """JSON lines, plain or gzip; `limit` at most, spread over the file."""
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    return [json.loads(line) for line in spread(_lines(text), limit)]
+
+
+def read_zip(path: Path, limit: int | None) -> Iterator[list[dict[str, Any]]]:
+    """The records of each JSONL file in an archive, by name; the first `limit` of each."""
+    with zipfile.ZipFile(path) as archive:
+        for name in sorted(archive.namelist()):
+            # An archive made on a Mac holds a shadow of each file.
+            if name.endswith(".jsonl") and not name.startswith("__MACOSX"):
+                text = archive.read(name).decode("utf-8")
+                yield [json.loads(line) for line in _lines(text)[:limit]]
+
+
+def spread(items: Sequence[T], limit: int | None) -> Sequence[T]:
+    """`limit` of the items, evenly spread: files are often in the order of their sources."""
+    if limit is None or limit >= len(items):
+        return items
+    return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def _lines(text: str) -> list[str]:
+    # Not splitlines, which also splits at separators that JSON strings may hold.
+    return [line for line in text.split("\n") if line.strip()]

@@ -1,0 +1,60 @@
+"""`dgemma eval`: what a checkpoint can do, diffusion beside AR mode of the same weights."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dgemma.cli.app import FAILED, Adapter, AsJson, Device, Dtype, Model, app
+
+
+@app.command("eval")
+def evaluate(
+    model: Model = "nano",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    adapter: Adapter = None,
+    tasks: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
+    heldout: Annotated[Path, typer.Option(help="Directory of held-out files.")] = Path(
+        "out/nano/heldout"
+    ),
+    data: Annotated[Path, typer.Option(help="Directory of shared evaluation sets.")] = Path(
+        "../shared/data"
+    ),
+    limit: Annotated[int | None, typer.Option(help="Most cases of each set.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same answers.")] = 0,
+    rows: Annotated[int | None, typer.Option(help="Requests in one pass.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write JSON here after each task.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a markdown table here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a checkpoint on held-out tasks, with 95 % intervals.
+
+    Tasks: sudoku, colouring, cross_entropy, blimp, humaneval_infill, infill, json_calls, fix,
+    stories, samples. humaneval_infill runs the code that the model writes, in a process with
+    limits but not behind a wall.
+    """
+    from dgemma.bench.data import Data
+    from dgemma.bench.evaluate import Settings, heading, parse_tasks
+    from dgemma.bench.evaluate import evaluate as run
+    from dgemma.bench.report import table
+    from dgemma.cli.loading import load_engine
+
+    settings = Settings(
+        data=Data(heldout, data),
+        tasks=parse_tasks(tasks),
+        limit=limit,
+        seed=seed,
+        rows=rows,
+        out=out,
+        markdown=markdown,
+    )
+    report = run(load_engine(model, device, dtype, adapter), model, settings)
+    if as_json:
+        print(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        print(heading(report))
+        print(table(report.measures))
+    if report.failed:
+        raise typer.Exit(FAILED)

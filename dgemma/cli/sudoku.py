@@ -1,0 +1,192 @@
+"""`dgemma sudoku`: puzzles in, solved grids out, by diffusion or by AR of the same weights."""
+
+import json
+import secrets
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dgemma.cli.app import FAILED, Adapter, AsJson, Device, Dtype, Model, app
+from dgemma.errors import UsageError
+from dgemma.text.sudoku import CELLS, parse
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from dgemma.bench.sudoku import How, Solved
+    from dgemma.engine import Engine
+
+RULE = "──────┼───────┼──────"
+GIVEN, CHANGED, FILLED, MISSING = "bold", "bold red", "cyan", "dim"
+
+
+@app.command()
+def sudoku(
+    puzzles: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PUZZLE...",
+            help="81 characters, 0 or . for an empty cell; or a file with one a line; - is stdin.",
+        ),
+    ],
+    model: Model = "nano",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    adapter: Adapter = None,
+    mode: Annotated[str, typer.Option(help="diffusion or ar.")] = "diffusion",
+    pin: Annotated[
+        bool | None,
+        typer.Option("--pin/--no-pin", help="Hold the givens in place; diffusion's default."),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(help="Most new attempts, made only if a canvas does not settle.")
+    ] = 8,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same solution.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Watch the canvas settle.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Solve Sudoku; exits with 1 if any puzzle is left unsolved.
+
+    The model alone solves: replies are checked only when all is over.
+    """
+    from dgemma.bench.sudoku import How
+    from dgemma.cli.loading import load_engine
+
+    if pin and mode == "ar":
+        raise UsageError("AR mode has no canvas, so it cannot pin givens; leave out --pin")
+    cells = [cell for argument in puzzles for cell in _read(argument)]
+    how = How(
+        mode=mode,  # type: ignore[arg-type]  # refused there if it is not known
+        pinned=mode != "ar" if pin is None else pin,
+        restarts=restarts,
+        seed=secrets.randbits(32) if seed is None else seed,
+        drafts=show and mode != "ar",
+    )
+    engine = load_engine(model, device, dtype, adapter)
+    results = _run(engine, cells, how, show=show)
+    if as_json:
+        print(json.dumps([_report(one, how) for one in results]))
+    else:
+        _print(results)
+    if not all(one.is_right for one in results):
+        raise typer.Exit(FAILED)
+
+
+def _read(argument: str) -> list[str]:
+    """The puzzles an argument stands for: itself, the lines of a file, or those of stdin."""
+    if argument == "-":
+        return _read_lines(sys.stdin.read(), "stdin")
+    is_puzzle = len("".join(argument.split())) == CELLS
+    if not is_puzzle and _is_file(argument):
+        try:
+            return _read_lines(Path(argument).read_text(encoding="utf-8"), argument)
+        except UnicodeDecodeError:
+            raise UsageError(f"{argument} is no text file; give one puzzle a line") from None
+    if not is_puzzle and not set(argument) <= set("0123456789. \n"):
+        raise UsageError(f"{argument!r} is neither a file nor a puzzle of 81 characters")
+    return [parse(argument)]
+
+
+def _is_file(argument: str) -> bool:
+    try:
+        return Path(argument).is_file()
+    except (OSError, ValueError):  # no name a file could have
+        return False
+
+
+def _read_lines(text: str, name: str) -> list[str]:
+    """One puzzle a line; what follows it, such as its solution, is left alone."""
+    puzzles = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            puzzles.append(parse(line.split()[0]))
+        except UsageError as error:
+            raise UsageError(f"{name}, line {number}: {error}") from None
+    if not puzzles:
+        raise UsageError(f"{name} holds no puzzle; write one a line, 81 characters each")
+    return puzzles
+
+
+def _run(engine: "Engine", puzzles: list[str], how: "How", *, show: bool) -> "list[Solved]":
+    """All puzzles at once, or one after the other where their canvases are to be watched."""
+    from dgemma.bench.sudoku import Solved, follow
+    from dgemma.cli.show import CanvasView
+
+    groups = [[puzzle] for puzzle in puzzles] if show else [puzzles]
+    results: list[Solved] = []
+    for group in groups:
+        found: dict[int, Solved] = {}
+        with ExitStack() as stack:
+            view = stack.enter_context(CanvasView()) if show else None
+            for index, event in follow(engine, group, how):
+                if isinstance(event, Solved):
+                    found[index] = event
+                elif view is not None:
+                    view.draw(event)
+        results += [found[index] for index in range(len(group))]
+    return results
+
+
+def _report(one: "Solved", how: "How") -> dict[str, object]:
+    return {
+        "puzzle": one.puzzle,
+        "solution": one.solution,
+        "solved": one.is_right,
+        "steps": one.steps,
+        "seconds": round(one.seconds, 4),
+        "restarts": one.restarts,
+        "settled": one.settled,
+        "mode": how.mode,
+        "pinned": how.pinned,
+        "seed": how.seed,
+    }
+
+
+def _print(results: "list[Solved]") -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for one in results:
+        console.print(_grid(one))
+        console.print(_summary(one), style="dim")
+        console.print()
+    if len(results) > 1:
+        solved = sum(one.is_right for one in results)
+        console.print(f"{solved} of {len(results)} solved")
+
+
+def _grid(one: "Solved") -> "Text":
+    """The grid with its givens set apart; what the reply left out is a dot."""
+    from rich.text import Text
+
+    grid = Text()
+    for cell in range(CELLS):
+        row, column = divmod(cell, 9)
+        if column == 0 and row in (3, 6):
+            grid.append(RULE + "\n", style=MISSING)
+        digit = one.puzzle[cell] if one.solution is None else one.solution[cell]
+        grid.append(digit.replace("0", "·"), style=_style(one.puzzle[cell], digit))
+        grid.append(" │ " if column in (2, 5) else "\n" if column == 8 else " ", style=MISSING)
+    grid.rstrip()
+    return grid
+
+
+def _style(given: str, digit: str) -> str:
+    if given == "0":
+        return MISSING if digit == "0" else FILLED
+    return GIVEN if given == digit else CHANGED
+
+
+def _summary(one: "Solved") -> str:
+    if one.solution is None:
+        outcome = "no grid in the reply"
+    else:
+        outcome = "solved" if one.is_right else "not solved"
+    settled = "" if one.settled else ", did not settle"
+    restarts = f", restarts: {one.restarts}" if one.restarts else ""
+    return f"{outcome}{settled}; {one.steps} steps, {one.seconds:.2f} s{restarts}"

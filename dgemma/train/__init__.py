@@ -1,0 +1,1 @@
+"""Training: data, objective, loop and recipes."""

@@ -1,0 +1,127 @@
+"""Batches: examples of several sources, mixed by weight and packed side by side.
+
+A batch is a function of (seed, step) alone: nothing is kept between batches, so a run that is
+resumed, or spread over several processes, sees the same ones.
+
+B packed sequences, T rows in each, F fields of a row.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dgemma.errors import UsageError
+from dgemma.train.rows import EXAMPLE, FIELDS, PADDING, Corruption, Example, Ints, Layout, lay_out
+from dgemma.train.store import Store
+
+DRAW = 16  # examples taken from a source at once
+MISSES = 32  # examples in a row that found no room: the batch is full
+
+
+class Source(Protocol):
+    def draw(
+        self, rng: np.random.Generator, count: int
+    ) -> Sequence[tuple[NDArray[np.integer], NDArray[np.integer]]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSource:
+    """Examples of a store, drawn evenly and with replacement."""
+
+    store: Store
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[Example]:
+        return [Example(*self.store[int(i)]) for i in rng.integers(len(self.store), size=count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingredient:
+    """A source and how it is used."""
+
+    source: Source
+    weight: float  # its share of the rows, relative to the others
+    canvas_lengths: Mapping[int, float]  # with their relative frequencies
+    copies: int = 1  # of each canvas
+    learn_prompt: bool = True
+    hole_share: float | None = None  # None: as the mixture's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    ingredients: Sequence[Ingredient]
+    corruption: Corruption
+    sequences: int
+    rows: int  # of each sequence
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.ingredients or min(i.weight for i in self.ingredients) <= 0:
+            raise UsageError("a mixture needs at least one source, each with a weight above 0")
+        if self.sequences % 2:
+            raise UsageError(
+                f"{self.sequences} sequences in a batch; it must be an even number, since every "
+                "second one is conditioned on the model's own guess"
+            )
+
+    def batch(self, step: int) -> Ints:
+        """The rows of one batch, [F, B, T]."""
+        rng = np.random.default_rng((self.seed, step))
+        batch = np.empty((len(FIELDS), self.sequences, self.rows), np.int32)
+        batch[:] = PADDING[:, None, None]
+        used_B, misses, number = np.zeros(self.sequences, np.int64), 0, 0
+        for rows in self._examples(rng):
+            room_B = self.rows - used_B
+            fitting = np.flatnonzero(room_B >= rows.shape[1])
+            if not len(fitting):
+                misses += 1
+                if misses == MISSES:
+                    break
+                continue
+            # A sequence at random, not the first: every second one is conditioned, and the kinds
+            # of examples must meet both alike.
+            chosen = int(fitting[rng.integers(len(fitting))])
+            place = slice(int(used_B[chosen]), int(used_B[chosen]) + rows.shape[1])
+            batch[:, chosen, place] = rows
+            batch[EXAMPLE, chosen, place] = number
+            used_B[chosen], misses, number = place.stop, 0, number + 1
+        if number == 0:
+            raise UsageError(
+                f"no example fits into {self.rows} rows; raise rows or shorten the examples"
+            )
+        return batch
+
+    def _examples(self, rng: np.random.Generator) -> Iterator[Ints]:
+        """Laid-out examples without end; the source that is most behind its share comes next."""
+        weights = np.array([i.weight for i in self.ingredients])
+        used = rng.random(len(weights)) * self.rows * weights / weights.max()
+        waiting: list[list[Example]] = [[] for _ in self.ingredients]
+        while True:
+            chosen = int(np.argmin(used / weights))
+            ingredient = self.ingredients[chosen]
+            if not waiting[chosen]:
+                waiting[chosen] = [Example(*pair) for pair in ingredient.source.draw(rng, DRAW)]
+            rows = self._lay_out(waiting[chosen].pop(), ingredient, rng)
+            # An example that gives no rows still counts a little, or a poor source never ends.
+            used[chosen] += 1 if rows is None else rows.shape[1]
+            if rows is not None:
+                yield rows
+
+    def _lay_out(
+        self, example: Example, ingredient: Ingredient, rng: np.random.Generator
+    ) -> Ints | None:
+        lengths = list(ingredient.canvas_lengths)
+        shares = np.array(list(ingredient.canvas_lengths.values()))
+        length = lengths[int(rng.choice(len(lengths), p=shares / shares.sum()))]
+        layout = Layout(
+            canvas_length=length,
+            max_rows=self.rows,
+            copies=ingredient.copies,
+            learn_prompt=ingredient.learn_prompt,
+        )
+        corruption = self.corruption
+        if ingredient.hole_share is not None:
+            corruption = replace(corruption, hole_share=ingredient.hole_share)
+        return lay_out(example, layout, corruption, rng)

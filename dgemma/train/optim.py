@@ -1,0 +1,198 @@
+"""What moves the weights: Muon for matrices, AdamW for the rest, on float32 masters.
+
+Muon turns the momentum of each matrix into the nearest orthogonal one by a Newton-Schulz iteration
+(Jordan et al., 2024). Stacked experts are many matrices; matrices of one shape go through together.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimSettings:
+    """Learning rates are peaks; the schedule scales both."""
+
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    muon: bool = True  # False: AdamW for all
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum for weights of two dimensions, or of three as stacks of matrices."""
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    by_shape.setdefault(tuple(weight.shape[-2:]), []).append(weight)
+            for weights in by_shape.values():
+                self._move(weights, group)
+
+    def _move(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
+        for weight in weights:
+            if "momentum" not in self.state[weight]:
+                self.state[weight]["momentum"] = torch.zeros_like(weight)
+        buffers = [self.state[weight]["momentum"] for weight in weights]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        # Nesterov: look ahead by one more step of momentum.
+        ahead = torch._foreach_lerp(grads, buffers, group["momentum"])
+        rows, columns = weights[0].shape[-2:]
+        stacked = torch.cat([_whole(update).reshape(-1, rows, columns) for update in ahead])
+        sizes = [weight.numel() // (rows * columns) for weight in weights]
+        pieces = torch.split(orthogonal(stacked), sizes)
+        if group["weight_decay"]:
+            torch._foreach_mul_(list(weights), 1 - group["lr"] * group["weight_decay"])
+        scale = -group["lr"] * max(1.0, rows / columns) ** 0.5
+        for weight, piece in zip(weights, pieces, strict=True):
+            weight.add_(_like(piece.reshape(weight.shape).to(weight.dtype), weight), alpha=scale)
+
+
+def orthogonal(matrices_KRC: Tensor) -> Tensor:
+    """Each matrix with its singular values brought near 1."""
+    a, b, c = NEWTON_SCHULZ
+    on_gpu = matrices_KRC.device.type == "cuda"
+    x: Tensor = matrices_KRC.to(torch.bfloat16 if on_gpu else torch.float32)
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(ITERATIONS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    x = x.mT if is_tall else x
+    return x
+
+
+def _whole(update: Tensor) -> Tensor:
+    """A sharded tensor in one piece: a matrix can only be orthogonalised whole."""
+    gather = getattr(update, "full_tensor", None)
+    return update if gather is None else gather()
+
+
+def _like(piece: Tensor, weight: Tensor) -> Tensor:
+    """The part of a whole update that belongs to a sharded weight."""
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None:
+        return piece
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(piece, mesh, weight.placements)  # type: ignore[attr-defined]
+
+
+def is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether Muon takes a weight: hidden matrices, not tables, routers or anything flat."""
+    return weight.ndim >= 2 and "embed_tokens" not in name and "router" not in name
+
+
+class Masters:
+    """Float32 copies of a model's weights, which the optimizers move; the model holds them rounded.
+
+    A float32 model is its own master. `weights` and `model` change, and nothing else here.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimSettings) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.rounded: list[Tensor] = [weight for _, weight in named]
+        self.is_own = all(weight.dtype == torch.float32 for weight in self.rounded)
+        self.weights: list[Tensor] = (
+            list(self.rounded)
+            if self.is_own
+            else [nn.Parameter(w.detach().float().clone()) for w in self.rounded]
+        )
+        self.settings = settings
+        self.optimizers = self._optimizers()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        s = self.settings
+        pairs = list(zip(self.names, self.weights, strict=True))
+        matrices = [w for name, w in pairs if s.muon and is_matrix(name, w)]
+        rest = [w for name, w in pairs if not (s.muon and is_matrix(name, w))]
+        optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            optimizers.append(Muon(matrices, s.muon_lr, s.momentum, s.weight_decay))
+        if rest:
+            optimizers.append(
+                torch.optim.AdamW(
+                    rest, lr=s.adam_lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay
+                )
+            )
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["peak"] = group["lr"]
+        return optimizers
+
+    @torch.no_grad()
+    def step(self, scale: float) -> Tensor:
+        """Move the weights by their gradients at `scale` times the peak rates; the norm before."""
+        grads = [weight.grad for weight in self.rounded]
+        assert all(grad is not None for grad in grads), "a weight that is trained got no gradient"
+        if not self.is_own:
+            for master, grad in zip(self.weights, grads, strict=True):
+                master.grad = grad.float()  # type: ignore[union-attr]
+        norm = nn.utils.clip_grad_norm_(self.weights, self.settings.clip)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * scale
+            optimizer.step()
+        if not self.is_own:
+            torch._foreach_copy_(self.rounded, self.weights)
+        for weight in (*self.rounded, *self.weights):
+            weight.grad = None
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "weights": dict(zip(self.names, self.weights, strict=True)),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any]) -> None:
+        for name, weight in zip(self.names, self.weights, strict=True):
+            weight.copy_(state["weights"][name])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if not self.is_own:
+            torch._foreach_copy_(self.rounded, self.weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Warm up, hold, then fall to `floor`, in a line or along a cosine."""
+
+    steps: int
+    warmup: int = 100
+    hold: float = 0.4  # share of the steps until which the rate is held
+    floor: float = 0.0
+    shape: str = "linear"
+
+    def scale(self, step: int) -> float:
+        """Of the peak rate, for step 0, 1, ..."""
+        rise = min(1.0, (step + 1) / max(1, self.warmup))
+        begin = max(self.warmup, int(self.hold * self.steps))
+        left = min(1.0, (self.steps - step) / max(1, self.steps - begin))
+        if self.shape == "cosine":
+            import math
+
+            left = 0.5 - 0.5 * math.cos(math.pi * left)
+        return min(rise, self.floor + (1 - self.floor) * left)

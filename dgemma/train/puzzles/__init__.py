@@ -1,0 +1,1 @@
+"""Puzzles to train on, made by program: Sudoku and graph colouring."""

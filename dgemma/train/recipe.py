@@ -1,0 +1,165 @@
+"""A recipe: one TOML file that says what is trained, on what, and how. Read strictly.
+
+    name, seed
+    [model]     config: shape of a new model, or checkpoint: one to go on from; tokenizer
+    [batch]     sequences, rows, accumulate
+    [canvas]    lengths with their frequencies, hole_share
+    [[data]]    file (.npz tokens, .jsonl) or puzzle with its bank; weight; learn_prompt, ...
+    [loss] [optim] [schedule] [run] [lora]     settings that differ from their defaults
+
+Paths are relative to the recipe, or to where the command runs if they begin with `./`.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from dgemma.errors import ConfigError
+from dgemma.train.optim import OptimSettings, Schedule
+from dgemma.train.weighting import Weighting
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A new model of a shape, or an existing one."""
+
+    config: str | None = None
+    checkpoint: str | None = None
+    tokenizer: str | None = None  # a directory; None: the checkpoint's own
+
+    def __post_init__(self) -> None:
+        if (self.config is None) == (self.checkpoint is None):
+            raise ConfigError("[model] needs either config (a new model) or checkpoint, not both")
+        if self.config is not None and self.tokenizer is None:
+            raise ConfigError("[model] config needs a tokenizer: a directory with tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    sequences: int = 8
+    rows: int = 2048
+    accumulate: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasSettings:
+    lengths: Mapping[str, float] = field(default_factory=lambda: {"256": 1.0})
+    copies: int = 1  # of each canvas in a pass, noised apart
+    hole_share: float = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    file: str | None = None
+    puzzle: Literal["sudoku", "colouring"] | None = None
+    bank: str | None = None  # of a puzzle
+    weight: float = 1.0
+    learn_prompt: bool = True
+    copies: int | None = None
+    hole_share: float | None = None
+    lengths: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.file is None) == (self.puzzle is None) or (self.puzzle is None) != (
+            self.bank is None
+        ):
+            raise ConfigError("[[data]] needs either file, or puzzle with its bank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    save_every: int = 1000
+    report_every: int = 20
+    keep: int = 2
+    workers: int = 0
+    average: float = 0.0  # decay of the running mean of the weights; 0: none
+    checkpointing: bool = False  # recompute activations instead of keeping them
+    drift: float = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRASettings:
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    name: str
+    seed: int = 0
+    model: ModelSource
+    batch: BatchShape = field(default_factory=BatchShape)
+    canvas: CanvasSettings = field(default_factory=CanvasSettings)
+    data: tuple[DataSource, ...]
+    loss: Weighting = field(default_factory=Weighting)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    schedule: Schedule
+    run: RunShape = field(default_factory=RunShape)
+    lora: LoRASettings | None = None
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe; unknown keys are refused by name."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    return _read(Recipe, raw, str(path))
+
+
+def _read(kind: type[T], raw: Any, place: str) -> T:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{place} must be a table, not {raw!r}")
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(raw.keys() - known.keys())
+    if unknown:
+        raise ConfigError(f"{place}: {', '.join(unknown)} not known; use {', '.join(known)}")
+    missing = [
+        name
+        for name, f in known.items()
+        if name not in raw and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{place} lacks {', '.join(missing)}")
+    hints = get_type_hints(kind)
+    return kind(**{name: _value(hints[name], raw[name], f"{place}: {name}") for name in raw})
+
+
+def _value(hint: Any, raw: Any, place: str) -> Any:
+    """A value of a field's type: tables become dataclasses, lists tuples."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for kind in kinds:
+        if is_dataclass(kind) and isinstance(raw, dict):
+            return _read(cast(type[Any], kind), raw, place)
+        if get_origin(kind) is tuple and isinstance(raw, list):
+            inner = get_args(kind)[0]
+            return tuple(_value(inner, item, f"{place}[{i}]") for i, item in enumerate(raw))
+        if get_origin(kind) is Mapping and isinstance(raw, dict):
+            inner = get_args(kind)[1]
+            return {key: _value(inner, item, f"{place}: {key}") for key, item in raw.items()}
+        if get_origin(kind) is Literal and raw in get_args(kind):
+            return raw
+        if kind is float and type(raw) is int:
+            return float(raw)
+        if isinstance(kind, type) and type(raw) is kind:
+            return raw
+    raise ConfigError(f"{place} is {raw!r}; it must be {' or '.join(map(_spelled, kinds))}")
+
+
+def _spelled(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if is_dataclass(kind) or get_origin(kind) is Mapping:
+        return "a table"
+    if get_origin(kind) is tuple:
+        return "a list"
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    return names.get(kind, "absent")

@@ -1,0 +1,153 @@
+"""An example as rows of a pass: its clean text, read causally, and its noised canvases.
+
+A clean row holds a token of the text and is asked for the next one. A canvas row holds a token that
+may be noise and is asked for the clean one. One pass holds both, so that gradients of the canvases
+reach the text they look back on: there is no cache to stop them.
+
+Rows are the columns of an int32 array, one line per field. N rows, C canvases, L canvas length.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+NOTHING = -1  # asked for nothing; belongs to no canvas; belongs to no example
+
+
+class Example(NamedTuple):
+    """What stands before the first canvas, and what the canvases hold. Plain text has no prompt."""
+
+    prompt: NDArray[np.integer]
+    reply: NDArray[np.integer]
+
+
+FIELDS = ("token", "target", "position", "canvas", "start", "pinned", "example")
+TOKEN, TARGET, POSITION, CANVAS, START, PINNED, EXAMPLE = range(len(FIELDS))
+PADDING = np.array([0, NOTHING, 0, NOTHING, 1, 0, NOTHING], np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corruption:
+    """How canvases are noised.
+
+    Most have every token replaced with one probability, the level, drawn evenly. Some have holes:
+    spans whose tokens are replaced with a level that is mostly high, while all others are pinned,
+    as in a text to be filled.
+    """
+
+    vocab_size: int
+    fill: int = 1  # the token that fills a last canvas
+    lowest: float = 1e-4
+    highest: float = 1.0 - 1e-4
+    hole_share: float = 0.2  # of the canvases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How one example is cut."""
+
+    canvas_length: int
+    max_rows: int
+    copies: int = 1  # of each canvas, noised apart: the clean text serves them all
+    learn_prompt: bool = True  # whether the causal pass is asked for the prompt's own tokens
+
+
+def lay_out(
+    example: Example, layout: Layout, corruption: Corruption, rng: np.random.Generator
+) -> Ints | None:
+    """The rows of an example, or None where not one canvas can be made of it."""
+    prompt, reply = example if len(example.prompt) else cut_text(example.reply, layout, rng)
+    length = layout.canvas_length
+    is_whole = len(reply) > 0 and ends(reply, example)
+    count = -(-len(reply) // length) if is_whole else len(reply) // length
+    # Each canvas costs the rows of its copies and as many clean ones as it has tokens.
+    count = min(count, (layout.max_rows - len(prompt)) // ((1 + layout.copies) * length))
+    if count <= 0:
+        return None
+    clean = _clean_rows(prompt, reply[: count * length], layout)
+    filled_CL = np.full(count * length, corruption.fill, np.int32)
+    filled_CL[: len(reply)] = reply[: count * length]
+    canvases = [
+        _canvas_rows(len(prompt), filled_CL.reshape(count, length), corruption, rng)
+        for _ in range(layout.copies)
+    ]
+    for number, rows in enumerate(canvases):
+        rows[CANVAS] += number * count
+    return np.concatenate([clean, *canvases], axis=1)
+
+
+def ends(reply: NDArray[np.integer], example: Example) -> bool:
+    """Whether the text is over after `reply`: then its last canvas is filled up.
+
+    A pair's reply is whole. A plain text may be a piece of a longer one: it is whole if it closes
+    with the token that ends texts.
+    """
+    return bool(len(example.prompt)) or int(reply[-1]) == 1
+
+
+def cut_text(text: NDArray[np.integer], layout: Layout, rng: np.random.Generator) -> Example:
+    """Cut a plain text in two, so that canvases begin anywhere in it."""
+    first = 1 + int(rng.integers(max(1, min(layout.canvas_length, len(text) - 1))))
+    return Example(text[:first], text[first:])
+
+
+def _clean_rows(prompt: NDArray[np.integer], reply: NDArray[np.integer], layout: Layout) -> Ints:
+    text = np.concatenate([prompt, reply]).astype(np.int32)
+    rows = np.empty((len(FIELDS), len(text)), np.int32)
+    rows[TOKEN] = text
+    rows[TARGET, :-1] = text[1:]
+    rows[TARGET, -1] = NOTHING
+    if not layout.learn_prompt:
+        rows[TARGET, : len(prompt) - 1] = NOTHING
+    rows[POSITION] = np.arange(len(text))
+    rows[START] = rows[POSITION] + 1
+    rows[CANVAS], rows[PINNED], rows[EXAMPLE] = NOTHING, 0, 0
+    return rows
+
+
+def _canvas_rows(
+    begin: int, clean_CL: Ints, corruption: Corruption, rng: np.random.Generator
+) -> Ints:
+    count, length = clean_CL.shape
+    level_CL, pinned_CL = _levels(count, length, corruption, rng)
+    noise_CL = rng.integers(corruption.vocab_size, size=clean_CL.shape, dtype=np.int32)
+    is_noise_CL = rng.random(clean_CL.shape) < level_CL
+    number_CL = np.repeat(np.arange(count, dtype=np.int32)[:, None], length, axis=1)
+    rows = np.empty((len(FIELDS), count * length), np.int32)
+    rows[TOKEN] = np.where(is_noise_CL, noise_CL, clean_CL).ravel()
+    rows[TARGET] = clean_CL.ravel()
+    rows[POSITION] = begin + np.arange(count * length)
+    rows[CANVAS] = number_CL.ravel()
+    rows[START] = begin + rows[CANVAS] * length
+    rows[PINNED] = pinned_CL.ravel()
+    rows[EXAMPLE] = 0
+    return rows
+
+
+def _levels(
+    count: int, length: int, corruption: Corruption, rng: np.random.Generator
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """The probability of noise at each position, and the positions that are given."""
+    level_C = rng.uniform(corruption.lowest, corruption.highest, count)
+    level_CL = np.repeat(level_C[:, None], length, axis=1)
+    pinned_CL = np.zeros((count, length), bool)
+    for canvas in np.flatnonzero(rng.random(count) < corruption.hole_share):
+        is_hole_L = _holes(length, rng)
+        # A hole begins as noise alone, so high levels matter more than in a whole canvas.
+        level_CL[canvas] = np.where(is_hole_L, np.sqrt(level_C[canvas]), 0.0)
+        pinned_CL[canvas] = ~is_hole_L
+    return level_CL, pinned_CL
+
+
+def _holes(length: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """One to three spans, short ones oftener; half of the canvases begin with one."""
+    is_hole_L = np.zeros(length, bool)
+    for number in range(int(rng.integers(1, 4))):
+        size = int(np.exp(rng.uniform(np.log(2), np.log(max(3, 0.6 * length)))))
+        at_start = number == 0 and rng.random() < 0.5
+        first = 0 if at_start else int(rng.integers(length - size + 1))
+        is_hole_L[first : first + size] = True
+    return is_hole_L

@@ -1,0 +1,1 @@
+"""Recipes: what this repository trains, and from what."""

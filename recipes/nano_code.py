@@ -1,0 +1,168 @@
+"""Tasks over Python functions, made by program: fill, complete, write, edit; and held-out holes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+from dgemma.train import rewrite
+from recipes.nano_raw import Function
+
+Pair = dict[str, str]
+
+COMPLETE = ["Complete this function.", "Complete the function.", "Write the body of this function."]
+FILL_CODE = [
+    f"Replace {rewrite.FILL} and reply with the whole code.",
+    f"Fill in {rewrite.FILL}. Reply with the completed code.",
+    "Complete the document.",
+]
+NEW_NAMES = "value item result data index count total key name items left right first last".split()
+
+
+def pair(instruction: str, text: str, reply: str) -> Pair:
+    """Without line ends at the end: a template trims the prompt, so nobody could tell how many."""
+    return {"prompt": instruction + "\n\n" + text.rstrip("\n"), "reply": reply.rstrip("\n")}
+
+
+def code_hole(code: str, rng: Random) -> tuple[int, int] | None:
+    """The span of a line, of some lines, of a line's end, or of the whole body."""
+    spans = rewrite.body_lines(code)
+    if not spans:
+        return None
+    kind = rng.random()
+    first = rng.randrange(len(spans))
+    start, stop = spans[first]
+    if kind < 0.5:
+        return start, stop
+    if kind < 0.75:
+        return start, spans[min(first + rng.randint(1, 3), len(spans) - 1)][1]
+    if kind < 0.9:
+        places = [match.end() for match in re.finditer(r"\W+", code[start:stop])][:-1]
+        return (start + rng.choice(places), stop) if places else (start, stop)
+    return spans[0][0], spans[-1][1]
+
+
+def fill_code(functions: Sequence[Function], rng: Random) -> Iterator[Pair]:
+    for function in functions:
+        span = code_hole(function.code, rng)
+        if span is not None:
+            text = rewrite.open_hole(function.code, span)
+            yield pair(rng.choice(FILL_CODE), text, function.code)
+
+
+def code_tasks(functions: Sequence[Function], rng: Random) -> Iterator[Pair]:
+    """From the head to the whole, and from a description to a function without a docstring."""
+    for function in functions:
+        parts = rewrite.split_function(function.code)
+        if parts is None or rewrite.FILL in function.code:
+            continue
+        head, docstring, body = parts
+        if len(body.strip()) < 12:
+            continue
+        summary = describe(function.code)
+        if summary and rng.random() < 0.4:
+            request = rng.choice(
+                [
+                    f"Write a short Python function `{function.name}` that does this: {summary}",
+                    f"Write a Python function `{function.name}`. {summary}",
+                ]
+            )
+            yield {"prompt": request, "reply": (head + body).rstrip("\n")}
+        else:
+            yield pair(rng.choice(COMPLETE), head + docstring, function.code)
+
+
+def describe(code: str) -> str:
+    """The first sentence of the docstring, where it says anything."""
+    node = ast.parse(code).body[0]
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    text = (ast.get_docstring(node) or "").split("\n\n")[0]
+    text = " ".join(text.split())
+    return text if 15 <= len(text) <= 160 and text[0].isalpha() and ">>>" not in text else ""
+
+
+def code_edits(functions: Sequence[Function], rng: Random) -> Iterator[Pair]:
+    makers: list[Callable[[str, Random], tuple[str, str] | None]] = [
+        rename_local,
+        rename_local,
+        rename_function,
+        remove_docstring,
+        add_docstring,
+        remove_comments,
+    ]
+    for function in functions:
+        code = function.code
+        maker = rng.choice(makers)
+        changed = maker(code, rng)
+        if changed is not None:
+            instruction, new = changed
+            old = without_docstring(code) if maker is add_docstring else code
+            yield pair(instruction, old, new)
+
+
+def rename_local(code: str, rng: Random) -> tuple[str, str] | None:
+    names = rewrite.local_names(code)
+    if not names:
+        return None
+    old, new = rng.choice(names), rng.choice(NEW_NAMES)
+    changed = rewrite.rename_variable(code, old, new)
+    forms = [f"Rename {old} to {new}.", f"Rename the variable {old} to {new}."]
+    return None if changed is None else (rng.choice(forms), changed)
+
+
+def rename_function(code: str, rng: Random) -> tuple[str, str] | None:
+    match = re.search(r"^(?:async )?def (\w+)", code, re.MULTILINE)
+    if match is None or match[1].startswith("__"):
+        return None
+    words = match[1].strip("_").split("_")
+    new = "_".join([rng.choice(("get", "make", "find", "do", "my", "run")), *words[-2:]])
+    if new == match[1]:
+        return None
+    return f"Rename the function to {new}.", rewrite.rename_word(code, match[1], new)
+
+
+def without_docstring(code: str) -> str:
+    parts = rewrite.split_function(code)
+    return code if parts is None else (parts[0] + parts[2].lstrip("\n"))
+
+
+def remove_docstring(code: str, rng: Random) -> tuple[str, str] | None:
+    changed = without_docstring(code)
+    return None if changed == code else ("Remove the docstring.", changed)
+
+
+def add_docstring(code: str, rng: Random) -> tuple[str, str] | None:
+    parts = rewrite.split_function(code)
+    short = parts is not None and 0 < len(parts[1]) <= 240
+    return ("Add a docstring.", code) if short else None
+
+
+def remove_comments(code: str, rng: Random) -> tuple[str, str] | None:
+    lines = code.splitlines(keepends=True)
+    covered = rewrite.strings_inside(code)
+    kept = [
+        line
+        for number, line in enumerate(lines, 1)
+        if number in covered or not line.lstrip().startswith("#")
+    ]
+    changed = "".join(kept)
+    good = changed != code and rewrite.parses(changed)
+    return ("Remove the comments.", changed) if good else None
+
+
+def held_out_lines(
+    functions: Sequence[Function], count_tokens: Callable[[str], int], rng: Random
+) -> Iterator[dict[str, str]]:
+    """One or two lines of each function, of at least three tokens."""
+    for function in functions:
+        code = function.code
+        spans = [span for span in rewrite.body_lines(code) if count_tokens(code[slice(*span)]) >= 3]
+        for start, stop in sorted(rng.sample(spans, min(len(spans), rng.randint(1, 2)))):
+            yield {
+                "prefix": code[:start],
+                "middle": code[start:stop],
+                "suffix": code[stop:],
+                "group": function.group,
+            }

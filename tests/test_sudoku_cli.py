@@ -1,0 +1,282 @@
+"""`dgemma sudoku`, and the solving behind it: on a tiny model that knows one puzzle by heart."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dgemma.bench.sudoku import Attempt as Try
+from dgemma.bench.sudoku import How, Solved, canvas_length, follow, givens, plan, solve
+from dgemma.cli import main
+from dgemma.engine import Draft, Engine
+from dgemma.errors import UsageError
+from dgemma.text import sudoku as text
+from dgemma.text.chat import ChatTemplate, Message
+from dgemma.text.tokenizer import Tokenizer
+from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.weights.load import Checkpoint
+from dgemma.weights.random import random_model
+from dgemma.weights.save import save_checkpoint
+from examples import memorize
+from tests.taught import GENERATION, taught_config
+from tests.text import small
+
+SOLUTION = "987514632316782495524693871832971546765428319149356728671849253498235167253167984"
+PUZZLE = "087500632000700000504690800000001006065420319100300728000009050090200160003007980"
+OTHER = "000000000000003085001020000000507000004000100090000000500000073002010000000040009"
+CANVAS, STEPS = 96, 300
+HERE = ["--device", "cpu", "--dtype", "float32", "--seed", "1"]
+FIELDS = {
+    *("puzzle", "solution", "solved", "steps", "seconds"),
+    *("restarts", "settled", "mode", "pinned", "seed"),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*args: str | Path, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "argv", ["dgemma", "sudoku", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as caught:
+            main()
+        code = caught.value.code
+        return Result(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def solver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with one token a cell that has learnt one puzzle."""
+    directory = tmp_path_factory.mktemp("solver")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small, "MERGES", [*small.MERGES, *(("▁", d) for d in "0123456789")])
+        small.make_backend().save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(small.TEMPLATE, encoding="utf-8")
+    tokenizer = Tokenizer.load(directory)
+    config = replace(
+        taught_config(),
+        vocab_size=tokenizer.vocab_size,
+        canvas_length=CANVAS,
+        sliding_window=64,
+        max_position_embeddings=512,
+    )
+    model = random_model(config, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memorize, "COPIES", 2)  # a long canvas: fewer of them are quicker
+        for _ in memorize.memorize(model, [lesson(tokenizer)], STEPS):
+            pass
+    generation = replace(GENERATION, max_new_tokens=CANVAS)
+    save_checkpoint(Checkpoint(model=model, generation=generation), directory, overwrite=True)
+    return directory
+
+
+def lesson(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    message = Message(role="user", content=text.prompt_text(PUZZLE))
+    prompt = ChatTemplate(small.TEMPLATE, tokenizer).prompt([message])
+    reply = text.reply_slots(tokenizer).fill([int(cell) - 1 for cell in SOLUTION])
+    ending = reply + [tokenizer.control_ids["<eos>"]] * (CANVAS - len(reply))
+    return torch.tensor(prompt.ids), torch.tensor(ending)
+
+
+@pytest.fixture(scope="module")
+def engine(solver: Path) -> Engine:
+    return Engine.load(solver, device="cpu", dtype="float32")
+
+
+# --- the solving itself
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_known_puzzle_is_solved_from_its_text(engine: Engine, pinned: bool) -> None:
+    [one] = solve(engine, [PUZZLE], pinned=pinned, restarts=8)
+    assert one.solution == SOLUTION and one.is_right and one.settled
+    assert (one.puzzle, one.restarts) == (PUZZLE, 0)
+    assert 0 < one.steps < 48 and one.seconds > 0
+
+
+def test_ar_mode_writes_the_same_grid_token_by_token(engine: Engine) -> None:
+    [one] = solve(engine, [PUZZLE], mode="ar", restarts=8)
+    assert one.solution == SOLUTION and one.settled
+    assert (one.steps, one.restarts) == (len(text.reply_slots(engine.tokenizer).ids), 0)
+
+
+def test_givens_are_pinned_where_the_reply_has_them(engine: Engine) -> None:
+    layout = text.reply_slots(engine.tokenizer)
+    assert (len(layout.ids), canvas_length(layout)) == (90, 96)
+    options = plan(engine, Try(0, PUZZLE), layout, How()).options
+    ids = layout.fill([int(cell) - 1 for cell in SOLUTION])
+    assert options.canvas_length == 96
+    assert len(options.pins.positions) == 81 - PUZZLE.count("0")
+    assert all(
+        ids[p] == t for p, t in zip(options.pins.positions, options.pins.tokens, strict=True)
+    )
+    assert options.pins == givens(PUZZLE, layout)
+    assert plan(engine, Try(0, PUZZLE), layout, How(pinned=False)).options.pins.positions == ()
+
+
+def test_pinned_givens_stand_on_every_canvas(engine: Engine) -> None:
+    layout = text.reply_slots(engine.tokenizer)
+    pins = givens(OTHER, layout)
+    events = [event for _, event in follow(engine, [OTHER], How(drafts=True))]
+    assert isinstance(events[-1], Solved) and not events[-1].is_right
+    for draft in events[:-1]:
+        assert isinstance(draft, Draft)
+        assert [draft.guess[position] for position in pins.positions] == list(pins.tokens)
+
+
+def test_only_what_does_not_settle_is_begun_again(engine: Engine) -> None:
+    hasty = Engine(engine.model, engine.tokenizer, engine.template, engine.generation)
+    hasty.sampler = replace(engine.sampler, max_steps=1)  # no canvas settles in one step
+    [one] = solve(hasty, [PUZZLE], restarts=3)
+    assert (one.settled, one.restarts, one.steps) == (False, 3, 4)
+    [one] = solve(hasty, [PUZZLE])
+    assert (one.settled, one.restarts, one.steps) == (False, 0, 1)
+    # Settled but wrong, and a restart would be free to find the right one: it is not made.
+    easy = replace(engine.sampler.rule, settle_entropy=1e9, settle_steps=0)
+    hasty.sampler = replace(engine.sampler, rule=easy)
+    [one] = solve(hasty, [OTHER], restarts=3)
+    assert (one.settled, one.restarts, one.is_right) == (True, 0, False)
+
+
+def test_every_attempt_has_noise_of_its_own(engine: Engine) -> None:
+    layout = text.reply_slots(engine.tokenizer)
+    noises = [
+        plan(engine, Try(0, puzzle, restarts), layout, How(seed=seed)).noise
+        for puzzle in (PUZZLE, OTHER)
+        for restarts in range(3)
+        for seed in (0, 1)
+    ]
+    assert len({(noise.seed, noise.choice) for noise in noises}) == 12
+
+
+def test_many_puzzles_keep_their_order_and_what_they_give_alone(engine: Engine) -> None:
+    few = Engine(engine.model, engine.tokenizer, engine.template, engine.generation, max_rows=2)
+    puzzles = [OTHER, PUZZLE, "0" * 81, PUZZLE, OTHER]
+    together = solve(few, puzzles, restarts=1, seed=3)
+    assert [one.puzzle for one in together] == puzzles
+    alone = [solve(engine, [puzzle], restarts=1, seed=3)[0] for puzzle in puzzles]
+    for one, other in zip(together, alone, strict=True):
+        assert replace(one, seconds=0) == replace(other, seconds=0)
+    assert not few.jobs and not few.waiting
+
+
+def test_drafts_are_reported_on_request_and_leaving_cancels(engine: Engine) -> None:
+    events = follow(engine, [PUZZLE, OTHER], How(drafts=True))
+    index, draft = next(events)
+    assert isinstance(draft, Draft) and index == 0 and sum(draft.pinned) == 36
+    events.close()
+    assert not engine.jobs
+    kinds = [type(event) for _, event in follow(engine, [PUZZLE], How())]
+    assert kinds == [Solved]
+
+
+def test_a_canvas_too_small_takes_no_pins(checkpoint: Path) -> None:
+    small_engine = Engine.load(checkpoint, device="cpu", dtype="float32")
+    with pytest.raises(UsageError, match=r"canvas holds 16 tokens.*--no-pin"):
+        solve(small_engine, [PUZZLE])
+    with pytest.raises(UsageError, match="the context holds 256"):
+        solve(small_engine, [PUZZLE], pinned=False)
+
+
+# --- the command
+
+
+def test_the_grid_is_printed(call: Call, solver: Path) -> None:
+    result = call(PUZZLE, "-m", solver, *HERE)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0] == "9 8 7 │ 5 1 4 │ 6 3 2" and lines[3] == "──────┼───────┼──────"
+    assert "".join(c for line in lines[:11] for c in line if c.isdigit()) == SOLUTION
+    assert lines[11].startswith("solved; ") and "steps" in lines[11]
+
+
+def test_json_has_the_promised_fields(call: Call, solver: Path) -> None:
+    result = call(PUZZLE.replace("0", "."), OTHER, "-m", solver, *HERE, "--json")
+    assert (result.code, result.err, result.out.count("\n")) == (1, "", 1)
+    one, other = json.loads(result.out)
+    assert one.keys() == other.keys() == FIELDS
+    assert (one["puzzle"], one["solution"], one["solved"]) == (PUZZLE, SOLUTION, True)
+    assert (one["mode"], one["pinned"], one["seed"]) == ("diffusion", True, 1)
+    assert (one["settled"], one["restarts"], other["solved"]) == (True, 0, False)
+    assert one["steps"] > 0 and 0 < one["seconds"] < 60
+
+
+def test_an_unsolved_puzzle_is_a_result_with_exit_code_one(call: Call, solver: Path) -> None:
+    result = call(OTHER, PUZZLE, "-m", solver, *HERE, "--restarts", "1")
+    assert (result.code, result.err) == (1, "")
+    assert result.out.endswith("1 of 2 solved\n")
+    assert "not solved" in result.out or "no grid in the reply" in result.out
+
+
+def test_ar_mode_is_there_to_compare(call: Call, solver: Path) -> None:
+    result = call(PUZZLE, "-m", solver, *HERE, "--mode", "ar", "--show", "--json")
+    [one] = json.loads(result.out)
+    assert (result.code, one["mode"], one["pinned"], one["steps"]) == (0, "ar", False, 90)
+
+
+def test_show_without_a_terminal_draws_nothing(call: Call, solver: Path) -> None:
+    shown = call(PUZZLE, "-m", solver, *HERE, "--show", "--json", "--no-pin")
+    assert (shown.code, shown.err) == (0, "")
+    assert json.loads(shown.out)[0]["pinned"] is False
+
+
+def test_puzzles_come_from_files_and_pipes(call: Call, solver: Path, tmp_path: Path) -> None:
+    path = tmp_path / "puzzles.txt"
+    path.write_text(f"{PUZZLE} {SOLUTION}\n\n{PUZZLE.replace('0', '.')}\n")
+    listed = json.loads(call(path, "-m", solver, *HERE, "--json").out)
+    assert [one["puzzle"] for one in listed] == [PUZZLE, PUZZLE]
+    piped = call("-", "-m", solver, *HERE, "--json", stdin=PUZZLE + "\n")
+    assert json.loads(piped.out)[0]["solution"] == SOLUTION
+
+
+@pytest.mark.parametrize(
+    ("args", "phrase"),
+    [
+        ([PUZZLE[:80]], "80 cells"),
+        (["x" * 81], "holds 'x'"),
+        (["8" + PUZZLE[1:]], "two 8s in row 1"),
+        (["nowhere.txt"], "'nowhere.txt' is neither a file nor a puzzle"),
+        (["x" * 5000], "neither a file nor a puzzle"),
+        ([PUZZLE, "--mode", "hybrid"], "use diffusion or ar"),
+        ([PUZZLE, "--mode", "ar", "--pin"], "leave out --pin"),
+        ([PUZZLE, "--restarts", "-1"], "0 or more"),
+        ([PUZZLE, "--seed", "-1"], "seed is -1"),
+        (["-"], "stdin holds no puzzle"),
+        ([], "PUZZLE"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_a_wrong_call_is_refused_in_one_sentence(call: Call, args: list[str], phrase: str) -> None:
+    result = call(*args, "-m", "never/loaded")
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert result.err.startswith("dgemma: ") and phrase in result.err
+
+
+def test_a_bad_line_of_a_file_is_named(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "puzzles.txt"
+    path.write_text(f"{PUZZLE}\n{PUZZLE[:-1]}\n")
+    assert "puzzles.txt, line 2: a puzzle has 80 cells" in call(path).err
+    path.write_bytes(b"\xff\xfe")
+    assert "is no text file" in call(path).err
+
+
+@pytest.mark.skipif(not NANO_DIRECTORY.is_dir(), reason="this build has no built-in model")
+def test_the_built_in_model_solves_a_puzzle_it_has_not_seen() -> None:
+    [one] = solve(Engine.load("nano", device="cpu"), [PUZZLE], restarts=8)
+    assert one.is_right
