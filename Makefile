@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INTEROP := .venv-interop
 
-.PHONY: demo test lint fix bench docs clean
+.PHONY: demo test lint fix bench docs interop clean
 
-demo: $(READY)  ## make a tiny model and watch it write
-	$(BIN)/python -m examples.demo out/tiny
+demo: $(READY)  ## a minute with the built-in model
+	$(BIN)/python -m examples.demo
 
 out/tiny/model.safetensors: $(READY)
 	$(BIN)/python -m examples.tiny_model out/tiny
@@ -32,10 +33,19 @@ docs: $(READY) out/tiny/model.safetensors  ## pages that are generated
 	$(BIN)/python -m examples.picture out/tiny docs/settling.svg
 	$(BIN)/python docs/make_cli.py
 
+interop: $(INTEROP)/.ready  ## what mlx-vlm and PEFT make of the built-in model
+	$(INTEROP)/bin/python -m pytest tests/interop tests/weights/test_adapter.py
+
 clean:
-	rm -rf $(VENV) build dist out *.egg-info
+	rm -rf $(VENV) $(INTEROP) build dist out *.egg-info
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $(READY)
+
+$(INTEROP)/.ready: pyproject.toml constraints.txt tests/interop/requirements.txt
+	$(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-r tests/interop/requirements.txt -e ".[test]"
+	touch $@

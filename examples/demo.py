@@ -1,52 +1,85 @@
-"""Make a tiny model if there is none yet, ask it three questions, and show each canvas settling.
+"""A minute with the built-in model: it chats, fills a hole in a function and solves a Sudoku.
 
-    python -m examples.demo [DIRECTORY]
+    python -m examples.demo
 
-The model knows its answers by heart: what is shown is the machinery, not a language model.
+On a terminal the canvas moves; elsewhere each step is a line. At the end the same weights try the
+same puzzle one token at a time.
 """
 
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterable
 
 from dgemma import Done, Draft, Engine, Options, Text
+from dgemma.bench.holes import Hole, fill
+from dgemma.bench.sudoku import How, Solved, follow, solve
 from dgemma.cli.show import CanvasView, printable
-from examples.tiny_model import ANSWERS, make_checkpoint
 
-PAUSE = 0.25  # seconds a canvas stays on a screen
+PAUSE = 0.15  # seconds a canvas stays on a screen
+QUESTIONS = (
+    "Correct the mistakes.\n\nThe cat satt on the the mat.",
+    "Write a sentence about a kite.",
+)
+FUNCTION = '''\
+def largest(numbers):
+    """Return the largest of the numbers."""
+    best = numbers[0]
+    for number in numbers:
+        if <|fill|>:
+            best = number
+    return best
+'''
+PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
 
 
-def show(engine: Engine, question: str) -> None:
-    """Answer one question; on a terminal the canvas moves, elsewhere each step is a line."""
-    print(f"\n> {question}")
+def main() -> None:
+    engine = Engine.load("nano", device="cpu")
+    for question in QUESTIONS:
+        headline(question)
+        show(engine.stream(question, Options(seed=1, drafts=True)))
+    headline("A function with a hole:\n" + FUNCTION)
+    prefix, suffix = FUNCTION.split("<|fill|>")
+    hole = Hole(prefix, "number > best", suffix)  # of what stood there only the length is used
+    [filled] = fill(engine, [hole], seed=0, label="fill")
+    if filled is not None:
+        print(hole.whole(filled.text))
+        print(f"  [{filled.steps} steps; all but the hole is untouched]")
+    headline(f"Solve this Sudoku: {PUZZLE}")
+    show(event for _, event in follow(engine, [PUZZLE], How(drafts=True)))
+    headline("The same weights, the same puzzle, one token at a time:")
+    told(solve(engine, [PUZZLE], mode="ar")[0])
+    print("\nAsk it yourself: .venv/bin/dgemma chat")
+
+
+def headline(text: str) -> None:
+    print(f"\n> {text}")
+
+
+def show(events: Iterable[object]) -> None:
     with CanvasView() as view:
-        for event in engine.stream(question, Options(seed=3, drafts=True)):
+        for event in events:
             if isinstance(event, Draft) and view.is_live:
                 view.draw(event)
                 time.sleep(PAUSE)
             elif isinstance(event, Draft):
-                text = "".join(map(printable, event.tokens)).replace("\n", "/")
-                print(f"  block {event.block + 1} step {event.step:2}  {text}")
+                text = "".join(map(printable, event.guess_tokens)).replace("\n", "/")
+                print(f"  block {event.block + 1} step {event.step:2}  {text[:100]}")
             elif isinstance(event, Text) and view.is_live:
                 view.promise(event)
-            elif isinstance(event, Done):
-                done = event
-    print(done.text)
-    print(f"  [{done.tokens} tokens, {done.steps} steps, {done.seconds:.2f} s]")
+            elif isinstance(event, Done | Solved):
+                last = event
+    if isinstance(last, Solved):
+        told(last)
+    else:
+        print(last.text)
+        print(f"  [{last.tokens} tokens, {last.steps} steps, {last.seconds:.2f} s]")
 
 
-def main() -> None:
-    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "out/tiny")
-    if not (directory / "model.safetensors").exists():
-        print("Making a tiny model that learns three answers by heart (under a minute)...")
-        make_checkpoint(directory)
-    engine = Engine.load(directory, device="cpu", dtype="float32")
-    for question in ANSWERS:
-        show(engine, question)
-    done = engine.generate(list(ANSWERS)[1], Options(mode="ar"))
-    print(f"\nThe same weights, one token at a time:\n{done.text}")
-    print(f"  [{done.tokens} tokens, {done.steps} steps, {done.seconds:.2f} s]")
-    print(f'\nAsk it yourself: .venv/bin/dgemma generate "Write a haiku." --show -m {directory}')
+def told(solved: Solved) -> None:
+    cells = solved.solution
+    lines = ["(not a grid)"] if cells is None else [cells[i : i + 9] for i in range(0, 81, 9)]
+    print("\n".join(lines if cells is None else (" ".join(line) for line in lines)))
+    verdict = "right" if solved.is_right else "wrong"
+    print(f"  [{verdict}; {solved.steps} steps, {solved.seconds:.2f} s]")
 
 
 if __name__ == "__main__":

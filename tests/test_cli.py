@@ -189,7 +189,8 @@ def test_the_version_is_printed(call: Call) -> None:
 
 def test_help_lists_every_command(call: Call) -> None:
     result = call("--help")
-    names = [command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
+    commands = app.registered_commands
+    names = [c.name or c.callback.__name__ for c in commands]  # type: ignore[union-attr]
     assert {"generate", "info", "download"} <= set(names)
     assert result.code == 0 and not result.err
     assert all(name in result.out for name in names)

@@ -8,7 +8,7 @@ reports, and its noise is the next choice of the same seed.
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dgemma.canvas import NO_PINS, Pins
 from dgemma.engine.engine import Engine
@@ -156,6 +156,8 @@ def plan(engine: Engine, attempt: Attempt, layout: Slots, how: How) -> Plan:
         max_tokens=length,
         canvas_length=min(length, own),
         pins=givens(attempt.puzzle, layout) if how.pinned else NO_PINS,
+        # A canvas told more than the model believes settles on wrong answers too.
+        sampler=replace(engine.sampler, first_heat=1.0, last_heat=1.0),
         retries=0,  # attempts are counted here
         drafts=how.drafts,
     )

@@ -1,52 +1,59 @@
-"""`python -m dgemma.train RECIPE --out DIR`: `dgemma train` where only PyTorch is installed."""
+"""`python -m dgemma.train RECIPE --out DIR`: `dgemma train` where only PyTorch is installed.
+
+Also what `torchrun` starts: torchrun --nproc-per-node 8 -m dgemma.train RECIPE --out DIR
+"""
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from dgemma.device import choose_device, choose_dtype
-from dgemma.errors import DgemmaError
-from dgemma.train.build import Place, build
-from dgemma.train.loop import Report
-from dgemma.train.recipe import load_recipe
+from dgemma.errors import DgemmaError, UsageError
+from dgemma.train.command import Wanted, beginning, finish, line, prepare
+from dgemma.train.distributed import leave
+from dgemma.train.loop import TrainingInterrupted
+
+FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
 
 
-def line(report: Report) -> str:
-    return (
-        f"step {report.step}/{report.steps}  loss {report.total:.4f}  "
-        f"denoise {report.denoise:.4f}  causal {report.causal:.4f}  "
-        f"balance {report.balance:.3f}  norm {report.norm:.2f}  rate {report.rate:.3f}  "
-        f"{report.rows_per_second:,.0f} rows/s  {report.seconds:.0f} s"
-    )
-
-
-def main() -> int:
+def read(arguments: Sequence[str] | None) -> Wanted:
     parser = argparse.ArgumentParser(description="Train a model by a recipe.")
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="directory of the run")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seconds", type=float, help="fit the schedule to this time")
-    parser.add_argument("--workers", type=int)
-    given = parser.parse_args()
-    device = choose_device(given.device)
-    place = Place(
-        recipe=given.recipe,
-        out=given.out,
-        device=device,
-        dtype=choose_dtype(given.dtype, device),
-        seconds=given.seconds,
-        workers=given.workers,
-    )
-    try:
-        job = build(load_recipe(given.recipe), place)
-        job.trainer.resume()
-        for report in job.trainer.reports():
+    parser.add_argument("--steps", type=int, help="instead of the recipe's")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes")
+    parser.add_argument("--fresh", action="store_true", help="forget the run's saved states")
+    parser.add_argument("--workers", type=int, help="processes that make batches")
+    given = vars(parser.parse_args(arguments))
+    changes, is_fresh = tuple(given.pop("changes")), given.pop("fresh")
+    return Wanted(**given, changes=changes, is_fresh=is_fresh)
+
+
+def run(wanted: Wanted) -> None:
+    job = prepare(wanted)
+    writes = job.place.group.is_first
+    for words in beginning(job) if writes else ():
+        print(words, file=sys.stderr, flush=True)
+    for report in job.trainer.reports():
+        if writes:
             print(line(report), flush=True)
-        job.save(given.out / "checkpoint")
+    for words in finish(job):
+        print(words, file=sys.stderr, flush=True)
+    leave(job.place.group)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(read(arguments))
+    except TrainingInterrupted as error:
+        print(error, file=sys.stderr)
+        return INTERRUPTED
     except DgemmaError as error:
         print(error, file=sys.stderr)
-        return 1
+        return WRONG_CALL if isinstance(error, UsageError) else FAILED
     return 0
 
 

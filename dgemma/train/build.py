@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch.utils.checkpoint import checkpoint as recompute
+from torch import Tensor
 
 from dgemma.config import GenerationConfig, load_generation_config, read_config
 from dgemma.errors import ConfigError
@@ -15,18 +14,25 @@ from dgemma.model import Gemma
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.average import Average
+from dgemma.train.distributed import ALONE, Group, shard
 from dgemma.train.fresh import fresh_model
 from dgemma.train.loop import RunSettings, Trainer
+from dgemma.train.lora import add_adapter, trained
 from dgemma.train.mix import Ingredient, Mixture, Source, StoreSource
 from dgemma.train.objective import Objective
-from dgemma.train.optim import Masters
-from dgemma.train.recipe import DataSource, Recipe
+from dgemma.train.optim import Masters, OptimSettings
+from dgemma.train.recipe import DataSource, ModelSource, Recipe
 from dgemma.train.rows import Corruption
-from dgemma.train.speed import compiled
-from dgemma.train.store import Store
-from dgemma.weights.download import find_checkpoint
-from dgemma.weights.load import Checkpoint, load_model
+from dgemma.train.shards import gathered
+from dgemma.train.speed import compiled, compiled_layers, recomputed
+from dgemma.train.tokens import Progress, Shelf, load_tokens
+from dgemma.weights.adapter import Adapter, save_adapter
+from dgemma.weights.download import NANO, find_checkpoint
+from dgemma.weights.load import Checkpoint, fill, load_model
+from dgemma.weights.names import skeleton
 from dgemma.weights.save import save_checkpoint
+
+PIECE = 1024  # rows that are scored at once where memory is short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,45 +43,172 @@ class Place:
     out: Path
     device: torch.device
     dtype: torch.dtype
+    group: Group = ALONE
     seconds: float | None = None
     workers: int | None = None
+    progress: Progress | None = None  # of tokenizing
 
     def path(self, given: str) -> Path:
-        return Path(given) if given.startswith("./") else self.recipe.parent / given
+        return beside(self.recipe, given)
+
+    def checkpoint(self, given: str) -> Path:
+        return find_beside(self.recipe, given)
+
+
+def beside(recipe: Path, given: str) -> Path:
+    """A path of a recipe: relative to it, or to where the command runs if it begins with `./`."""
+    return Path(given) if given.startswith("./") else recipe.parent / given
+
+
+def find_beside(recipe: Path, given: str) -> Path:
+    """The directory of a checkpoint, or of a model that this machine has by that name."""
+    path = beside(recipe, given)
+    return path if given != NANO and path.is_dir() else find_checkpoint(given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The model a run begins with, and what it is saved with."""
+
+    model: Gemma
+    generation: GenerationConfig
+    tokenizer: Path  # a directory
+    vision: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run that is ready to start, and what its model is saved with."""
+    """A run that is ready to start."""
 
+    recipe: Recipe
+    place: Place
+    base: Base
     trainer: Trainer
-    model: Gemma
-    generation: GenerationConfig
-    tokenizer: Path
+    adapter: Adapter | None
+    notes: tuple[str, ...]  # what a person should know of the data
 
-    def save(self, directory: Path) -> None:
-        """Write the trained model as a checkpoint: the mean of the weights where one is kept."""
+    def save(self) -> Path:
+        """Write what was trained, an adapter or a checkpoint, and return where.
+
+        It is the running mean of the weights where one is kept. All processes take part.
+        """
         masters, average = self.trainer.masters, self.trainer.average
         kept = masters.weights if average is None else average.weights
-        with torch.no_grad():
-            for rounded, weight in zip(masters.rounded, kept, strict=True):
-                rounded.copy_(weight)
-        checkpoint = Checkpoint(model=self.model, generation=self.generation)
-        save_checkpoint(checkpoint, directory, tokenizer_from=self.tokenizer, overwrite=True)
+        writes = self.place.group.is_first
+        weights = gathered(list(kept), keep=writes)
+        if self.adapter is not None:
+            directory = self.place.out / "adapter"
+            if writes:
+                adapter = trained(self.adapter, masters.names, weights)
+                save_adapter(adapter, directory, overwrite=True)
+            return directory
+        directory = self.place.out / "checkpoint"
+        still = gathered(dict(self.base.model.state_dict()), keep=writes)
+        if writes:
+            self._save_checkpoint({**still, **dict(zip(masters.names, weights, strict=True))})
+        return directory
+
+    def _save_checkpoint(self, weights: dict[str, Tensor]) -> None:
+        dtype = self.place.dtype
+        config = replace(self.base.model.config, dtype=str(dtype).removeprefix("torch."))
+        model = fill(skeleton(config), {name: w.to(dtype) for name, w in weights.items()})
+        save_checkpoint(
+            Checkpoint(model=model, generation=self.base.generation, vision=self.base.vision),
+            self.place.out / "checkpoint",
+            tokenizer_from=self.base.tokenizer,
+            overwrite=True,
+        )
 
 
 def build(recipe: Recipe, place: Place) -> Job:
-    model, generation, tokenizer = _model(recipe, place)
-    model.to(device=place.device, dtype=place.dtype).requires_grad_(True).train()
-    on_gpu = place.device.type == "cuda"
+    base, adapter = load_base(recipe, place), None
+    model, on_gpu = base.model, place.device.type == "cuda"
+    if recipe.lora is not None:
+        adapter = add_adapter(model, recipe.lora, recipe.seed, str(recipe.model.checkpoint))
+    else:
+        _release(model, recipe.model)
     if recipe.run.checkpointing:
-        for layer in model.layers:
-            layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-    objective = Objective(model, recipe.loss, is_flex=on_gpu)
+        recomputed(model)
+    objective = Objective(
+        model.train(),
+        recipe.loss,
+        is_flex=on_gpu,
+        group=place.group,
+        piece=PIECE if recipe.run.checkpointing else None,
+    )
+    # An adapter's matrices are no maps between streams, and too thin to be orthogonalised.
+    optim = recipe.optim if recipe.lora is None else replace(recipe.optim, muon=False)
+    masters = _masters(objective, optim, place)
+    mixture, notes = build_mixture(recipe, place, base)
+    trainer = Trainer(
+        objective,
+        masters,
+        mixture,
+        recipe.schedule,
+        _run(recipe, place),
+        Average(masters.weights, recipe.run.average) if recipe.run.average else None,
+    )
+    return Job(
+        recipe=recipe, place=place, base=base, trainer=trainer, adapter=adapter, notes=tuple(notes)
+    )
+
+
+def load_base(recipe: Recipe, place: Place) -> Base:
+    """The model a recipe begins with."""
+    source = recipe.model
+    if source.checkpoint is not None:
+        directory = place.checkpoint(source.checkpoint)
+        # Frozen weights are only read, trained ones want their exact values; several processes
+        # map the file and take up a layer at a time.
+        if place.group.size > 1:
+            found = load_model(directory)
+        else:
+            dtype = torch.float32 if recipe.lora is None else place.dtype
+            found = load_model(directory, device=place.device, dtype=dtype)
+        return Base(
+            model=found.model,
+            generation=found.generation,
+            tokenizer=directory if source.tokenizer is None else place.path(source.tokenizer),
+            vision=found.vision,
+        )
+    assert source.config is not None and source.tokenizer is not None
+    path = place.path(source.config)
+    if not path.is_file():
+        raise ConfigError(f"[model] config: no file {path}")
+    config = read_config(json.loads(path.read_text(encoding="utf-8")), str(path))
+    return Base(
+        model=fresh_model(config, recipe.seed),
+        generation=load_generation_config(path.parent),
+        tokenizer=place.path(source.tokenizer),
+    )
+
+
+def _release(model: Gemma, source: ModelSource) -> None:
+    """Let all weights be trained but those whose names hold a frozen part."""
+    names = [name for name, _ in model.named_parameters()]
+    for part in source.frozen:
+        if not any(part in name for name in names):
+            raise ConfigError(f"[model] frozen: no weight has {part!r} in its name")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not any(part in name for part in source.frozen))
+
+
+def _masters(objective: Objective, optim: OptimSettings, place: Place) -> Masters:
+    """Put the weights where they are trained, and make what moves them."""
+    model, on_gpu = objective.model, place.device.type == "cuda"
+    if place.group.size > 1:
+        if on_gpu:
+            compiled_layers(model)
+        shard(objective, model.layers, place.device.type, place.dtype)
+        return Masters(model, optim)
+    masters = Masters(model.to(place.device), optim, place.dtype)
     if on_gpu:
         compiled(objective)
-    masters = Masters(model, recipe.optim)
-    run = RunSettings(
+    return masters
+
+
+def _run(recipe: Recipe, place: Place) -> RunSettings:
+    return RunSettings(
         directory=place.out,
         save_every=recipe.run.save_every,
         report_every=recipe.run.report_every,
@@ -85,66 +218,65 @@ def build(recipe: Recipe, place: Place) -> Job:
         seconds=place.seconds,
         drift=recipe.run.drift,
     )
-    average = Average(masters.weights, recipe.run.average) if recipe.run.average else None
-    mixture = build_mixture(recipe, place, model, tokenizer)
-    trainer = Trainer(objective, masters, mixture, recipe.schedule, run, average)
-    return Job(trainer=trainer, model=model, generation=generation, tokenizer=tokenizer)
 
 
-def _model(recipe: Recipe, place: Place) -> tuple[Gemma, GenerationConfig, Path]:
-    """The model to train, the defaults it is saved with, and the directory of its tokenizer."""
-    source = recipe.model
-    if source.checkpoint is not None:
-        directory = find_checkpoint(source.checkpoint)
-        found = load_model(directory, dtype=torch.float32)
-        tokenizer = directory if source.tokenizer is None else place.path(source.tokenizer)
-        return found.model, found.generation, tokenizer
-    assert source.config is not None and source.tokenizer is not None
-    path = place.path(source.config)
-    config = read_config(json.loads(path.read_text(encoding="utf-8")), str(path))
-    tokenizer = place.path(source.tokenizer)
-    return fresh_model(config, recipe.seed), load_generation_config(path.parent), tokenizer
-
-
-def build_mixture(recipe: Recipe, place: Place, model: Gemma, tokenizer: Path) -> Mixture:
-    corruption = Corruption(vocab_size=model.config.vocab_size, hole_share=recipe.canvas.hole_share)
-    ingredients = [
-        Ingredient(
-            source=_source(data, place, tokenizer),
-            weight=data.weight,
-            canvas_lengths=_lengths(data.lengths or recipe.canvas.lengths, model),
-            copies=recipe.canvas.copies if data.copies is None else data.copies,
-            learn_prompt=data.learn_prompt,
-            hole_share=data.hole_share,
-        )
-        for data in recipe.data
-    ]
-    return Mixture(
+def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture, list[str]]:
+    """The data, and what a person should know of it."""
+    # The first process tokenizes what is not tokenized yet, the others find it done.
+    if not place.group.is_first:
+        place.group.wait(place.device)
+    notes: list[str] = []
+    ingredients = [_ingredient(data, recipe, place, base, notes) for data in recipe.data]
+    if place.group.is_first:
+        place.group.wait(place.device)
+    config = base.model.config
+    mixture = Mixture(
         ingredients=ingredients,
-        corruption=corruption,
+        corruption=Corruption(vocab_size=config.vocab_size, hole_share=recipe.canvas.hole_share),
         sequences=recipe.batch.sequences,
         rows=recipe.batch.rows,
         seed=recipe.seed,
     )
+    return mixture, notes
 
 
-def _lengths(given: Mapping[str, float], model: Gemma) -> dict[int, float]:
-    lengths = {int(length): share for length, share in given.items()}
-    longest = max(lengths)
-    if longest > model.config.canvas_length:
+def _ingredient(
+    data: DataSource, recipe: Recipe, place: Place, base: Base, notes: list[str]
+) -> Ingredient:
+    lengths = recipe.canvas.lengths if data.lengths is None else data.lengths
+    return Ingredient(
+        source=_source(data, recipe, place, base, notes),
+        weight=data.weight,
+        canvas_lengths=_lengths(lengths, base.model.config.canvas_length),
+        copies=recipe.canvas.copies if data.copies is None else data.copies,
+        learn_prompt=data.learn_prompt,
+        hole_share=data.hole_share,
+    )
+
+
+def _lengths(given: Mapping[str, float], longest: int) -> dict[int, float]:
+    wrong = [name for name in given if not name.isdecimal() or not 0 < int(name) <= longest]
+    if wrong or not given or min(given.values()) <= 0:
         raise ConfigError(
-            f"canvases of {longest} tokens are trained, but the model's own are "
-            f"{model.config.canvas_length}"
+            f"lengths is {dict(given)}; it must give canvas lengths of 1 to {longest} tokens, the "
+            "model's own, each with a frequency above 0"
         )
-    return lengths
+    return {int(length): share for length, share in given.items()}
 
 
-def _source(data: DataSource, place: Place, tokenizer: Path) -> Source:
+def _source(data: DataSource, recipe: Recipe, place: Place, base: Base, notes: list[str]) -> Source:
     if data.file is not None:
-        return StoreSource(Store.load(place.path(data.file)))
+        shelf = Shelf(
+            directory=place.out / "tokens", tokenizer=base.tokenizer, progress=place.progress
+        )
+        limit = recipe.batch.rows if data.max_tokens is None else data.max_tokens
+        store, dropped = load_tokens(place.path(data.file), limit, shelf)
+        if dropped:
+            notes.append(f"{data.file}: {dropped} examples over {limit} tokens were left out")
+        return StoreSource(store)
     assert data.bank is not None
-    words = Tokenizer.load(tokenizer)
-    template = ChatTemplate.load(tokenizer, words)
+    words = Tokenizer.load(base.tokenizer)
+    template = ChatTemplate.load(base.tokenizer, words)
     if data.puzzle == "sudoku":
         from dgemma.train.puzzles.sudoku import SudokuBank, SudokuSource
 

@@ -4,10 +4,9 @@ A run can be killed at any time and goes on exactly where its last saved state s
 meets a loss that is not a number, or that drifts away, stops and says where its last good state is.
 """
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dgemma.errors import DgemmaError
+from dgemma.errors import DgemmaError, UsageError
 from dgemma.train.average import Average
 from dgemma.train.context import Batch
+from dgemma.train.distributed import check_shares
+from dgemma.train.interrupt import Interrupt, leave_to_parent
 from dgemma.train.mix import Mixture
 from dgemma.train.objective import Counts, Losses, Objective
 from dgemma.train.optim import Masters, Schedule
+from dgemma.train.pace import Pace
+from dgemma.train.report import Meter, Metrics, Report
 from dgemma.train.rows import EXAMPLE, Ints
+from dgemma.train.shards import are_finite, gathered
 from dgemma.train.state import load_state, save_state, states
 
 
 class TrainingStopped(DgemmaError):
     """The run cannot go on; the message says why and where its last good state is."""
+
+
+class TrainingInterrupted(DgemmaError):
+    """The run was asked to stop, and its state is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +50,7 @@ class RunSettings:
     drift: float = 1.5  # how far, in nats, the loss may rise above its best before the run stops
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Means over the steps since the last one."""
-
-    step: int
-    steps: int
-    total: float
-    denoise: float
-    causal: float
-    balance: float
-    norm: float
-    rate: float  # share of the peak learning rates
-    rows_per_second: float
-    seconds: float
+MEMORY = 20  # steps over which the loss is smoothed when it is watched for drift: batches differ
 
 
 class Batches(Dataset[Ints]):
@@ -72,27 +67,8 @@ def as_it_is(rows: Ints) -> Ints:
     return rows
 
 
-@dataclass
-class Meter:
-    """Sums on the device, so that no step waits for the host; `losses` and `began` change."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    rows: int = 0
-    began: float = field(default_factory=time.perf_counter)
-
-    def add(self, losses: Losses, norm: Tensor, rows: int) -> None:
-        self.losses.append(torch.stack([*(loss.detach() for loss in losses), norm]))
-        self.rows += rows
-
-    def read(self) -> tuple[list[float], float]:
-        means = torch.stack(self.losses).mean(0).tolist()
-        rate = self.rows / (time.perf_counter() - self.began)
-        self.losses, self.rows, self.began = [], 0, time.perf_counter()
-        return means, rate
-
-
 class Trainer:
-    """A run. `step`, `schedule`, `best` and what it holds of weights change."""
+    """A run. `step`, `schedule`, `best`, the clocks and what it holds of weights change."""
 
     def __init__(
         self,
@@ -103,10 +79,16 @@ class Trainer:
         run: RunSettings,
         average: Average | None = None,
     ) -> None:
+        check_shares(mixture.sequences, run.accumulate, objective.group)
         self.objective, self.masters, self.mixture = objective, masters, mixture
         self.schedule, self.run, self.average = schedule, run, average
-        self.device = next(objective.parameters()).device
-        self.step, self.best, self.began = 0, float("inf"), time.perf_counter()
+        self.group, self.device = objective.group, next(objective.parameters()).device
+        self.step, self.began = 0, time.perf_counter()
+        self.smooth: float | None = None  # the loss, as it is watched for drift
+        self.best = float("inf")  # the least that it was
+        self.spent = 0.0  # seconds, before this process took the run up
+        self.is_fitted = False  # whether the number of steps was found from a time
+        self.meter, self.metrics = Meter(), Metrics(run.directory)
 
     def resume(self) -> int:
         """Go on from the newest saved state, if there is one; the steps already taken."""
@@ -115,36 +97,63 @@ class Trainer:
             state = load_state(found[-1][1])
             self.masters.restore(state["masters"])
             if self.average is not None:
+                if state["average"] is None:
+                    raise UsageError("the run so far kept no mean of its weights; set average to 0")
                 self.average.restore(state["average"])
             self.step, self.best = int(state["step"]), float(state["best"])
-            self.schedule = replace(self.schedule, steps=int(state["steps"]))
+            self.spent, self.smooth = state["seconds"], state["smooth"]
+            self.is_fitted = state["is_fitted"]
+            self.meter.restore(state["meter"], self.device)
+            if self.is_fitted:
+                self.schedule = replace(self.schedule, steps=int(state["steps"]))
+            if self.group.is_first:
+                self.metrics.cut(self.step)
         return self.step
 
     def reports(self) -> Iterator[Report]:
         """Train to the end of the schedule."""
-        meter, self.began = Meter(), time.perf_counter()
-        for rows in self._batches():
-            losses, norm = self._move(rows)
-            meter.add(losses, norm, int((rows[EXAMPLE] >= 0).sum()))
-            self.step += 1
-            is_last = self.step == self.schedule.steps
-            is_saving = is_last or self.step % self.run.save_every == 0
-            if is_saving or self.step % self.run.report_every == 0:
-                yield self._report(meter)
-            if is_saving:
-                self.save()
-            if is_last:
-                return
-            self._fit_schedule()
+        if self.step >= self.schedule.steps:
+            return
+        self.meter.began = time.perf_counter()
+        self.began, pace = self.meter.began - self.spent, None
+        if self.run.seconds is not None and not self.is_fitted:
+            pace = Pace(self.run.seconds, self.spent)
+        with Interrupt() as interrupt:
+            for rows in self._batches():
+                losses, norm = self._move(rows)
+                self.meter.add(losses, norm, int((rows[EXAMPLE] >= 0).sum()))
+                self.step += 1
+                is_last = self.step == self.schedule.steps
+                is_saving = is_last or self.step % self.run.save_every == 0
+                is_reporting = is_saving or self.step % self.run.report_every == 0
+                if is_reporting:
+                    yield self._report()
+                if is_saving:
+                    self.save()
+                if is_last:
+                    return
+                self._stop_if(interrupt, is_reporting=is_reporting)
+                if pace is not None and self._fit(pace):
+                    pace = None
 
     def save(self) -> Path:
+        """Write the state of the run, once it is sure to be good."""
+        self._check_weights()
         state: dict[str, Any] = {
             "masters": self.masters.state(),
             "average": None if self.average is None else self.average.weights,
             "best": self.best,
+            "smooth": self.smooth,
             "steps": self.schedule.steps,
+            "is_fitted": self.is_fitted,
+            "seconds": time.perf_counter() - self.began,
+            "meter": self.meter.state(),
         }
-        return save_state(self.run.directory, self.step, state, self.run.keep)
+        if self.group.size > 1:
+            state = gathered(state, keep=self.group.is_first)
+        return save_state(
+            self.run.directory, self.step, state, keep=self.run.keep, is_writer=self.group.is_first
+        )
 
     def _batches(self) -> Iterator[Tensor]:
         loader: Any = DataLoader(
@@ -155,6 +164,7 @@ class Trainer:
             collate_fn=as_it_is,  # type: ignore[arg-type]
             num_workers=self.run.workers,
             prefetch_factor=4 if self.run.workers else None,
+            worker_init_fn=leave_to_parent,
         )
         for rows in loader:
             made = torch.from_numpy(rows)
@@ -162,43 +172,44 @@ class Trainer:
 
     def _move(self, rows: Tensor) -> tuple[Losses, Tensor]:
         """One step of the weights."""
-        counts = Counts.of(rows, self.device)
+        parts = rows.chunk(self.run.accumulate, dim=1)
+        counts = Counts.of(rows, self.device, len(parts))
         sums: list[Tensor] | None = None
-        for part in rows.chunk(self.run.accumulate, dim=1):
-            losses = self.objective(Batch.of(part, self.device), counts)
-            losses.total.backward()
+        for part in parts:
+            losses = self.objective(Batch.of(self.group.part(part), self.device), counts)
+            # Sharded gradients are means over the processes; what is wanted is their sum.
+            (losses.total * self.group.size).backward()
             own = [loss.detach() for loss in losses]
             sums = own if sums is None else [a + b for a, b in zip(sums, own, strict=True)]
         assert sums is not None
         norm = self.masters.step(self.schedule.scale(self.step))
         if self.average is not None:
-            self.average.update(self.masters.weights)
+            self.average.update(self.masters.weights, self.step)
         return Losses(*sums), norm
 
-    def _fit_schedule(self) -> None:
-        """Where the run is given a time instead of a number of steps: count them once.
+    def _fit(self, pace: Pace) -> bool:
+        """Where the run is given a time instead of a number of steps: whether they are counted."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        steps = self.group.said_by_first(pace.steps(self.step, wait), self.device)
+        if steps:
+            self.schedule, self.is_fitted = replace(self.schedule, steps=steps), True
+        return self.is_fitted
 
-        The first steps compile and warm up, so the speed is that of later ones.
-        """
-        if self.run.seconds is None or self.step not in (FIT_FROM, FIT_AT):
+    def _stop_if(self, interrupt: Interrupt, *, is_reporting: bool) -> None:
+        """Save and stop if asked to; several processes agree on it when they report."""
+        if self.group.size > 1 and not is_reporting:
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        if self.step == FIT_FROM:
-            self._fit_began = now
-            return
-        each = (now - self._fit_began) / (FIT_AT - FIT_FROM)
-        left = self.run.seconds - (now - self.began)
-        self.schedule = replace(self.schedule, steps=self.step + max(1, int(left / each)))
+        if self.group.any(interrupt.is_asked, self.device):
+            path = self.save()
+            raise TrainingInterrupted(
+                f"interrupted after {self.step} steps; {path} holds the run, and the same command "
+                "goes on from there"
+            )
 
-    def _report(self, meter: Meter) -> Report:
-        (total, denoise, causal, balance, norm), speed = meter.read()
-        if not np.isfinite([total, norm]).all():
-            raise self._stopped(f"the loss is {total} and the gradient's norm {norm}")
-        if total > self.best + self.run.drift:
-            raise self._stopped(f"the loss rose to {total:.3f} from {self.best:.3f}")
-        self.best = min(self.best, total)
+    def _report(self) -> Report:
+        taken = len(self.meter.losses)
+        (total, denoise, causal, balance, norm), speed = self.meter.read(self.group)
+        self._watch(total, norm, taken)
         report = Report(
             step=self.step,
             steps=self.schedule.steps,
@@ -211,10 +222,28 @@ class Trainer:
             rows_per_second=speed,
             seconds=time.perf_counter() - self.began,
         )
-        self.run.directory.mkdir(parents=True, exist_ok=True)
-        with (self.run.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(report)) + "\n")
+        if self.group.is_first:
+            self.metrics.add(report)
         return report
+
+    def _watch(self, total: float, norm: float, taken: int) -> None:
+        """Stop if the mean loss of the steps just taken is no number or has drifted away."""
+        if not np.isfinite([total, norm]).all():
+            raise self._stopped(f"the loss is {total} and the gradient's norm {norm}")
+        share = 1.0 if self.smooth is None else 1 - (1 - 1 / MEMORY) ** taken
+        self.smooth = share * total + (1 - share) * (self.smooth or 0.0)
+        if self.smooth > self.best + self.run.drift:
+            raise self._stopped(f"the loss rose to {self.smooth:.3f} from {self.best:.3f}")
+        self.best = min(self.best, self.smooth)
+
+    def _check_weights(self) -> None:
+        """The last step's loss was that of the weights before it; these may be broken."""
+        is_good = are_finite(self.masters.weights)
+        broken = self.group.sum((~is_good).float()).nonzero().flatten().tolist()
+        if broken:
+            names = ", ".join(self.masters.names[i] for i in broken[:3])
+            more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+            raise self._stopped(f"the last step made {names}{more} infinite or no number")
 
     def _stopped(self, reason: str) -> TrainingStopped:
         found = states(self.run.directory)
@@ -223,8 +252,3 @@ class Trainer:
             f"training stopped after {self.step} steps: {reason}; {good}. Lower the learning rate "
             "or look at the data of these steps"
         )
-
-
-FIT_FROM, FIT_AT = 30, 90  # steps between which the speed is measured
-
-Progress = Callable[[Report], None]

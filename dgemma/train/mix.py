@@ -33,6 +33,10 @@ class StoreSource:
 
     store: Store
 
+    def __post_init__(self) -> None:
+        if len(self.store) == 0:
+            raise UsageError("a token store has no examples; were they all too long?")
+
     def draw(self, rng: np.random.Generator, count: int) -> list[Example]:
         return [Example(*self.store[int(i)]) for i in rng.integers(len(self.store), size=count)]
 
@@ -98,7 +102,10 @@ class Mixture:
         weights = np.array([i.weight for i in self.ingredients])
         used = rng.random(len(weights)) * self.rows * weights / weights.max()
         waiting: list[list[Example]] = [[] for _ in self.ingredients]
-        while True:
+        # Tries until the first success. A source has its turn after at most as many as a sequence
+        # has rows, so after four times as many there is none that ever has one.
+        tries = 4 * self.rows
+        while tries:
             chosen = int(np.argmin(used / weights))
             ingredient = self.ingredients[chosen]
             if not waiting[chosen]:
@@ -108,6 +115,14 @@ class Mixture:
             used[chosen] += 1 if rows is None else rows.shape[1]
             if rows is not None:
                 yield rows
+                tries = -1
+            elif tries > 0:
+                tries -= 1
+        raise UsageError(
+            f"not one canvas could be made of {4 * self.rows} examples: their prompts leave no "
+            f"room in {self.rows} rows, or their texts are shorter than a canvas; raise rows, or "
+            "train shorter canvases"
+        )
 
     def _lay_out(
         self, example: Example, ingredient: Ingredient, rng: np.random.Generator

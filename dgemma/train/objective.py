@@ -3,7 +3,8 @@ at every row of the clean text, in one pass over both.
 
     x0 the text, t ~ U(0, 1) for each canvas, x_t each token replaced by a uniform one with chance t
     loss = CE(denoise(x_t, soft), x0) over all canvas rows  +  CE(encode(x0), next)
-    soft = for every second sequence the model's own guess without soft, no gradient; else zero
+    soft = for every second sequence the mean token of the model's own guess without soft, a guess
+           that has no gradient; else zero
 
 T rows of all packed sequences, D width, V vocabulary, E experts.
 """
@@ -14,15 +15,20 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 from dgemma.model import Gemma, Router
 from dgemma.train.context import Batch, PackedContext
+from dgemma.train.distributed import ALONE, Group
 from dgemma.train.rows import CANVAS, NOTHING, TARGET
 from dgemma.train.weighting import Weighting
 
 
 class Losses(NamedTuple):
-    """Means over the rows of the whole batch; `total` is what is minimised."""
+    """Means over the rows of the whole batch; `total` is what is minimised.
+
+    A part of a batch, or a process with its share of one, has its share of the means: they add up.
+    """
 
     total: Tensor
     denoise: Tensor
@@ -38,13 +44,15 @@ class Counts(NamedTuple):
 
     canvas: Tensor
     clean: Tensor
+    parts: Tensor  # that the batch is worked through in
 
     @classmethod
-    def of(cls, rows: Tensor, device: torch.device | str) -> "Counts":
+    def of(cls, rows: Tensor, device: torch.device | str, parts: int = 1) -> "Counts":
         is_asked = rows[TARGET] > NOTHING
         canvas = int((is_asked & (rows[CANVAS] > NOTHING)).sum())
-        both = torch.tensor([canvas, max(1, int(is_asked.sum()) - canvas)], dtype=torch.float32)
-        return cls(*both.to(device, non_blocking=True))
+        clean = int(is_asked.sum()) - canvas
+        three = torch.tensor([max(1, canvas), max(1, clean), parts], dtype=torch.float32)
+        return cls(*three.to(device, non_blocking=True))
 
 
 class Objective(nn.Module):
@@ -53,55 +61,86 @@ class Objective(nn.Module):
     `routes` holds each layer's router scores and choices of the running pass, for the balance.
     """
 
-    def __init__(self, model: Gemma, weighting: Weighting, *, is_flex: bool = False) -> None:
+    def __init__(
+        self,
+        model: Gemma,
+        weighting: Weighting,
+        *,
+        is_flex: bool = False,
+        group: Group = ALONE,
+        piece: int | None = None,
+    ) -> None:
+        """`piece`: rows whose scores of the whole vocabulary exist at once; None: all of them."""
         super().__init__()
-        self.model, self.weighting, self.is_flex = model, weighting, is_flex
+        self.model, self.weighting, self.is_flex, self.group = model, weighting, is_flex, group
+        self.piece = piece
         self.routes: dict[int, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(model.layers):
             layer.get_submodule("router").register_forward_hook(self._keep(number))
 
     def _keep(self, number: int) -> Callable[[Router, tuple[Tensor], tuple[Tensor, Tensor]], None]:
         def hook(router: Router, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+            # Where activations are recomputed this runs again, when its result is no longer read.
             self.routes[number] = (router.likelihood(inputs[0]), output[0])
 
         return hook
 
     def forward(self, batch: Batch, counts: Counts) -> Losses:
-        soft_TD = self.soft(batch)
+        guess = self.first_pass(batch)
         context = PackedContext(self.model.config, batch, is_flex=self.is_flex)
         self.routes.clear()
-        return self.losses(batch, soft_TD, context, counts)
+        return self.losses(batch, guess, context, counts)
 
     @torch.no_grad()
-    def soft(self, batch: Batch) -> Tensor:
-        """What every second sequence is told of the model's own guess; zero in the others."""
+    def first_pass(self, batch: Batch) -> Tensor:
+        """The model's own guess of every second sequence: as it is told, or as probabilities."""
         half = batch.every_second()
         context = PackedContext(self.model.config, half, is_flex=self.is_flex)
         self.routes.clear()  # here, so that a compiled pass always finds it empty
         return self.guess(half, context)
 
     def guess(self, half: Batch, context: PackedContext) -> Tensor:
-        """Soft embeddings of one half of the sequences, spread over all of them."""
-        tokens_T = half.token.flatten()
-        p_TV = self.model.logits(self._hidden(half, None, context)).softmax(-1)
-        soft_TD = self.model.embed_soft(p_TV)
+        hidden_TD = self._hidden(half, None, context)
+        parts = []
+        for piece_TD in torch.split(hidden_TD, self.piece or len(hidden_TD)):
+            p_TV = self.model.logits(piece_TD).softmax(-1)
+            if self.weighting.guess_gradient:
+                parts.append(p_TV.to(self.model.embed_tokens.weight.dtype))
+            else:
+                parts.append(self.model.embed_soft(p_TV))
+        guess = torch.cat(parts)
+        return guess if self.weighting.guess_gradient else self.told(half, guess)
+
+    def told(self, half: Batch, soft_TD: Tensor) -> Tensor:
+        """What all sequences are told: soft embeddings, or nothing in those between."""
         # Where a token is given, it is told; as the sampler does.
-        own_TD = self.model.embed(tokens_T)
+        own_TD = self.model.embed(half.token.flatten())
         soft_TD = torch.where(half.pinned.flatten()[:, None] > 0, own_TD, soft_TD)
         soft_BTD = soft_TD.view(*half.token.shape, -1)
         return torch.stack([soft_BTD, torch.zeros_like(soft_BTD)], dim=1).flatten(0, 2)
 
-    def losses(
-        self, batch: Batch, soft_TD: Tensor, context: PackedContext, counts: Counts
-    ) -> Losses:
-        logits_TV = self.model.logits(self._hidden(batch, soft_TD, context))
-        target_T, is_canvas_T = batch.target.flatten(), batch.is_canvas.flatten()
-        loss_T = F.cross_entropy(logits_TV, target_T, ignore_index=NOTHING, reduction="none")
+    def losses(self, batch: Batch, guess: Tensor, context: PackedContext, counts: Counts) -> Losses:
+        if self.weighting.guess_gradient:
+            guess = self.told(batch.every_second(), self.model.embed_soft(guess))
+        hidden_TD = self._hidden(batch, guess, context)
+        loss_T = self._row_losses(hidden_TD, batch.target.flatten())
+        is_canvas_T = batch.is_canvas.flatten()
         denoise = torch.where(is_canvas_T, loss_T, 0.0).sum() / counts.canvas
         causal = torch.where(is_canvas_T, 0.0, loss_T).sum() / counts.clean
-        balance = self.balance(batch)
+        balance = self.balance(batch) / counts.parts
         total = denoise + self.weighting.causal * causal + self.weighting.balance * balance
         return Losses(total, denoise, causal, balance)
+
+    def _row_losses(self, hidden_TD: Tensor, target_T: Tensor) -> Tensor:
+        if self.piece is None:
+            return self._cross_entropy(hidden_TD, target_T)
+        pieces = zip(*(torch.split(x, self.piece) for x in (hidden_TD, target_T)), strict=True)
+        # Scores are computed again in the backward, a piece at a time.
+        return torch.cat([recompute(self._cross_entropy, *p, use_reentrant=False) for p in pieces])
+
+    def _cross_entropy(self, hidden_TD: Tensor, target_T: Tensor) -> Tensor:
+        logits_TV = self.model.logits(hidden_TD)
+        return F.cross_entropy(logits_TV, target_T, ignore_index=NOTHING, reduction="none")
 
     def _hidden(self, batch: Batch, soft_TD: Tensor | None, context: PackedContext) -> Tensor:
         tokens_T = batch.token.flatten()
@@ -111,14 +150,24 @@ class Objective(nn.Module):
         return self.model.stack(x_TD, context)
 
     def balance(self, batch: Batch) -> Tensor:
-        """How unevenly the experts are used, over all layers: 1 is even, their number the worst."""
-        is_real_T1 = (batch.example.flatten() > NOTHING)[:, None]
-        parts = [self._unevenness(*self.routes[n], is_real_T1) for n in sorted(self.routes)]
-        return torch.stack(parts).mean()
+        """How unevenly the experts are used, over all layers: 1 is even, their number the worst.
 
-    def _unevenness(self, p_TE: Tensor, ids_TK: Tensor, is_real_T1: Tensor) -> Tensor:
-        count, real = p_TE.shape[1], is_real_T1.sum()
-        experts_E = torch.arange(count, device=ids_TK.device)
-        is_chosen_TE = (ids_TK[:, :, None] == experts_E).any(1)
-        chosen_E = (is_chosen_TE & is_real_T1).float().sum(0) / (real * ids_TK.shape[1])
-        return count * (chosen_E * torch.where(is_real_T1, p_TE, 0.0).sum(0) / real).sum()
+        For each expert the share of choices times its mean likelihood. The choices of all processes
+        count; the likelihood is this one's share of the mean.
+        """
+        is_real_T1 = (batch.example.flatten() > NOTHING)[:, None]
+        routes = [self.routes[number] for number in sorted(self.routes)]
+        likely_LE = torch.stack([torch.where(is_real_T1, p_TE, 0.0).sum(0) for p_TE, _ in routes])
+        chosen_LE = torch.stack([_chosen(p_TE, ids_TK, is_real_T1) for p_TE, ids_TK in routes])
+        # Every row chooses equally many experts.
+        chosen_LE = self.group.sum(chosen_LE)
+        choices, (_, ids_TK) = chosen_LE[0].sum(), routes[0]
+        real = choices / ids_TK.shape[1]
+        return likely_LE.shape[1] * (chosen_LE / choices * likely_LE / real).sum(1).mean()
+
+
+def _chosen(p_TE: Tensor, ids_TK: Tensor, is_real_T1: Tensor) -> Tensor:
+    """How often each expert is chosen."""
+    experts_E = torch.arange(p_TE.shape[1], device=ids_TK.device)
+    is_chosen_TE = (ids_TK[:, :, None] == experts_E).any(1)
+    return (is_chosen_TE & is_real_T1).float().sum(0)

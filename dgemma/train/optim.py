@@ -4,15 +4,20 @@ Muon turns the momentum of each matrix into the nearest orthogonal one by a Newt
 (Jordan et al., 2024). Stacked experts are many matrices; matrices of one shape go through together.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from dgemma.errors import ConfigError
+from dgemma.train.shards import like, spread, whole
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+TOGETHER = 1 << 28  # numbers that are orthogonalised at once; a large stack alone may be more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,8 @@ class Muon(torch.optim.Optimizer):
                 if weight.grad is not None:
                     by_shape.setdefault(tuple(weight.shape[-2:]), []).append(weight)
             for weights in by_shape.values():
-                self._move(weights, group)
+                for together in _portions(weights):
+                    self._move(together, group)
 
     def _move(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
         for weight in weights:
@@ -55,16 +61,29 @@ class Muon(torch.optim.Optimizer):
         grads = [weight.grad for weight in weights if weight.grad is not None]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         # Nesterov: look ahead by one more step of momentum.
-        ahead = torch._foreach_lerp(grads, buffers, group["momentum"])
+        ahead = torch._foreach_mul(grads, 1 - group["momentum"])
+        torch._foreach_add_(ahead, buffers, alpha=group["momentum"])
         rows, columns = weights[0].shape[-2:]
-        stacked = torch.cat([_whole(update).reshape(-1, rows, columns) for update in ahead])
+        # A matrix can only be orthogonalised whole.
+        stacked = torch.cat([whole(update).reshape(-1, rows, columns) for update in ahead])
         sizes = [weight.numel() // (rows * columns) for weight in weights]
         pieces = torch.split(orthogonal(stacked), sizes)
         if group["weight_decay"]:
             torch._foreach_mul_(list(weights), 1 - group["lr"] * group["weight_decay"])
         scale = -group["lr"] * max(1.0, rows / columns) ** 0.5
         for weight, piece in zip(weights, pieces, strict=True):
-            weight.add_(_like(piece.reshape(weight.shape).to(weight.dtype), weight), alpha=scale)
+            weight.add_(like(piece.reshape(weight.shape).to(weight.dtype), weight), alpha=scale)
+
+
+def _portions(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Weights in portions that fit the memory they are gathered in."""
+    portion: list[Tensor] = []
+    for weight in weights:
+        if portion and sum(w.numel() for w in portion) + weight.numel() > TOGETHER:
+            yield portion
+            portion = []
+        portion.append(weight)
+    yield portion
 
 
 def orthogonal(matrices_KRC: Tensor) -> Tensor:
@@ -82,22 +101,6 @@ def orthogonal(matrices_KRC: Tensor) -> Tensor:
     return x
 
 
-def _whole(update: Tensor) -> Tensor:
-    """A sharded tensor in one piece: a matrix can only be orthogonalised whole."""
-    gather = getattr(update, "full_tensor", None)
-    return update if gather is None else gather()
-
-
-def _like(piece: Tensor, weight: Tensor) -> Tensor:
-    """The part of a whole update that belongs to a sharded weight."""
-    mesh = getattr(weight, "device_mesh", None)
-    if mesh is None:
-        return piece
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(piece, mesh, weight.placements)  # type: ignore[attr-defined]
-
-
 def is_matrix(name: str, weight: Tensor) -> bool:
     """Whether Muon takes a weight: hidden matrices, not tables, routers or anything flat."""
     return weight.ndim >= 2 and "embed_tokens" not in name and "router" not in name
@@ -109,16 +112,22 @@ class Masters:
     A float32 model is its own master. `weights` and `model` change, and nothing else here.
     """
 
-    def __init__(self, model: nn.Module, settings: OptimSettings) -> None:
+    def __init__(
+        self, model: nn.Module, settings: OptimSettings, dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype`: round the model to it, after its weights were copied."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.rounded: list[Tensor] = [weight for _, weight in named]
-        self.is_own = all(weight.dtype == torch.float32 for weight in self.rounded)
+        kinds = {weight.dtype for weight in self.rounded} | ({dtype} if dtype else set())
+        self.is_own = kinds == {torch.float32}
         self.weights: list[Tensor] = (
             list(self.rounded)
             if self.is_own
             else [nn.Parameter(w.detach().float().clone()) for w in self.rounded]
         )
+        if dtype is not None:
+            model.to(dtype)
         self.settings = settings
         self.optimizers = self._optimizers()
 
@@ -149,7 +158,7 @@ class Masters:
         if not self.is_own:
             for master, grad in zip(self.weights, grads, strict=True):
                 master.grad = grad.float()  # type: ignore[union-attr]
-        norm = nn.utils.clip_grad_norm_(self.weights, self.settings.clip)
+        norm = whole(nn.utils.clip_grad_norm_(self.weights, self.settings.clip))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * scale
@@ -168,10 +177,15 @@ class Masters:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
+        """Take a state, whole or of this process; it must be of the same weights."""
+        if state["weights"].keys() != set(self.names):
+            raise ConfigError("the saved state is of other weights than the recipe trains")
         for name, weight in zip(self.names, self.weights, strict=True):
-            weight.copy_(state["weights"][name])
+            weight.copy_(like(state["weights"][name], weight))
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            own = [weight for group in optimizer.param_groups for weight in group["params"]]
+            remembered = {i: spread(one, own[i]) for i, one in saved["state"].items()}
+            optimizer.load_state_dict({**saved, "state": remembered})
         if not self.is_own:
             torch._foreach_copy_(self.rounded, self.weights)
 
@@ -183,8 +197,19 @@ class Schedule:
     steps: int
     warmup: int = 100
     hold: float = 0.4  # share of the steps until which the rate is held
-    floor: float = 0.0
-    shape: str = "linear"
+    floor: float = 0.0  # share of the peak rate at the end
+    shape: Literal["linear", "cosine"] = "linear"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.warmup < 0:
+            raise ConfigError(
+                f"[schedule] has {self.steps} steps and a warm-up of {self.warmup}; it needs at "
+                "least 1 step, and a warm-up of 0 or more"
+            )
+        if not (0 <= self.hold <= 1 and 0 <= self.floor <= 1):
+            raise ConfigError(
+                f"[schedule] hold is {self.hold} and floor {self.floor}; both are shares, 0 to 1"
+            )
 
     def scale(self, step: int) -> float:
         """Of the peak rate, for step 0, 1, ..."""
@@ -192,7 +217,5 @@ class Schedule:
         begin = max(self.warmup, int(self.hold * self.steps))
         left = min(1.0, (self.steps - step) / max(1, self.steps - begin))
         if self.shape == "cosine":
-            import math
-
             left = 0.5 - 0.5 * math.cos(math.pi * left)
         return min(rise, self.floor + (1 - self.floor) * left)

@@ -1,23 +1,26 @@
 """A recipe: one TOML file that says what is trained, on what, and how. Read strictly.
 
     name, seed
-    [model]     config: shape of a new model, or checkpoint: one to go on from; tokenizer
+    [model]     config: shape of a new model, or checkpoint: one to go on from; tokenizer; frozen
     [batch]     sequences, rows, accumulate
-    [canvas]    lengths with their frequencies, hole_share
+    [canvas]    lengths with their frequencies, copies, hole_share
     [[data]]    file (.npz tokens, .jsonl) or puzzle with its bank; weight; learn_prompt, ...
-    [loss] [optim] [schedule] [run] [lora]     settings that differ from their defaults
+    [loss] [optim] [schedule] [run]     settings that differ from their defaults
+    [lora]      train an adapter beside the weights, which stay as they are
+    [eval]      tasks that the command line runs before and after
 
 Paths are relative to the recipe, or to where the command runs if they begin with `./`.
 """
 
+import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from dgemma.errors import ConfigError
+from dgemma.errors import ConfigError, UsageError
 from dgemma.train.optim import OptimSettings, Schedule
 from dgemma.train.weighting import Weighting
 
@@ -31,6 +34,7 @@ class ModelSource:
     config: str | None = None
     checkpoint: str | None = None
     tokenizer: str | None = None  # a directory; None: the checkpoint's own
+    frozen: tuple[str, ...] = ()  # parts of weights' names that are not trained, such as "router"
 
     def __post_init__(self) -> None:
         if (self.config is None) == (self.checkpoint is None):
@@ -42,8 +46,12 @@ class ModelSource:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
     sequences: int = 8
-    rows: int = 2048
-    accumulate: int = 1
+    rows: int = 2048  # of each sequence; clean and canvas rows are both counted
+    accumulate: int = 1  # parts that a batch is worked through in
+
+    def __post_init__(self) -> None:
+        if min(self.sequences, self.rows, self.accumulate) < 1:
+            raise ConfigError("[batch] sequences, rows and accumulate must be 1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +63,15 @@ class CanvasSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    file: str | None = None
+    file: str | None = None  # tokens (.npz), or text, pairs or chats (.jsonl)
     puzzle: Literal["sudoku", "colouring"] | None = None
     bank: str | None = None  # of a puzzle
     weight: float = 1.0
     learn_prompt: bool = True
-    copies: int | None = None
+    copies: int | None = None  # None here and below: as [canvas] says
     hole_share: float | None = None
     lengths: Mapping[str, float] | None = None
+    max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows
 
     def __post_init__(self) -> None:
         if (self.file is None) == (self.puzzle is None) or (self.puzzle is None) != (
@@ -77,9 +86,15 @@ class RunShape:
     report_every: int = 20
     keep: int = 2
     workers: int = 0
-    average: float = 0.0  # decay of the running mean of the weights; 0: none
+    average: float = 0.0  # decay of a running mean of the weights, which is what is saved; 0: none
     checkpointing: bool = False  # recompute activations instead of keeping them
-    drift: float = 1.5
+    drift: float = 1.5  # nats that the loss may rise above its best before the run is stopped
+
+    def __post_init__(self) -> None:
+        if min(self.save_every, self.report_every, self.keep) < 1 or self.workers < 0:
+            raise ConfigError("[run] save_every, report_every and keep must be 1 or more")
+        if not 0 <= self.average < 1:
+            raise ConfigError(f"[run] average is {self.average}; it must be 0 or more, below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +102,12 @@ class LoRASettings:
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    tasks: tuple[str, ...] = ()  # names as `dgemma eval` knows them
+    limit: int | None = None  # most cases of each set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +123,69 @@ class Recipe:
     schedule: Schedule
     run: RunShape = field(default_factory=RunShape)
     lora: LoRASettings | None = None
+    eval: EvalSettings = field(default_factory=EvalSettings)
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ConfigError("a recipe needs at least one [[data]]")
+        if self.lora is not None and self.model.checkpoint is None:
+            raise ConfigError("[lora] needs [model] checkpoint: an adapter is for a trained model")
+
+    def to_json(self) -> str:
+        """The whole recipe, defaults written out."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
 
-def load_recipe(path: Path) -> Recipe:
-    """Read a recipe; unknown keys are refused by name."""
+def load_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; `changes` such as `optim.adam_lr=1e-4` go before what the file says.
+
+    Unknown keys are refused by name.
+    """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    for change in changes:
+        _change(raw, change)
     return _read(Recipe, raw, str(path))
+
+
+def _change(raw: dict[str, Any], change: str) -> None:
+    """Set one value: `data.0.weight=2` is that of the first [[data]]."""
+    key, equals, text = change.partition("=")
+    *tables, last = (part.strip() for part in key.split("."))
+    if not equals or not last:
+        raise UsageError(f"{change!r} sets nothing; write key=value, such as schedule.steps=500")
+    place: Any = raw
+    for name in tables:
+        if isinstance(place, dict):
+            place = place.setdefault(name, {})
+        else:
+            place = place[_index(place, name, change)]
+    value = _toml_value(text.strip())
+    if isinstance(place, dict):
+        place[last] = value
+    else:
+        place[_index(place, last, change)] = value
+
+
+def _index(place: Any, name: str, change: str) -> int:
+    """The number of an item of a list."""
+    if not isinstance(place, list):
+        raise UsageError(f"{change!r}: what stands before {name} is no table")
+    if not name.isdecimal() or int(name) >= len(place):
+        raise UsageError(f"{change!r}: {name!r} must be a number from 0 to {len(place) - 1}")
+    return int(name)
+
+
+def _toml_value(text: str) -> Any:
+    """A value as TOML has it; what is none is a string, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _read(kind: type[T], raw: Any, place: str) -> T:
@@ -140,7 +213,9 @@ def _value(hint: Any, raw: Any, place: str) -> Any:
         if is_dataclass(kind) and isinstance(raw, dict):
             return _read(cast(type[Any], kind), raw, place)
         if get_origin(kind) is tuple and isinstance(raw, list):
-            inner = get_args(kind)[0]
+            inner, *others = get_args(kind)
+            if others != [...] and len(raw) != 1 + len(others):
+                raise ConfigError(f"{place} has {len(raw)} values, not {1 + len(others)}")
             return tuple(_value(inner, item, f"{place}[{i}]") for i, item in enumerate(raw))
         if get_origin(kind) is Mapping and isinstance(raw, dict):
             inner = get_args(kind)[1]

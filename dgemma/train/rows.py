@@ -146,7 +146,7 @@ def _holes(length: int, rng: np.random.Generator) -> NDArray[np.bool_]:
     """One to three spans, short ones oftener; half of the canvases begin with one."""
     is_hole_L = np.zeros(length, bool)
     for number in range(int(rng.integers(1, 4))):
-        size = int(np.exp(rng.uniform(np.log(2), np.log(max(3, 0.6 * length)))))
+        size = min(length, int(np.exp(rng.uniform(np.log(2), np.log(max(3, 0.6 * length))))))
         at_start = number == 0 and rng.random() < 0.5
         first = 0 if at_start else int(rng.integers(length - size + 1))
         is_hole_L[first : first + size] = True

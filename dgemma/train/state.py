@@ -5,7 +5,8 @@ steps taken are all there is. A file is written beside its place and renamed: it
 
     DIRECTORY/state-00001000.pt     to go on from
     DIRECTORY/metrics.jsonl         one line a report
-    DIRECTORY/checkpoint/           the model, in the released layout
+    DIRECTORY/recipe.json           the recipe the run was begun with
+    DIRECTORY/checkpoint/           the model, in the released layout; or adapter/
 """
 
 import os
@@ -17,6 +18,7 @@ import torch
 
 from dgemma.errors import CheckpointError
 
+METRICS, RECIPE = "metrics.jsonl", "recipe.json"
 STATE = re.compile(r"state-(\d{8})\.pt")
 
 
@@ -26,19 +28,31 @@ def states(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def save_state(directory: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write a state, and delete all but the newest `keep`."""
-    directory.mkdir(parents=True, exist_ok=True)
+def save_state(
+    directory: Path, step: int, state: dict[str, Any], *, keep: int, is_writer: bool = True
+) -> Path:
+    """Write a state, and delete all but the newest `keep`; only one process of several writes."""
     path = directory / f"state-{step:08d}.pt"
+    if not is_writer:
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     with partial.open("wb") as file:
         torch.save({"step": step, **state}, file)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
-    for _, old in states(directory)[:-keep]:
+    for _, old in states(directory)[: -max(1, keep)]:
         old.unlink()
     return path
+
+
+def forget(directory: Path) -> None:
+    """Delete what a run has left of its course; a finished model stays."""
+    for path in [path for _, path in states(directory)] + [
+        directory / name for name in (METRICS, RECIPE)
+    ]:
+        path.unlink(missing_ok=True)
 
 
 def load_state(path: Path) -> dict[str, Any]:

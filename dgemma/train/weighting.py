@@ -1,4 +1,4 @@
-"""How the parts of the loss are weighed."""
+"""How the parts of the loss are weighed, and what of them has a gradient."""
 
 from dataclasses import dataclass
 
@@ -7,3 +7,6 @@ from dataclasses import dataclass
 class Weighting:
     causal: float = 1.0  # of the next-token loss, beside the canvases' own
     balance: float = 0.01  # of the uneven use of experts
+    # Whether what is told of the guess, a mean of token vectors, has a gradient into the vectors,
+    # as it has in transformers. It costs the memory of the guess, rows / 2 times the vocabulary.
+    guess_gradient: bool = False

@@ -12,7 +12,7 @@ from torch import Tensor
 from dgemma.config import ModelConfig
 from dgemma.errors import CheckpointError
 from dgemma.weights.files import StoredTensor, listing
-from dgemma.weights.mapped import MappedTensors
+from dgemma.weights.mapped import Tensors
 from dgemma.weights.names import Entry, stored_names, tied_names
 
 
@@ -43,7 +43,7 @@ def check_names(
     return entries
 
 
-def check_copies(entries: Mapping[str, Entry], tensors: MappedTensors, directory: Path) -> None:
+def check_copies(entries: Mapping[str, Entry], tensors: Tensors, directory: Path) -> None:
     """Weights stored twice must be equal bit for bit."""
     copies = {name: e.of for name, e in entries.items() if e.group in ("twin", "tied")}
     unequal = [

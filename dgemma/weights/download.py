@@ -9,11 +9,18 @@ import re
 from pathlib import Path
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.weights.files import COMPANIONS, CONFIGS, INDEX, SHARDS, SINGLE, find_weights
+from dgemma.weights.files import (
+    COMPANIONS,
+    CONFIGS,
+    ENTRY_POINTS,
+    INT8_SHARDS,
+    SHARDS,
+    find_weights,
+)
 
 NANO = "nano"
 NANO_DIRECTORY = Path(__file__).resolve().parents[1] / "models" / NANO
-NEEDED_FILES = [*CONFIGS, *COMPANIONS, SINGLE, INDEX, SHARDS]
+NEEDED_FILES = [*CONFIGS, *COMPANIONS, *ENTRY_POINTS, SHARDS, INT8_SHARDS]
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 

@@ -19,6 +19,11 @@ from dgemma.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = "model-*-of-*.safetensors"
+# Names of their own: no other program may take 8-bit numbers for the weights (docs/decisions/021).
+INT8_INDEX = "int8.safetensors.index.json"
+INT8_SHARDS = "int8-*-of-*.safetensors"
+ROW_SCALE = ".row_scale"  # after the name of an 8-bit tensor: what its rows are multiplied by
+ENTRY_POINTS = (SINGLE, INDEX, INT8_INDEX)  # a checkpoint has one of them
 CONFIGS = ("config.json", "generation_config.json")
 COMPANIONS = (
     "tokenizer.json",
@@ -29,6 +34,7 @@ COMPANIONS = (
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # the types this build reads
+INT8_ITEM_BYTES = {"I8": 1, "F32": 4}  # in the 8-bit layout
 FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -53,32 +59,37 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
         weights = find_weights(directory)
         if weights.name == SINGLE:
             return read_header(weights)
-        return _read_shards(weights)
+        is_int8 = weights.name == INT8_INDEX
+        return _read_shards(weights, INT8_ITEM_BYTES if is_int8 else ITEM_BYTES)
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
 def find_weights(directory: Path) -> Path:
     """The single weight file of a directory, or the index of its shards, all of them present."""
-    found = [directory / name for name in (SINGLE, INDEX) if (directory / name).is_file()]
-    if len(found) == 2:
-        raise CheckpointError(
-            f"{directory} holds both {SINGLE} and {INDEX}; remove the one that is not meant"
-        )
+    found = [directory / name for name in ENTRY_POINTS if (directory / name).is_file()]
+    if len(found) > 1:
+        names = " and ".join(path.name for path in found)
+        raise CheckpointError(f"{directory} holds both {names}; remove what is not meant")
     if not found:
-        stray = sorted(path.name for path in directory.glob(SHARDS))
-        has = f"only {listing(stray)}" if stray else "neither"
+        stray = [path.name for path in find_shards(directory)]
+        has = f"only {listing(stray)}" if stray else "none of them"
         raise CheckpointError(
-            f"{directory} should hold {SINGLE} or {INDEX}, and has {has}; download or save the "
-            "checkpoint again"
+            f"{directory} should hold {SINGLE}, {INDEX} or {INT8_INDEX}, and has {has}; download "
+            "or save the checkpoint again"
         )
-    if found[0].name == INDEX:
+    if found[0].name != SINGLE:
         _check_shards_exist(found[0], _read_index(found[0]))
     return found[0]
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, their byte ranges checked against its length."""
+def find_shards(directory: Path) -> list[Path]:
+    """All files of a directory that are named as parts of a checkpoint."""
+    return sorted(path for pattern in (SHARDS, INT8_SHARDS) for path in directory.glob(pattern))
+
+
+def read_header(path: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, StoredTensor]:
+    """The tensors of one file, of the given types, byte ranges checked against its length."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -92,6 +103,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     raw.pop("__metadata__", None)
     tensors = {name: _read_entry(path, data_start, name, entry) for name, entry in raw.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
+    _check_sizes(path, ordered, types)
     _check_ranges(path, ordered, data_start, size)
     return ordered
 
@@ -103,9 +115,10 @@ def listing(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
-def _read_shards(index: Path) -> dict[str, StoredTensor]:
+def _read_shards(index: Path, types: Mapping[str, int]) -> dict[str, StoredTensor]:
     weight_map = _read_index(index)
-    shards = {name: read_header(index.parent / name) for name in sorted(set(weight_map.values()))}
+    names = sorted(set(weight_map.values()))
+    shards = {name: read_header(index.parent / name, types) for name in names}
     tensors: dict[str, StoredTensor] = {}
     for shard in shards.values():
         twice = shard.keys() & tensors.keys()
@@ -171,17 +184,12 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 def _read_entry(path: Path, data_start: int, name: str, entry: Any) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != FIELDS:
         raise CheckpointError(f"{path}: {name} should have dtype, shape and data_offsets")
-    dtype = str(entry["dtype"])
-    if dtype not in ITEM_BYTES:
-        raise CheckpointError(
-            f"{path}: {name} is stored as {dtype}; this build reads {listing(ITEM_BYTES)}"
-        )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{path}: {name} has shape {shape} and data_offsets {offsets}")
     return StoredTensor(
         path=path,
-        dtype=dtype,
+        dtype=str(entry["dtype"]),
         shape=tuple(shape),
         start=data_start + offsets[0],
         stop=data_start + offsets[1],
@@ -192,18 +200,27 @@ def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
+def _check_sizes(path: Path, tensors: Mapping[str, StoredTensor], types: Mapping[str, int]) -> None:
+    """Every tensor must be of a known type, and take the bytes that its shape needs in it."""
+    for name, stored in tensors.items():
+        if stored.dtype not in types:
+            raise CheckpointError(
+                f"{path}: {name} is stored as {stored.dtype}; this build reads {listing(types)}"
+            )
+        needed = math.prod(stored.shape) * types[stored.dtype]
+        if stored.num_bytes != needed:
+            raise CheckpointError(
+                f"{path}: {name} takes {stored.num_bytes} bytes, but its shape "
+                f"{list(stored.shape)} in {stored.dtype} needs {needed}"
+            )
+
+
 def _check_ranges(
     path: Path, tensors: Mapping[str, StoredTensor], data_start: int, size: int
 ) -> None:
     """Ranges must follow each other without gap or overlap, and end where the file ends."""
     position = data_start
     for name, stored in tensors.items():
-        needed = math.prod(stored.shape) * ITEM_BYTES[stored.dtype]
-        if stored.num_bytes != needed:
-            raise CheckpointError(
-                f"{path}: {name} takes {stored.num_bytes} bytes, but its shape "
-                f"{list(stored.shape)} in {stored.dtype} needs {needed}"
-            )
         if stored.start != position:
             raise CheckpointError(
                 f"{path}: {name} begins at byte {stored.start}, but the tensor before it ends at "

@@ -1,7 +1,8 @@
 """From a checkpoint directory to a model on a device: strict, memory-mapped, one tensor at a time.
 
 Everything is checked before the first weight moves. A weight that needs neither another device nor
-another type stays a view of its file; any other exists once, in its place. Knows no quantization.
+another type stays a view of its file; any other exists once, in its place. Weights stored in 8 bits
+are multiplied out as they are read, and only `int8` knows of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,8 @@ from dgemma.errors import CheckpointError, UsageError
 from dgemma.model import Gemma
 from dgemma.weights.check import check_copies, check_names
 from dgemma.weights.files import INDEX, SINGLE, listing, read_headers
-from dgemma.weights.mapped import DTYPES, MappedTensors
+from dgemma.weights.int8 import open_tensors
+from dgemma.weights.mapped import DTYPES, Tensors
 from dgemma.weights.names import Entry, Group, skeleton
 
 Progress = Callable[[int, int], None]  # bytes in place, bytes in all
@@ -44,7 +46,10 @@ def load_model(
     verify: bool = False,
     on_tensor: Progress | None = None,
 ) -> Checkpoint:
-    """Load a checkpoint; `dtype` None keeps the file's, `verify` refuses NaN and infinity."""
+    """Load a checkpoint; `verify` refuses NaN and infinity.
+
+    `dtype` None keeps the type of the file; what it holds in 8 bits is float32.
+    """
     if dtype not in (None, *DTYPES.values()):
         raise UsageError(f"weights can be {listing(map(str, DTYPES.values()))}, not {dtype}")
     if not directory.is_dir():
@@ -53,12 +58,12 @@ def load_model(
             f"{SINGLE}, or {INDEX} and its shards"
         )
     config, generation = load_config(directory), load_generation_config(directory)
-    stored = read_headers(directory)
+    tensors = open_tensors(read_headers(directory), directory)
+    stored = tensors.stored
     entries = check_names(config, stored, directory)
     text, vision = _group(entries, "text"), _group(entries, "vision")
     if dtype is None:
         _check_one_dtype({name: stored[name].dtype for name in text}, directory)
-    tensors = MappedTensors(stored)
     check_copies(entries, tensors, directory)
     if verify:
         _check_finite(tensors, [*text, *vision], dtype)
@@ -100,7 +105,7 @@ def _check_one_dtype(dtypes: Mapping[str, str], directory: Path) -> None:
         )
 
 
-def _check_finite(tensors: MappedTensors, names: list[str], dtype: torch.dtype | None) -> None:
+def _check_finite(tensors: Tensors, names: list[str], dtype: torch.dtype | None) -> None:
     for name in names:
         if not torch.isfinite(tensors[name]).all():
             raise CheckpointError(f"{name} holds NaN or infinity; the checkpoint is damaged")

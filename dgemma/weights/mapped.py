@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,16 @@ from dgemma.errors import CheckpointError
 from dgemma.weights.files import StoredTensor
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+STORED_DTYPES = DTYPES | {"I8": torch.int8}  # no type of weights, but one of files
+
+
+class Tensors(Protocol):
+    """Tensors by name, and what is known of each without reading it."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
 
 
 class MappedTensors:
@@ -21,7 +32,7 @@ class MappedTensors:
         self.maps = _map_files(tensor.path for tensor in stored.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        stored, dtype = self.stored[name], DTYPES[self.stored[name].dtype]
+        stored, dtype = self.stored[name], STORED_DTYPES[self.stored[name].dtype]
         flat = torch.frombuffer(
             self.maps[stored.path], dtype=torch.uint8, offset=stored.start, count=stored.num_bytes
         )

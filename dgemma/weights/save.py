@@ -2,14 +2,14 @@
 
 All files are written under a hidden directory beside their place and then renamed, the one that
 makes the checkpoint whole last. Written tensor by tensor: the safetensors package would want a
-whole shard in memory. Knows no quantization.
+whole shard in memory. `int8` writes its own layout by the same means.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,29 +22,31 @@ from dgemma.errors import CheckpointError, UsageError
 from dgemma.weights.files import (
     COMPANIONS,
     CONFIGS,
+    ENTRY_POINTS,
     INDEX,
+    INT8_INDEX,
     LENGTH_BYTES,
-    SHARDS,
+    ROW_SCALE,
     SINGLE,
+    find_shards,
     listing,
 )
+from dgemma.weights.int8 import to_int8
 from dgemma.weights.load import Checkpoint
-from dgemma.weights.mapped import DTYPES
+from dgemma.weights.mapped import DTYPES, STORED_DTYPES
 from dgemma.weights.names import BUFFER_ENDINGS, TEXT_PREFIX, skeleton, stored_names
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 ALIGNMENT = 64  # bytes; a cache line, so that views of the mapped file are quick to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is written: files in order, each with its tensors, all of one type."""
+    """What is written: files in order, each with its tensors, and what names them all."""
 
     files: Mapping[str, Mapping[str, Tensor]]
-    dtype: torch.dtype
-
-    def num_bytes(self, tensor: Tensor) -> int:
-        return tensor.numel() * self.dtype.itemsize
+    dtype: torch.dtype | None  # of every tensor; None: each keeps its own
+    index: str = INDEX
 
 
 def save_checkpoint(
@@ -56,26 +58,28 @@ def save_checkpoint(
     overwrite: bool = False,
 ) -> None:
     """Write a checkpoint that is whole or does not look it; all tensors take the model's dtype."""
-    if max_shard_bytes <= 0:
-        raise UsageError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
     if not overwrite:
         _refuse_existing(directory)
     dtype = _dtype(checkpoint)
-    files = split(released_tensors(checkpoint), dtype, max_shard_bytes)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
-        try:
-            names = _copy_companions(tokenizer_from, place)
-            names += _write_all(checkpoint, Plan(files=files, dtype=dtype), place)
-        except BaseException:
-            shutil.rmtree(place)
-            raise
-        _publish(place, directory, names)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot save to {directory}: {error.strerror}; check its free space and permissions"
-        ) from None
+    shards = split(released_tensors(checkpoint), dtype, max_shard_bytes)
+    files = {SINGLE: shards[0]} if len(shards) == 1 else _name_files("model", shards)
+    _save(checkpoint, Plan(files=files, dtype=dtype), directory, tokenizer_from)
+
+
+def save_int8(
+    checkpoint: Checkpoint,
+    directory: Path,
+    *,
+    tokenizer_from: Path | None = None,
+    max_shard_bytes: int = 8_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint in 8 bits, for this package alone; reading it back gives float32."""
+    if not overwrite:
+        _refuse_existing(directory)
+    shards = split(to_int8(released_tensors(checkpoint)), None, max_shard_bytes)
+    plan = Plan(files=_name_files("int8", shards), dtype=None, index=INT8_INDEX)
+    _save(checkpoint, plan, directory, tokenizer_from)
 
 
 def released_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -99,45 +103,48 @@ def released_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def split(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype, max_shard_bytes: int
-) -> dict[str, dict[str, Tensor]]:
-    """Tensors by file name; a shard passes the limit only by a single tensor that is larger."""
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None, max_shard_bytes: int
+) -> list[dict[str, Tensor]]:
+    """Tensors by file; a shard passes the limit only by a single tensor that is larger."""
+    if max_shard_bytes <= 0:
+        raise UsageError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
     shards: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
     for name, tensor in tensors.items():
-        num_bytes = tensor.numel() * dtype.itemsize
+        num_bytes = _num_bytes(tensor, dtype)
         if shards[-1] and num_bytes > room:
             shards.append({})
             room = max_shard_bytes
         shards[-1][name] = tensor
         room -= num_bytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    count = len(shards)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, start=1)}
+    return shards
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write one file, holding one tensor at a time in memory."""
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    """Write one file, all in one type or each tensor in its own; one at a time is in memory."""
     # Odd sizes go last: there may be no gaps, and one layer scalar would misalign all that follows.
     ordered = dict(
-        sorted(tensors.items(), key=lambda item: item[1].numel() * dtype.itemsize % ALIGNMENT > 0)
+        sorted(tensors.items(), key=lambda item: _num_bytes(item[1], dtype) % ALIGNMENT > 0)
     )
     with path.open("wb") as file:
         file.write(_header(ordered, dtype))
         for tensor in ordered.values():
-            flat = tensor.detach().to(dtype).cpu().contiguous().view(-1)
+            flat = tensor.detach().to(dtype or tensor.dtype).cpu().contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
         _sync(file)
 
 
-def _header(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bytes:
+def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * (dtype or tensor.dtype).itemsize
+
+
+def _header(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in tensors.items():
-        stop = position + tensor.numel() * dtype.itemsize
+        stop = position + _num_bytes(tensor, dtype)
         header[name] = {
-            "dtype": DTYPE_NAMES[dtype],
+            "dtype": DTYPE_NAMES[dtype or tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, stop],
         }
@@ -147,9 +154,33 @@ def _header(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
+def _save(checkpoint: Checkpoint, plan: Plan, directory: Path, companions: Path | None) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
+        try:
+            names = _copy_companions(companions, place)
+            names += _write_all(checkpoint, plan, place)
+        except BaseException:
+            shutil.rmtree(place)
+            raise
+        _publish(place, directory, names)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save to {directory}: {error.strerror}; check its free space and permissions"
+        ) from None
+
+
+def _name_files(
+    stem: str, shards: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Mapping[str, Tensor]]:
+    count = len(shards)
+    return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, start=1)}
+
+
 def _refuse_existing(directory: Path) -> None:
-    names = [name for name in (*CONFIGS, SINGLE, INDEX) if (directory / name).exists()]
-    names += sorted(path.name for path in directory.glob(SHARDS))
+    names = [name for name in (*CONFIGS, *ENTRY_POINTS) if (directory / name).exists()]
+    names += [path.name for path in find_shards(directory)]
     if names:
         raise UsageError(
             f"{directory} already holds a checkpoint ({listing(names)}); allow overwriting it or "
@@ -160,34 +191,36 @@ def _refuse_existing(directory: Path) -> None:
 def _dtype(checkpoint: Checkpoint) -> torch.dtype:
     weights = checkpoint.model.state_dict().values()
     dtypes: set[torch.dtype] = {weight.dtype for weight in weights}
-    if len(dtypes) > 1 or not dtypes <= DTYPE_NAMES.keys():
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES.values()):
         raise CheckpointError(
             f"weights of {listing(sorted(map(str, dtypes)))} cannot be saved; they must all be one "
-            f"of {listing(map(str, DTYPE_NAMES))}"
+            f"of {listing(map(str, DTYPES.values()))}"
         )
     return dtypes.pop()
 
 
 def _write_all(checkpoint: Checkpoint, plan: Plan, place: Path) -> list[str]:
     """Write weights and configs; the returned names end with the one that makes them whole."""
-    config = replace(checkpoint.config, dtype=str(plan.dtype).removeprefix("torch."))
+    dtype = plan.dtype or torch.float32
+    config = replace(checkpoint.config, dtype=str(dtype).removeprefix("torch."))
     _write_json(place / "config.json", config_to_json(config))
     _write_json(place / "generation_config.json", generation_config_to_json(checkpoint.generation))
     for name, tensors in plan.files.items():
         write_safetensors(place / name, tensors, plan.dtype)
     if SINGLE in plan.files:
         return [*CONFIGS, SINGLE]
-    _write_json(place / INDEX, _index(plan))
-    return [*CONFIGS, *plan.files, INDEX]
+    _write_json(place / plan.index, _index(plan))
+    return [*CONFIGS, *plan.files, plan.index]
 
 
 def _index(plan: Plan) -> dict[str, Any]:
     tensors = {name: tensor for shard in plan.files.values() for name, tensor in shard.items()}
-    counted = [tensor for name, tensor in tensors.items() if not name.endswith(BUFFER_ENDINGS)]
+    apart = (*BUFFER_ENDINGS, ROW_SCALE)
+    counted = [tensor for name, tensor in tensors.items() if not name.endswith(apart)]
     return {
         "metadata": {
             "total_parameters": sum(tensor.numel() for tensor in counted),
-            "total_size": sum(plan.num_bytes(tensor) for tensor in tensors.values()),
+            "total_size": sum(_num_bytes(tensor, plan.dtype) for tensor in tensors.values()),
         },
         "weight_map": {name: file for file, shard in plan.files.items() for name in shard},
     }
@@ -215,7 +248,8 @@ def _copy_companions(source: Path | None, place: Path) -> list[str]:
 
 def _publish(place: Path, directory: Path, names: list[str]) -> None:
     # The old entry point goes first: a mixture of old and new shards must never look whole.
-    for old in (directory / INDEX, directory / SINGLE, *sorted(directory.glob(SHARDS))):
+    entry_points = [directory / name for name in ENTRY_POINTS]
+    for old in (*entry_points, *find_shards(directory)):
         old.unlink(missing_ok=True)
     for name in names:
         os.replace(place / name, directory / name)

@@ -1,0 +1,111 @@
+"""The built-in model on this CPU: a 200-token story and one Sudoku, by diffusion and by AR.
+
+    python bench/nano.py [--rounds 3] [--threads N] [--dtype auto] [--model nano]
+
+Seconds are of wall time, the prompt included, loading not; tokens are those committed. Seeds are
+fixed, so every round does the same work: the median counts, the fastest is beside it. A busy
+machine shows in the spread. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgemma.bench.sudoku import solve
+from dgemma.engine import Engine, Options
+from dgemma.engine.options import Mode
+
+STORY = "Write a long story about a girl, her dog and a lost ball."
+TOKENS = 200
+PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
+TIMES = ("seconds", "fastest")
+MODES: tuple[Mode, ...] = ("diffusion", "ar")
+
+
+def story(engine: Engine, mode: Mode) -> dict[str, Any]:
+    done = engine.generate(STORY, Options(mode=mode, max_tokens=TOKENS, seed=0))
+    return {
+        "tokens": done.tokens,
+        "steps": done.steps,
+        "blocks": done.blocks,
+        "unsettled_blocks": done.unsettled_blocks,
+        "finish": done.finish,
+    }
+
+
+def sudoku(engine: Engine, mode: Mode) -> dict[str, Any]:
+    (one,) = solve(engine, [PUZZLE], mode=mode, pinned=mode != "ar", seed=0)
+    return {"solved": one.is_right, "settled": one.settled, "steps": one.steps}
+
+
+def measure(work: Callable[[], dict[str, Any]], engine: Engine, rounds: int) -> dict[str, Any]:
+    """What the work reports, with its seconds; one round before them warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        engine.prefixes.clear()  # each round reads its prompt again
+        begin = time.perf_counter()
+        facts = work()
+        times.append(time.perf_counter() - begin)
+    return {"seconds": statistics.median(times[1:]), "fastest": min(times[1:]), **facts}
+
+
+def describe(result: dict[str, Any]) -> str:
+    facts = [f"{k.replace('_', ' ')} {v}" for k, v in result.items() if k not in TIMES]
+    return f"{result['seconds']:6.2f} s (fastest {result['fastest']:.2f}): {', '.join(facts)}"
+
+
+def hardware() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model", default="nano")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    begin = time.perf_counter()
+    engine = Engine.load(arguments.model, device="cpu", dtype=arguments.dtype)
+    loading = time.perf_counter() - begin
+    dtype = str(engine.dtype).removeprefix("torch.")
+    print(f"{hardware()}; {arguments.threads} threads, {dtype}, load {os.getloadavg()[0]:.1f}")
+    print(f"  load    {loading:6.2f} s")
+    results: dict[str, Any] = {}
+    for name, task in (("story", story), ("sudoku", sudoku)):
+        for mode in MODES:
+            result = measure(partial(task, engine, mode), engine, arguments.rounds)
+            results[f"{name} {mode}"] = result
+            print(f"  {name:6} {mode:9} {describe(result)}")
+    print(
+        json.dumps(
+            {
+                "bench": "nano",
+                "date": str(date.today()),
+                "cpu": hardware(),
+                "threads": arguments.threads,
+                "dtype": dtype,
+                "model": arguments.model,
+                "load_seconds": loading,
+                "results": results,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

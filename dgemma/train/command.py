@@ -1,0 +1,132 @@
+"""What both command lines share: from options to a run that is ready, and what is left at its end.
+
+dgemma train RECIPE             with a progress bar
+python -m dgemma.train RECIPE   where only PyTorch is installed, and under torchrun
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dgemma.device import choose_device, choose_dtype
+from dgemma.errors import UsageError
+from dgemma.train.build import Job, Place, build, find_beside
+from dgemma.train.distributed import join
+from dgemma.train.plot import HOW_TO, plot_losses
+from dgemma.train.recipe import Recipe, load_recipe
+from dgemma.train.report import Report
+from dgemma.train.state import RECIPE, forget, states
+from dgemma.train.tokens import Progress
+
+# Parts of a recipe that may change in the middle of a run.
+FREE = ("name", "run", "schedule", "eval")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What was asked for. None: as the recipe says."""
+
+    recipe: Path
+    out: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    seconds: float | None = None
+    steps: int | None = None
+    changes: tuple[str, ...] = ()  # of the recipe, as key=value
+    is_fresh: bool = False
+    workers: int | None = None
+
+    def read(self) -> Recipe:
+        steps = () if self.steps is None else (f"schedule.steps={self.steps}",)
+        return load_recipe(self.recipe, (*self.changes, *steps))
+
+    def directory(self, recipe: Recipe) -> Path:
+        """Of the run."""
+        return Path("out/train") / recipe.name if self.out is None else self.out
+
+    def place_of(self, checkpoint: str) -> Path:
+        """The directory of a recipe's checkpoint."""
+        return find_beside(self.recipe, checkpoint)
+
+
+def prepare(wanted: Wanted, progress: Progress | None = None) -> Job:
+    """Build the run and take it up where its newest state stands."""
+    recipe = wanted.read()
+    if wanted.seconds is not None and wanted.seconds <= 0:
+        raise UsageError(f"seconds is {wanted.seconds}; it must be above 0")
+    group, device = join(choose_device(wanted.device))
+    place = Place(
+        recipe=wanted.recipe,
+        out=wanted.directory(recipe),
+        device=device,
+        dtype=choose_dtype(wanted.dtype, device),
+        group=group,
+        seconds=wanted.seconds,
+        workers=wanted.workers,
+        progress=progress,
+    )
+    if group.is_first:
+        if wanted.is_fresh:
+            forget(place.out)
+        note_recipe(place.out, recipe)
+    group.wait(device)
+    job = build(recipe, place)
+    job.trainer.resume()
+    return job
+
+
+def note_recipe(directory: Path, recipe: Recipe) -> None:
+    """Keep the recipe beside the run; refuse to go on with another than it was begun with."""
+    path, new = directory / RECIPE, json.loads(recipe.to_json())
+    if states(directory) and path.exists():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        changed = sorted(_differing(old, new))
+        if changed:
+            raise UsageError(
+                f"{directory} holds a run of another recipe ({', '.join(changed)} differ); choose "
+                "another directory, or begin anew there with --fresh"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(recipe.to_json(), encoding="utf-8")
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any], place: str = "") -> Iterator[str]:
+    for key in old.keys() | new.keys():
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from () if key in FREE and not place else _differing(a, b, f"{place}{key}.")
+        elif a != b and not (key in FREE and not place):
+            yield place + key
+
+
+def beginning(job: Job) -> list[str]:
+    """What to say before the first step."""
+    trainer, lines = job.trainer, [*job.notes]
+    if trainer.step:
+        lines.append(
+            f"going on from step {trainer.step} of {trainer.schedule.steps} in {job.place.out}; "
+            "--fresh begins anew"
+        )
+    return lines
+
+
+def finish(job: Job) -> list[str]:
+    """Save what was trained, and say where everything is. All processes take part."""
+    saved = job.save()
+    if not job.place.group.is_first:
+        return []
+    kind = "checkpoint" if job.adapter is None else "adapter"
+    plot = plot_losses(job.place.out)
+    return [f"{kind}: {saved}", HOW_TO if plot is None else f"losses: {plot}"]
+
+
+def line(report: Report) -> str:
+    """A report for a log."""
+    return (
+        f"step {report.step}/{report.steps}  loss {report.total:.4f}  "
+        f"denoise {report.denoise:.4f}  causal {report.causal:.4f}  "
+        f"balance {report.balance:.3f}  norm {report.norm:.2f}  rate {report.rate:.3f}  "
+        f"{report.rows_per_second:,.0f} rows/s  {report.seconds:.0f} s"
+    )

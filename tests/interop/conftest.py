@@ -1,0 +1,22 @@
+"""The built-in model, here and in the released layout."""
+
+from pathlib import Path
+
+import pytest
+
+from dgemma.model import Gemma
+from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.weights.export import export
+from dgemma.weights.load import load_model
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("exported")
+    export(NANO_DIRECTORY, directory)
+    return directory
+
+
+@pytest.fixture
+def model() -> Gemma:
+    return load_model(NANO_DIRECTORY).model

@@ -1,0 +1,297 @@
+"""Examples as rows, and rows as batches: what is asked, what is noised, what is mixed."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from dgemma.errors import UsageError
+from dgemma.train.mix import Ingredient, Mixture, StoreSource
+from dgemma.train.rows import (
+    CANVAS,
+    EXAMPLE,
+    NOTHING,
+    PINNED,
+    POSITION,
+    START,
+    TARGET,
+    TOKEN,
+    Corruption,
+    Example,
+    Ints,
+    Layout,
+    lay_out,
+)
+from dgemma.train.store import Store
+from tests.train.runs import RandomTexts, mixture
+
+CLEAN = Corruption(vocab_size=100, lowest=0.0, highest=0.0, hole_share=0.0)
+NOISE = Corruption(vocab_size=100, lowest=1.0, highest=1.0, hole_share=0.0)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def ids(*tokens: int) -> Ints:
+    return np.array(tokens, np.int32)
+
+
+PAIR = Example(ids(2, 11, 12), ids(21, 22, 23, 24, 25, 16))
+
+
+def laid(example: Example = PAIR, corruption: Corruption = CLEAN, **layout: int | bool) -> Ints:
+    made = lay_out(
+        example, Layout(**{"canvas_length": 4, "max_rows": 64, **layout}), corruption, rng()
+    )
+    assert made is not None
+    return made
+
+
+# --- one example
+
+
+def test_clean_rows_are_asked_for_the_next_token_and_canvas_rows_for_their_own() -> None:
+    rows = laid()
+    clean, canvas = rows[:, rows[CANVAS] == NOTHING], rows[:, rows[CANVAS] > NOTHING]
+    assert clean[TOKEN].tolist() == [2, 11, 12, 21, 22, 23, 24, 25, 16]
+    assert clean[TARGET].tolist() == [11, 12, 21, 22, 23, 24, 25, 16, NOTHING]
+    assert clean[POSITION].tolist() == list(range(9))
+    # The last canvas is filled up with the token that ends texts, and asked for it.
+    assert canvas[TARGET].tolist() == [21, 22, 23, 24, 25, 16, 1, 1]
+    assert canvas[TOKEN].tolist() == canvas[TARGET].tolist()
+    assert canvas[POSITION].tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
+    assert canvas[CANVAS].tolist() == [0] * 4 + [1] * 4
+    assert canvas[START].tolist() == [3] * 4 + [7] * 4
+
+
+def test_a_prompt_need_not_be_learned() -> None:
+    rows = laid(learn_prompt=False)
+    asked = rows[TARGET, rows[CANVAS] == NOTHING]
+    assert asked.tolist() == [NOTHING, NOTHING, 21, 22, 23, 24, 25, 16, NOTHING]
+
+
+def test_copies_are_noised_apart_and_share_the_clean_text() -> None:
+    rows = laid(corruption=NOISE, copies=3)
+    assert (rows[CANVAS] == NOTHING).sum() == 9
+    assert sorted(Counter(rows[CANVAS]).items()) == [(NOTHING, 9), *((i, 4) for i in range(6))]
+    copies = [rows[:, (rows[CANVAS] == i)] for i in (0, 2, 4)]
+    assert all((copy[TARGET] == [21, 22, 23, 24]).all() for copy in copies)
+    assert len({tuple(copy[TOKEN]) for copy in copies}) == 3
+
+
+def test_what_has_no_room_is_cut_to_whole_canvases_without_an_end() -> None:
+    rows = laid(max_rows=3 + 8)
+    assert (rows[CANVAS] > NOTHING).sum() == 4
+    assert rows[TOKEN, rows[CANVAS] == NOTHING].tolist() == [2, 11, 12, 21, 22, 23, 24]
+    assert lay_out(PAIR, Layout(canvas_length=4, max_rows=10), CLEAN, rng()) is None
+
+
+def test_plain_text_is_cut_anywhere_and_filled_up_only_if_it_is_over() -> None:
+    over, piece = ids(2, *range(30, 48), 1), ids(2, *range(30, 49))
+    starts = set()
+    for seed in range(40):
+        for text in (over, piece):
+            made = lay_out(
+                Example(ids(), text), Layout(canvas_length=4, max_rows=64), CLEAN, rng(seed)
+            )
+            assert made is not None
+            canvas = made[:, made[CANVAS] > NOTHING]
+            starts.add(int(canvas[POSITION, 0]))
+            assert (1 in canvas[TARGET]) == (text is over)
+            clean = made[TOKEN, made[CANVAS] == NOTHING]
+            assert clean.tolist() == text[: len(clean)].tolist()
+            # What the canvases hold is what stands at their places.
+            within = canvas[POSITION] < len(text)
+            assert (canvas[TARGET, within] == text[canvas[POSITION, within]]).all()
+    assert starts == {1, 2, 3, 4}
+
+
+def test_levels_are_spread_evenly_over_canvases() -> None:
+    text = ids(*[50] * 400)
+    made = laid(
+        Example(ids(2), text),
+        Corruption(vocab_size=1000, hole_share=0.0),
+        canvas_length=100,
+        max_rows=99999,
+        copies=60,
+    )
+    canvas = made[:, made[CANVAS] > NOTHING]
+    is_noise = (canvas[TOKEN] != canvas[TARGET]).reshape(-1, 100).mean(1)
+    assert len(is_noise) == 240
+    counts, _ = np.histogram(is_noise, bins=4, range=(0, 1))
+    assert (abs(counts - 60) < 25).all()
+    assert not canvas[PINNED].any()
+
+
+def test_noise_is_uniform_over_the_vocabulary() -> None:
+    made = laid(
+        Example(ids(2), ids(*[50] * 400)), NOISE, canvas_length=100, max_rows=99999, copies=25
+    )
+    drawn = made[TOKEN, made[CANVAS] > NOTHING]
+    counts = np.bincount(drawn, minlength=100)
+    assert counts.min() > 50 and counts.max() < 170  # 100 each
+
+
+def test_holes_are_spans_and_everything_else_is_given() -> None:
+    corruption = Corruption(vocab_size=1000, hole_share=1.0, lowest=1.0, highest=1.0)
+    made = laid(
+        Example(ids(2), ids(*[50] * 400)), corruption, canvas_length=100, max_rows=99999, copies=20
+    )
+    canvas = made[:, made[CANVAS] > NOTHING].reshape(len(made), -1, 100)
+    at_start = 0
+    for one in canvas.swapaxes(0, 1):
+        given = one[PINNED] > 0
+        assert (one[TOKEN, given] == 50).all() and (one[TOKEN, ~given] != 50).mean() > 0.9
+        edges = np.diff(np.concatenate([[0], ~given, [0]]).astype(int))
+        assert 1 <= (edges == 1).sum() <= 3
+        at_start += not given[0]
+    assert 20 < at_start < 60  # of 80: half of them, and some by chance
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_shortest_canvases_may_have_holes_too(length: int) -> None:
+    corruption = Corruption(vocab_size=100, hole_share=1.0)
+    rows = laid(corruption=corruption, canvas_length=length, copies=5)
+    assert (rows[CANVAS] > NOTHING).sum() == 5 * -(-6 // length) * length
+
+
+# --- batches
+
+
+def test_a_batch_is_a_function_of_seed_and_step() -> None:
+    first, same, other = mixture(), mixture(), mixture(seed=1)
+    assert np.array_equal(first.batch(5), same.batch(5))
+    again = first.batch(5)
+    for step in (0, 4, 6):
+        assert not np.array_equal(first.batch(step), again)
+    assert not np.array_equal(other.batch(5), again)
+    assert np.array_equal(first.batch(5), again)  # nothing is kept between batches
+
+
+def test_batches_are_well_filled_and_of_one_shape() -> None:
+    mix = mixture(sequences=8, rows=256)
+    batches = [mix.batch(step) for step in range(5)]
+    assert {batch.shape for batch in batches} == {(7, 8, 256)}
+    assert np.mean([(batch[EXAMPLE] > NOTHING).mean() for batch in batches]) > 0.9
+
+
+@dataclass(frozen=True)
+class Marked:
+    """Texts that all consist of one token."""
+
+    token: int
+    length: int
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[Example]:
+        return [Example(ids(self.token), ids(*[self.token] * self.length)) for _ in range(count)]
+
+
+def test_sources_have_their_shares_of_the_rows() -> None:
+    weights = {10: 5.0, 11: 3.0, 12: 1.0, 13: 1.0}
+    lengths = {10: 8, 11: 40, 12: 8, 13: 16}
+    ingredients = [
+        Ingredient(
+            source=Marked(token, lengths[token]),
+            weight=weight,
+            canvas_lengths={8: 1.0},
+            copies=1 + token % 2,
+        )
+        for token, weight in weights.items()
+    ]
+    mix = mixture(ingredients=ingredients, sequences=8, rows=512)
+    counted: Counter[int] = Counter()
+    for step in range(25):
+        batch = mix.batch(step)
+        counted.update(batch[TARGET, batch[CANVAS] == NOTHING].tolist())
+    # Clean rows of each source are a known share of its rows.
+    clean = {t: (1 + n) / (1 + n + n * (1 + t % 2)) for t, n in lengths.items()}
+    rows = {t: counted[t] / clean[t] * (1 + lengths[t]) / lengths[t] for t in weights}
+    for token, weight in weights.items():
+        share = rows[token] / sum(rows.values())
+        assert share == pytest.approx(weight / 10, abs=0.03), f"source {token}"
+
+
+def test_every_kind_of_example_meets_both_kinds_of_sequences() -> None:
+    """Every second sequence is conditioned on a guess."""
+    ingredients = [
+        Ingredient(source=Marked(token, 8), weight=1.0, canvas_lengths={8: 1.0})
+        for token in (10, 11)
+    ]
+    mix = mixture(ingredients=ingredients, sequences=4, rows=128)
+    counts = np.zeros((2, 2))
+    for step in range(20):
+        batch = mix.batch(step)
+        for kind, token in enumerate((10, 11)):
+            is_kind = (batch[TARGET] == token) & (batch[EXAMPLE] > NOTHING)
+            counts[kind] += is_kind[::2].sum(), is_kind[1::2].sum()
+    assert (abs(counts / counts.sum(1, keepdims=True) - 0.5) < 0.1).all()
+
+
+def test_canvas_lengths_have_their_frequencies() -> None:
+    ingredient = Ingredient(source=Marked(10, 8), weight=1.0, canvas_lengths={8: 3.0, 4: 1.0})
+    mix = mixture(ingredients=[ingredient], sequences=4, rows=256)
+    counts: Counter[int] = Counter()
+    for step in range(20):
+        batch = mix.batch(step)
+        for sequence in batch.swapaxes(0, 1):
+            for number in set(sequence[EXAMPLE]) - {NOTHING}:
+                own = sequence[:, sequence[EXAMPLE] == number]
+                counts[int((own[CANVAS] == 0).sum())] += 1
+    assert counts[8] / counts.total() == pytest.approx(0.75, abs=0.07)
+
+
+# --- what cannot be mixed
+
+
+def test_an_odd_number_of_sequences_is_refused() -> None:
+    with pytest.raises(UsageError, match="3 sequences in a batch; it must be an even number"):
+        mixture(sequences=3)
+
+
+def test_a_weight_of_nothing_is_refused() -> None:
+    ingredient = Ingredient(source=RandomTexts(), weight=0.0, canvas_lengths={4: 1.0})
+    with pytest.raises(UsageError, match="a weight above 0"):
+        mixture(ingredients=[ingredient])
+
+
+@pytest.mark.parametrize("source", [Marked(10, 8), RandomTexts(has_prompt=False, lengths=(2, 4))])
+def test_examples_that_give_no_canvas_are_named_and_not_sought_for_ever(source: object) -> None:
+    ingredient = Ingredient(source=source, weight=1.0, canvas_lengths={8: 1.0})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not one canvas could be made of 32 examples"):
+        mixture(ingredients=[ingredient], rows=8).batch(0)
+
+
+def test_a_useless_source_leaves_the_batch_to_the_others() -> None:
+    good, useless = (
+        Ingredient(source=source, weight=weight, canvas_lengths={8: 1.0})
+        for source, weight in (
+            (Marked(10, 8), 1.0),
+            (RandomTexts(has_prompt=False, lengths=(2, 3)), 9.0),
+        )
+    )
+    batch = mixture(ingredients=[good, useless]).batch(0)
+    assert (batch[EXAMPLE] > NOTHING).mean() > 0.7
+
+
+def test_an_empty_store_is_refused() -> None:
+    with pytest.raises(UsageError, match="no examples"):
+        StoreSource(Store.build([], vocab_size=10))
+
+
+def test_a_store_is_drawn_from_evenly() -> None:
+    store = Store.build([([2], [token]) for token in range(3, 9)], vocab_size=10)
+    drawn = StoreSource(store).draw(rng(), 6000)
+    counts = Counter(int(example.reply[0]) for example in drawn)
+    assert set(counts) == set(range(3, 9)) and min(counts.values()) > 850
+
+
+def test_an_ingredient_may_have_its_own_share_of_holes() -> None:
+    ingredient = Ingredient(source=Marked(10, 8), weight=1.0, canvas_lengths={8: 1.0})
+    for share, expected in ((0.0, 0.0), (1.0, 1.0)):
+        mix: Mixture = mixture(ingredients=[replace(ingredient, hole_share=share)])
+        batch = mix.batch(0)
+        canvases = batch[PINNED][batch[CANVAS] > NOTHING].reshape(-1, 8)
+        # A canvas may be one hole, but hardly all of them.
+        assert (canvases.any(1).mean() > 0.5) == bool(expected)

@@ -1,0 +1,249 @@
+"""`dgemma train` and `python -m dgemma.train`: what they say, keep and go on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dgemma.cli import main
+from dgemma.errors import UsageError
+from dgemma.train.__main__ import main as plain
+from dgemma.train.command import Wanted, note_recipe
+from dgemma.train.loop import Trainer
+from dgemma.train.plot import plot_losses
+from dgemma.train.recipe import load_recipe
+from dgemma.train.report import Metrics
+from dgemma.train.state import states
+from tests.taught import SHORT
+from tests.train.runs import save_random, save_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ("--device", "cpu", "--dtype", "float32")
+TIMELESS = ("step", "steps", "total", "denoise", "causal", "balance", "norm", "rate")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return save_recipe(tmp_path)
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run `dgemma train` in this process."""
+
+    def run(*args: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dgemma", "train", *map(str, args), *HERE])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        code = caught.value.code
+        captured = capsys.readouterr()
+        return code if isinstance(code, int) else 0, captured.out, captured.err
+
+    return run
+
+
+def course(directory: Path) -> list[tuple[Any, ...]]:
+    return [tuple(line[name] for name in TIMELESS) for line in Metrics(directory).read()]
+
+
+# --- a run from end to end
+
+
+def test_it_says_where_everything_is_and_goes_on_when_called_again(
+    call: Call, recipe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    code, said, erred = call(recipe, "--out", out, "--set", "schedule.warmup=3")
+    assert (code, erred) == (0, "")
+    assert said.splitlines()[0] == f"checkpoint: {out / 'checkpoint'}"
+    assert len(course(out)) == 8 and [step for step, _ in states(out)] == [4, 8]
+    assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"} <= {
+        path.name for path in (out / "checkpoint").iterdir()
+    }
+    # Longer, by the same command: nothing is done twice.
+    code, _, erred = call(recipe, "--out", out, "--set", "schedule.warmup=3", "--steps", "10")
+    assert code == 0 and f"dgemma: going on from step 8 of 10 in {out}; --fresh" in erred
+    assert [line[0] for line in course(out)] == list(range(1, 11))
+    code, _, erred = call(recipe, "--out", out, "--steps", "2", "--fresh")
+    assert (code, erred, len(course(out))) == (0, "", 2)
+
+
+def test_another_recipe_is_not_taken_for_the_same_run(
+    call: Call, recipe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    call(recipe, "--out", out, "--steps", "4")
+    changed = ("--set", "optim.adam_lr=0.5", "--set", "seed=3")
+    code, _, erred = call(recipe, "--out", out, *changed)
+    assert code == 2 and erred.count("\n") == 1
+    assert "holds a run of another recipe (optim.adam_lr, seed differ)" in erred
+    # How often it is saved, or for how long it runs, is free to change.
+    assert call(recipe, "--out", out, "--steps", "5", "--set", "run.save_every=1")[0] == 0
+
+
+def test_what_may_change_in_the_middle_of_a_run(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "state-00000001.pt").touch()
+    note_recipe(tmp_path, load_recipe(recipe))
+    note_recipe(tmp_path, load_recipe(recipe, ["name=other", "schedule.hold=0.1", "eval.limit=3"]))
+    for change in ("batch.rows=96", 'data=[{file="chats.jsonl", weight=2.0}]'):
+        with pytest.raises(UsageError, match="another recipe"):
+            note_recipe(tmp_path, load_recipe(recipe, [change]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "phrase"),
+    [
+        (("--set", "batch.rwos=1"), 1, "rwos not known"),
+        (("--set", "batch"), 2, "sets nothing"),
+        (("--seconds", "0"), 2, "seconds is 0.0; it must be above 0"),
+        (("--eval", "chess"), 2, "tasks: chess is not known"),
+        (("--set", "batch.accumulate=4"), 2, "must be a multiple of 8"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(
+    arguments: tuple[str, ...], code: int, phrase: str, call: Call, recipe: Path, tmp_path: Path
+) -> None:
+    found, said, erred = call(recipe, "--out", tmp_path / "run", *arguments)
+    assert (found, said) == (code, "")
+    assert erred.startswith("dgemma: ") and erred.count("\n") == 1 and phrase in erred
+
+
+def test_the_default_directory_bears_the_recipes_name(recipe: Path) -> None:
+    wanted = Wanted(recipe=recipe)
+    assert wanted.directory(wanted.read()) == Path("out/train/small")
+
+
+# --- interrupted and killed
+
+
+def test_ctrl_c_saves_a_state_and_says_how_to_go_on(
+    call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, move = tmp_path / "run", Trainer._move
+    call(recipe, "--out", tmp_path / "through")
+
+    def interrupted(self: Trainer, rows: torch.Tensor) -> Any:
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return move(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_move", interrupted)
+        code, said, erred = call(recipe, "--out", out)
+    assert (code, said) == (130, "")
+    state = out / "state-00000003.pt"
+    assert erred == (
+        f"dgemma: interrupted after 3 steps; {state} holds the run, and the same command goes on "
+        "from there\n"
+    )
+    assert call(recipe, "--out", out)[0] == 0
+    assert course(out) == course(tmp_path / "through")
+
+
+def test_a_killed_process_goes_on_to_the_last_bit(recipe: Path, tmp_path: Path) -> None:
+    """Not by an exception: the process is gone, as when a machine is."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "dgemma.train", str(recipe), "--steps", "2000"]
+    arguments = ["--set", "schedule.warmup=2", "--set", "schedule.hold=1.0", *HERE]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--out", str(out), *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+        deadline = time.monotonic() + 120
+        while not states(out) and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.02)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
+    reached = states(out)[-1][0]
+    changes = ["--set", "schedule.warmup=2", "--set", "schedule.hold=1.0"]
+    for directory in (out, tmp_path / "through"):
+        steps = ["--steps", str(reached + 4)]
+        assert plain([str(recipe), "--out", str(directory), *changes, *steps, *HERE]) == 0
+    expected = [line[2:] for line in course(tmp_path / "through")]  # the number of steps differs
+    assert [line[2:] for line in course(out)] == expected
+
+
+# --- without a terminal library
+
+
+def test_the_plain_command_reports_on_stdout(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert plain([str(recipe), "--out", str(out), *HERE]) == 0
+    said, erred = capsys.readouterr()
+    assert said.count("\n") == 8 and said.startswith("step 1/8  loss ")
+    assert f"checkpoint: {out / 'checkpoint'}" in erred
+    assert plain([str(recipe), "--out", str(out), "--set", "seed=9", *HERE]) == 2
+    assert plain([str(tmp_path / "none.toml"), *HERE]) == 1
+    assert "cannot read the recipe" in capsys.readouterr().err
+
+
+# --- before and after
+
+
+def test_tasks_are_run_before_and_after(call: Call, recipe: Path, tmp_path: Path) -> None:
+    """On what the model is taught, so that there is something to see."""
+    checkpoint, heldout = save_random(tmp_path / "checkpoint"), tmp_path / "heldout"
+    heldout.mkdir()
+    case = {"prompt": SHORT, "reply": '{"name": "f"}'}
+    (heldout / "json_calls.jsonl").write_text(json.dumps(case) + "\n")
+    (tmp_path / "chats.jsonl").write_text(json.dumps(case) + "\n")
+    shape = 'config = "shape/config.json"\ntokenizer = "shape"'
+    text = recipe.read_text().replace(shape, f'checkpoint = "{checkpoint}"')
+    recipe.write_text(text + '[eval]\ntasks = ["json_calls"]\n')
+    teach = ["optim.adam_lr=0.01", "run.report_every=20", "run.save_every=1000"]
+    teach += ["batch.sequences=2", "batch.rows=72", "data.0.learn_prompt=false"]
+    changes = [part for change in teach for part in ("--set", change)]
+    arguments = (recipe, "--out", tmp_path / "run", "--heldout", heldout, *changes)
+    code, said, erred = call(*arguments, "--steps", "60")
+    assert (code, erred) == (0, "")
+    *_, heading, row, _, _ = said.splitlines()
+    assert heading.split() == "task measure diffusion before after ar before after".split()
+    assert row.rindex("0.0 % [0.0") < row.index("100.0 %")  # by AR mode, which learns first
+    kept = json.loads((tmp_path / "run" / "eval_before.json").read_text())
+    assert kept["measures"][0]["task"] == "json_calls"
+    # Going on with the run, the beginning is not measured again.
+    (tmp_path / "run" / "eval_before.json").write_text(json.dumps({"measures": []}))
+    code, said, _ = call(*arguments, "--steps", "61")
+    assert code == 0 and said.splitlines()[-1].split("  ")[2].strip() == ""
+    assert "json_calls" not in call(*arguments, "--steps", "62", "--eval", "none")[1]
+
+
+# --- the plot
+
+
+def test_without_matplotlib_it_says_how_to_get_a_plot(
+    call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, said, _ = call(recipe, "--out", tmp_path / "run", "--steps", "1")
+    assert code == 0 and "pip install 'dgemma[train]'" in said
+    assert not (tmp_path / "run" / "loss.svg").exists()
+
+
+def test_losses_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [{"step": step, "denoise": 1 / step, "causal": 2 / step} for step in range(1, 20)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    path = plot_losses(tmp_path)
+    assert path == tmp_path / "loss.svg"
+    drawn = path.read_text()
+    assert drawn.lstrip().startswith("<?xml") and "</svg>" in drawn

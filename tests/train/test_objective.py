@@ -1,0 +1,435 @@
+"""The objective: who sees whom, and losses and gradients against inference and transformers."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
+
+from dgemma.cache import Pass, Span
+from dgemma.config import FULL, SLIDING, ModelConfig
+from dgemma.denoise import commit
+from dgemma.model import Gemma
+from dgemma.ops import routed
+from dgemma.train import speed
+from dgemma.train.context import Batch, PackedContext, dense_mask
+from dgemma.train.objective import Counts, Objective
+from dgemma.train.rows import (
+    CANVAS,
+    EXAMPLE,
+    FIELDS,
+    NOTHING,
+    PADDING,
+    PINNED,
+    POSITION,
+    START,
+    TARGET,
+    TOKEN,
+    Corruption,
+    Example,
+    Ints,
+    Layout,
+    lay_out,
+)
+from dgemma.train.weighting import Weighting
+from tests.test_parity import row_cache
+from tests.tiny import TINY, configs, ours, shake, twin
+from tests.train.runs import gradients, losses_of, mixture, shaken
+
+TOLERANCE = 1e-4
+REPEATABLE = settings(deadline=None, derandomize=True, database=None)
+CAUSAL_ONLY = Weighting(causal=1.0, balance=0.0)
+
+
+def packed(config: ModelConfig, seed: int, sequences: int = 2, rows: int = 110) -> Ints:
+    """Sequences of several random examples each, some rows left over."""
+    rng = np.random.default_rng(seed)
+    batch = np.empty((len(FIELDS), sequences, rows), np.int32)
+    batch[:] = PADDING[:, None, None]
+    corruption = Corruption(vocab_size=config.vocab_size, hole_share=0.4)
+    for sequence in range(sequences):
+        used = 0
+        for number in range(3):
+            sizes = rng.integers(1, 18, 2)
+            texts = [rng.integers(2, config.vocab_size, n, dtype=np.int32) for n in sizes]
+            length = int(rng.integers(2, config.canvas_length + 1))
+            layout = Layout(
+                canvas_length=length,
+                max_rows=rows,
+                copies=int(rng.integers(1, 3)),
+                learn_prompt=bool(number % 2),
+            )
+            made = lay_out(Example(*texts), layout, corruption, rng)
+            if made is None or used + made.shape[1] > rows:
+                continue
+            batch[:, sequence, used : used + made.shape[1]] = made
+            batch[EXAMPLE, sequence, used : used + made.shape[1]] = number
+            used += made.shape[1]
+    return batch
+
+
+def sees(rows: Ints, query: int, key: int, window: int | None) -> bool:
+    """The rule, by its words, for two rows of one sequence."""
+    q, k = rows[:, query], rows[:, key]
+    reach = 1 << 30 if window is None else window
+    if q[EXAMPLE] != k[EXAMPLE]:
+        return False
+    if q[CANVAS] == NOTHING:
+        return bool(k[CANVAS] == NOTHING and 0 <= q[POSITION] - k[POSITION] < reach)
+    if k[CANVAS] == NOTHING:
+        # As from the canvas's first position, which would count itself.
+        return bool(0 < q[START] - k[POSITION] < reach)
+    return bool(q[CANVAS] == k[CANVAS])
+
+
+@settings(REPEATABLE, max_examples=8)
+@given(seed=st.integers(0, 1000), window=st.sampled_from([None, 2, 5, 12, 40]))
+def test_the_mask_is_the_rule_in_words(seed: int, window: int | None) -> None:
+    rows = packed(TINY, seed, rows=70)
+    mask = dense_mask(Batch.of(torch.from_numpy(rows), "cpu"), window)[:, 0]
+    for sequence in range(rows.shape[1]):
+        one = rows[:, sequence]
+        expected = [[sees(one, q, k, window) for k in range(70)] for q in range(70)]
+        assert torch.equal(mask[sequence], torch.tensor(expected))
+
+
+# --- against inference
+
+
+def packed_logits(objective: Objective, rows: Ints, soft_TD: Tensor | None = None) -> Tensor:
+    batch = Batch.of(torch.from_numpy(rows), "cpu")
+    context = PackedContext(objective.model.config, batch, is_flex=False)
+    with torch.no_grad():
+        logits_TV = objective.model.logits(objective._hidden(batch, soft_TD, context))
+    return logits_TV.view(*rows.shape[1:], -1)
+
+
+def examples(rows: Ints) -> list[tuple[int, np.ndarray]]:
+    """Each example: its sequence and where its rows stand there."""
+    return [
+        (sequence, np.flatnonzero(one[EXAMPLE] == number))
+        for sequence, one in enumerate(rows.swapaxes(0, 1))
+        for number in sorted(set(one[EXAMPLE]) - {NOTHING})
+    ]
+
+
+@settings(REPEATABLE, max_examples=12)
+@given(config=configs(), seed=st.integers(0, 1000))
+def test_a_packed_pass_sees_what_inference_sees(config: ModelConfig, seed: int) -> None:
+    model = shaken(config, seed).requires_grad_(False)
+    rows = packed(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    soft_TD = torch.randn(rows[0].size, config.hidden_size, generator=generator)
+    logits = packed_logits(Objective(model, Weighting()), rows, soft_TD)
+    soft = soft_TD.view(*rows.shape[1:], -1)
+    for sequence, places in examples(rows):
+        one, mine, told = (
+            rows[:, sequence, places],
+            logits[sequence, places],
+            soft[sequence, places],
+        )
+        clean = np.flatnonzero(one[CANVAS] == NOTHING)
+        text = torch.from_numpy(one[TOKEN, clean]).long()
+        with torch.inference_mode():
+            cache = row_cache(config, len(text))
+            reading = Pass([Span(cache, len(text), commit=True)])
+            theirs = model.logits(model.encode(text, reading))
+        assert (mine[clean] - theirs).abs().max() < TOLERANCE
+        for canvas in range(one[CANVAS].max() + 1):
+            own = np.flatnonzero(one[CANVAS] == canvas)
+            theirs = inference_logits(model, one[:, own], text, told[own])
+            assert (mine[own] - theirs).abs().max() < TOLERANCE
+
+
+@torch.inference_mode()
+def inference_logits(model: Gemma, canvas: Ints, text: Tensor, soft_LD: Tensor) -> Tensor:
+    """A canvas denoised behind the text before it, committed in small pieces."""
+    start = int(canvas[START, 0])
+    cache = row_cache(model.config, start)
+    commit(model, cache, text[:start], chunk=7)
+    reading = Pass([Span(cache, canvas.shape[1], commit=False)])
+    tokens_L = torch.from_numpy(canvas[TOKEN]).long()
+    return model.logits(model.denoise(tokens_L, soft_LD, reading))
+
+
+# --- against transformers
+
+
+@pytest.mark.parametrize("guess_gradient", [False, True])
+@pytest.mark.parametrize("window", [3, 12])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_losses_and_gradients_are_those_of_transformers(
+    seed: int, window: int, guess_gradient: bool
+) -> None:
+    """Every example and canvas alone through the reference; tied weights add up there.
+
+    The reference tells the guess as a mean of token vectors, with a gradient into these. Where the
+    objective tells it as a fact, the reference is made to do so too.
+    """
+    config = replace(TINY, sliding_window=window, layer_types=(SLIDING, FULL, SLIDING, FULL))
+    reference = twin(config).requires_grad_(True)
+    shake(reference, seed, size=0.2)
+    if not guess_gradient:
+        reference.model.decoder.self_conditioning.register_forward_pre_hook(
+            lambda module, given: (given[0], given[1].detach())
+        )
+    model = ours(config, reference).requires_grad_(True)
+    rows = packed(config, seed)
+    weighting = Weighting(causal=0.7, balance=0.0, guess_gradient=guess_gradient)
+    losses = losses_of(Objective(model, weighting), rows)
+    denoise, causal = reference_losses(reference, rows)
+    (denoise + 0.7 * causal).backward()
+    assert abs(losses.denoise - denoise).item() < TOLERANCE
+    assert abs(losses.causal - causal).item() < TOLERANCE
+    theirs, mine = gradients(reference), gradients(model)
+    assert mine.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in mine.items():
+        difference = (gradient - theirs["model.decoder." + name]).abs().max()
+        assert difference < TOLERANCE, f"{name} differs by {difference}"
+
+
+def reference_losses(
+    reference: DiffusionGemmaForBlockDiffusion, rows: Ints
+) -> tuple[Tensor, Tensor]:
+    """Means over all rows that are asked for something: of canvases, and of clean text."""
+    canvases, texts = [], []
+    for sequence, places in examples(rows):
+        one = torch.from_numpy(rows[:, sequence, places]).long()
+        clean = one[:, one[CANVAS] == NOTHING]
+        hidden = encode(reference, clean[TOKEN])[0]
+        cap = reference.final_logit_softcapping
+        logits = cap * torch.tanh(reference.lm_head(hidden) / cap)
+        texts.append(F.cross_entropy(logits, clean[TARGET], reduction="none", ignore_index=-1))
+        for canvas in range(int(one[CANVAS].max()) + 1):
+            own = one[:, one[CANVAS] == canvas]
+            cache = encode(reference, clean[TOKEN, : int(own[START, 0])])[1]
+            logits = denoise_twice(reference, own, cache, is_told=sequence % 2 == 0)
+            canvases.append(F.cross_entropy(logits, own[TARGET], reduction="none"))
+    asked = torch.cat(texts)
+    return torch.cat(canvases).mean(), asked.sum() / (asked > 0).sum()
+
+
+def encode(
+    reference: DiffusionGemmaForBlockDiffusion, tokens_S: Tensor
+) -> tuple[Tensor, DynamicCache]:
+    """The causal pass over a text, with its keys and values."""
+    cache = DynamicCache(config=reference.config.get_text_config())
+    positions = torch.arange(len(tokens_S))[None]
+    masks = reference.model.encoder.create_masks_for_generate(
+        config=reference.config,
+        inputs_embeds=torch.empty(1, len(tokens_S), 0),
+        attention_mask=torch.ones(1, len(tokens_S), dtype=torch.bool),
+        past_key_values=cache,
+        position_ids=positions,
+    )
+    hidden = reference.model.encoder(
+        input_ids=tokens_S[None],
+        attention_mask=masks,
+        past_key_values=cache,
+        position_ids=positions,
+    ).last_hidden_state[0]
+    return hidden, cache
+
+
+def denoise_twice(
+    reference: DiffusionGemmaForBlockDiffusion, own: Tensor, cache: DynamicCache, *, is_told: bool
+) -> Tensor:
+    """Logits of a canvas, told the guess of a first pass; of given tokens the guess is sure."""
+    canvas: Any = partial(reference, decoder_input_ids=own[TOKEN][None], past_key_values=cache)
+    if not is_told:
+        return canvas().logits[0]
+    with torch.no_grad():
+        guess = canvas().logits
+        sure = F.one_hot(own[TOKEN], guess.shape[-1]) * 1e6
+        guess = torch.where(own[PINNED][None, :, None] > 0, sure[None].float(), guess)
+    return canvas(self_conditioning_logits=guess).logits[0]
+
+
+def test_the_reference_comparison_sees_all_kinds_of_rows() -> None:
+    rows = np.concatenate([packed(TINY, seed) for seed in range(4)], axis=1)
+    copied = [rows[:, s, p] for s, p in examples(rows)]
+    assert any(len(set(one[START, one[CANVAS] >= 0])) > 1 for one in copied)  # several canvases
+    assert any(one[CANVAS].max() + 1 > len(set(one[START, one[CANVAS] >= 0])) for one in copied)
+    assert (rows[PINNED] > 0).any() and (rows[EXAMPLE] == NOTHING).any()
+    assert rows[EXAMPLE].max() > 0 and rows[POSITION].max() > 12
+
+
+# --- rows that must not meet
+
+
+def test_examples_and_canvases_do_not_influence_each_other() -> None:
+    model = shaken().requires_grad_(False)
+    objective, rows = Objective(model, Weighting()), packed(TINY, seed=5)
+    before = packed_logits(objective, rows)
+    for sequence, places in examples(rows):
+        one = rows[:, sequence, places]
+        for canvas in range(one[CANVAS].max() + 1):
+            # Another text on this canvas: only its own rows may notice.
+            changed = rows.copy()
+            own = places[one[CANVAS] == canvas]
+            changed[TOKEN, sequence, own] = (changed[TOKEN, sequence, own] + 7) % TINY.vocab_size
+            after = packed_logits(objective, changed)
+            is_own = torch.zeros(rows.shape[1:], dtype=torch.bool)
+            is_own[sequence, own] = True
+            assert (after - before)[~is_own].abs().max() < 1e-5
+            assert (after - before)[is_own].abs().max() > 1e-2
+
+
+def test_an_example_gives_the_same_losses_and_gradients_wherever_it_stands() -> None:
+    """Alone, or between others that ask for nothing, with padding behind it."""
+    rows, model = packed(TINY, seed=2), shaken()
+    sequence, places = next((s, p) for s, p in examples(rows) if s == 1 and p[0] > 0)
+    alone = np.empty((len(FIELDS), 2, 110), np.int32)
+    alone[:] = PADDING[:, None, None]
+    alone[:, 1, : len(places)] = rows[:, sequence, places]
+    among = rows.copy()
+    is_other = np.ones(rows.shape[1:], bool)
+    is_other[sequence, places] = False
+    among[TARGET, is_other] = NOTHING
+    found = []
+    for batch in (alone, among):
+        model.zero_grad()
+        losses = losses_of(Objective(model, CAUSAL_ONLY), batch)
+        found.append((losses, gradients(model)))
+    (a, of_a), (b, of_b) = found
+    assert torch.allclose(a.total, b.total, atol=1e-5)
+    assert all(torch.allclose(of_a[name], of_b[name], atol=1e-5) for name in of_a)
+
+
+def test_every_second_sequence_is_told_a_guess_and_the_others_nothing() -> None:
+    rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
+    batch = Batch.of(rows, "cpu")
+    soft = Objective(shaken(), Weighting()).first_pass(batch).view(4, rows.shape[2], -1)
+    assert not soft[1::2].any() and not soft.requires_grad
+    assert (soft[::2].abs().sum(-1) > 0).all()
+    model = shaken()
+    given = (batch.pinned[::2] > 0).nonzero()
+    assert len(given)
+    for sequence, row in given.tolist():
+        own = model.embed(batch.token[2 * sequence, row])
+        assert torch.allclose(soft[2 * sequence, row], own, atol=1e-5)
+
+
+# --- the balance of the experts
+
+
+def test_the_balance_is_that_of_real_rows_and_one_when_even() -> None:
+    rows = packed(TINY, seed=3)
+    model = shaken()
+    objective = Objective(model, Weighting())
+    losses = losses_of(objective, rows)
+    is_real = torch.from_numpy(rows[EXAMPLE].ravel() > NOTHING)
+    parts = []
+    for p_TE, ids_TK in objective.routes.values():
+        chosen = torch.bincount(ids_TK[is_real].flatten(), minlength=4) / ids_TK[is_real].numel()
+        parts.append(4 * (chosen * p_TE[is_real].mean(0)).sum())
+    assert losses.balance.item() == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
+    assert losses.total.item() == pytest.approx(
+        (losses.denoise + losses.causal + 0.01 * losses.balance).item(), rel=1e-6
+    )
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.proj.weight.zero_()  # all experts are equally likely
+    assert losses_of(objective, rows).balance.item() == pytest.approx(1.0, rel=1e-5)
+
+
+# --- in parts, and recomputed
+
+
+def test_a_batch_in_parts_gives_the_gradients_of_the_whole() -> None:
+    rows, found = mixture(sequences=8).batch(0), []
+    for parts in (1, 2, 4):
+        model = shaken()
+        losses = losses_of(Objective(model, CAUSAL_ONLY), rows, parts)
+        found.append((losses, gradients(model)))
+    (whole, of_whole), *others = found
+    for losses, of_parts in others:
+        assert torch.allclose(torch.stack(losses[:3]), torch.stack(whole[:3]), atol=1e-5)
+        assert all(torch.allclose(of_parts[n], of_whole[n], atol=1e-5) for n in of_whole)
+
+
+def test_the_balance_of_a_batch_in_parts_is_the_mean_of_theirs() -> None:
+    rows, model = mixture(sequences=8).batch(0), shaken()
+    objective = Objective(model, Weighting(causal=0.0, balance=1.0))
+    halves = [losses_of(objective, half) for half in np.split(rows, 2, axis=1)]
+    both = losses_of(objective, rows, parts=2)
+    assert both.balance.item() == pytest.approx(sum(h.balance.item() for h in halves) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("weighting", [Weighting(balance=0.5), Weighting(guess_gradient=True)])
+def test_recomputed_activations_give_the_same_losses_and_gradients(weighting: Weighting) -> None:
+    rows, found = mixture().batch(0), []
+    for is_recomputed in (False, True):
+        model = shaken()
+        if is_recomputed:
+            speed.recomputed(model)
+        # Pieces that do not divide the rows.
+        objective = Objective(model, weighting, piece=50 if is_recomputed else None)
+        found.append((losses_of(objective, rows), gradients(model)))
+    (kept, of_kept), (again, of_again) = found
+    assert torch.allclose(torch.stack(kept), torch.stack(again), atol=1e-6)
+    assert of_kept.keys() == of_again.keys()
+    assert all(torch.allclose(of_kept[name], of_again[name], atol=1e-5) for name in of_kept)
+
+
+def test_recomputing_keeps_less() -> None:
+    kept = []
+    for is_recomputed in (False, True):
+        model = shaken(replace(TINY, layer_types=(SLIDING, FULL) * 3))
+        if is_recomputed:
+            speed.recomputed(model)
+        piece, sizes = 32 if is_recomputed else None, []
+        objective = Objective(model, Weighting(), piece=piece)
+
+        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        rows = torch.from_numpy(mixture().batch(0))
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            objective(Batch.of(rows, "cpu"), Counts.of(rows, "cpu"))
+        kept.append(sum(sizes))
+    assert kept[1] < 0.5 * kept[0]
+
+
+# --- compiled
+
+
+def compilable_grouped(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    """What the grouped kernel computes, without counts that leave the device."""
+    rows = torch.arange(len(x_SD))
+    expert_S = torch.searchsorted(ends_E.long(), rows, right=True).clamp(max=len(weight_EOD) - 1)
+    return torch.einsum("sd,sod->so", x_SD, weight_EOD[expert_S])
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_both_passes_are_one_graph_each(
+    is_recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No count of rows, choice of expert or mask may become part of the compiled code."""
+    monkeypatch.setattr(routed, "grouped", compilable_grouped)
+    compile_whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(speed.torch, "compile", compile_whole)
+    torch._dynamo.reset()
+    config, found = replace(TINY, layer_types=(FULL,)), []
+    for is_compiled in (False, True):
+        piece = 100 if is_recomputed else None
+        objective = Objective(shaken(config), Weighting(), piece=piece)
+        if is_recomputed:
+            speed.recomputed(objective.model)
+        if is_compiled:
+            speed.compiled(objective)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            losses = [losses_of(objective, mixture().batch(step)) for step in range(3)]
+        found.append((torch.tensor(losses), gradients(objective.model)))
+    (plain, of_plain), (compiled, of_compiled) = found
+    assert torch.allclose(plain, compiled, atol=1e-5)
+    assert all(torch.allclose(of_plain[name], of_compiled[name], atol=1e-4) for name in of_plain)

@@ -1,0 +1,259 @@
+"""What moves the weights: Muon, masters, schedules and the running mean."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dgemma.errors import ConfigError
+from dgemma.train import optim
+from dgemma.train.average import Average
+from dgemma.train.fresh import fresh_model
+from dgemma.train.optim import Masters, Muon, OptimSettings, Schedule, is_matrix, orthogonal
+from tests.tiny import TINY
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- Newton and Schulz
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (1, 7), (40, 16)])
+def test_singular_values_are_brought_near_one(shape: tuple[int, int]) -> None:
+    values = torch.linalg.svdvals(orthogonal(draw(3, *shape)))
+    # The iteration is tuned for speed: it stops in a band around one. Values that are tiny beside
+    # the greatest need more rounds.
+    assert values.max() < 1.3 and values.median() > 0.6
+
+
+def test_matrices_go_through_together_as_they_would_alone() -> None:
+    stack = torch.cat([draw(2, 6, 9), 100 * draw(2, 6, 9, seed=1)])
+    together = orthogonal(stack)
+    for matrix, found in zip(stack, together, strict=True):
+        assert torch.allclose(orthogonal(matrix[None])[0], found, atol=1e-5)
+
+
+def test_directions_are_kept() -> None:
+    matrix = draw(6, 6)
+    left, _, right = torch.linalg.svd(matrix)
+    rotated = left.T @ orthogonal(matrix[None])[0] @ right.T
+    off = rotated - torch.diag(rotated.diagonal())
+    assert off.abs().max() < 1e-4
+
+
+# --- Muon
+
+
+def moved(make: Any, weights: list[Tensor], steps: int = 4) -> list[Tensor]:
+    """Weights after some steps of an optimizer, with the same gradients for all."""
+    own = [nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = make(own)
+    for step in range(steps):
+        for number, weight in enumerate(own):
+            weight.grad = draw(*weight.shape, seed=100 * step + number)
+        optimizer.step()
+    return [weight.detach() for weight in own]
+
+
+def test_it_agrees_with_torchs_own_on_matrices() -> None:
+    """Torch's iterates in bfloat16, this one on a CPU in float32."""
+    weights = [draw(12, 30), draw(30, 12, seed=1), draw(16, 16, seed=2)]
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
+    mine = moved(lambda own: Muon(own, **settings), weights)
+    theirs = moved(lambda own: torch.optim.Muon(own, **settings), weights)
+    for before, a, b in zip(weights, mine, theirs, strict=True):
+        assert (a - b).norm() < 0.02 * (a - before).norm()
+
+
+def test_a_stack_of_matrices_moves_as_each_of_them() -> None:
+    stack = draw(3, 5, 8)
+
+    def as_matrices(own: list[Tensor]) -> Any:
+        return Muon(own, lr=0.1)
+
+    whole = nn.Parameter(stack.clone())
+    whole.grad = draw(3, 5, 8, seed=1)
+    Muon([whole], lr=0.1).step()
+    for number, matrix in enumerate(stack):
+        alone = nn.Parameter(matrix.clone())
+        alone.grad = whole.grad[number].clone()
+        as_matrices([alone]).step()
+        assert torch.allclose(whole[number], alone, atol=1e-5)
+
+
+def test_large_weights_are_taken_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [draw(5, 8, seed=i) for i in range(4)] + [draw(3, 5, 8, seed=9)]
+    together = moved(lambda own: Muon(own, lr=0.1), weights)
+    counts = []
+    move = Muon._move
+    monkeypatch.setattr(optim, "TOGETHER", 100)
+    monkeypatch.setattr(
+        Muon, "_move", lambda self, some, group: counts.append(len(some)) or move(self, some, group)
+    )
+    for a, b in zip(together, moved(lambda own: Muon(own, lr=0.1), weights, steps=4), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    assert counts == [2, 2, 1] * 4
+
+
+def test_tall_matrices_move_further() -> None:
+    """By the root of rows over columns, so that outputs change alike."""
+    wide, tall = nn.Parameter(torch.zeros(4, 16)), nn.Parameter(torch.zeros(16, 4))
+    wide.grad = draw(4, 16)
+    tall.grad = wide.grad.T.clone()
+    Muon([wide, tall], lr=1.0).step()
+    assert torch.allclose(tall.T, 2 * wide, atol=1e-4)
+
+
+def test_muon_takes_hidden_matrices_alone() -> None:
+    model = fresh_model(TINY, 0)
+    taken = {name for name, weight in model.named_parameters() if is_matrix(name, weight)}
+    assert "layers.0.experts.gate_up_proj" in taken and "layers.1.self_attn.q_proj.weight" in taken
+    assert "self_conditioning.up_proj.weight" in taken
+    assert not any("norm" in name or "router" in name or "embed" in name for name in taken)
+    masters = Masters(model, OptimSettings())
+    kinds = [type(optimizer) for optimizer in masters.optimizers]
+    assert kinds == [Muon, torch.optim.AdamW]
+    counted = [len(group["params"]) for o in masters.optimizers for group in o.param_groups]
+    assert counted == [len(taken), len(masters.names) - len(taken)]
+    only_adam = Masters(model, OptimSettings(muon=False))
+    assert [type(optimizer) for optimizer in only_adam.optimizers] == [torch.optim.AdamW]
+
+
+# --- masters
+
+
+def small_model(dtype: torch.dtype) -> nn.Module:
+    module = nn.Linear(4, 3).to(dtype)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.fill_(1.0)
+    return module
+
+
+def test_updates_too_small_for_bfloat16_add_up() -> None:
+    module = small_model(torch.bfloat16)
+    masters = Masters(module, OptimSettings(adam_lr=1e-4, muon=False, clip=1e9))
+    for _ in range(100):
+        for weight in module.parameters():
+            weight.grad = torch.ones_like(weight)
+        masters.step(1.0)
+    for master, weight in zip(masters.weights, module.parameters(), strict=True):
+        assert master.dtype == torch.float32 and weight.dtype == torch.bfloat16
+        # A bfloat16 near 1 has steps of 2**-8: each update alone would vanish.
+        assert torch.allclose(master, torch.tensor(0.99), atol=1e-4)
+        assert torch.equal(weight, master.bfloat16()) and (weight < 1).all()
+
+
+def test_a_float32_model_is_its_own_master() -> None:
+    module = small_model(torch.float32)
+    masters = Masters(module, OptimSettings(muon=False))
+    assert all(a is b for a, b in zip(masters.weights, module.parameters(), strict=True))
+
+
+def test_masters_keep_what_rounding_the_model_takes() -> None:
+    module = nn.Linear(4, 3)
+    exact = [weight.detach().clone() for weight in module.parameters()]
+    masters = Masters(module, OptimSettings(), torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(masters.weights, exact, strict=True))
+    assert {weight.dtype for weight in module.parameters()} == {torch.bfloat16}
+
+
+def test_the_norm_is_reported_before_it_is_clipped() -> None:
+    module = small_model(torch.float32)
+    masters = Masters(module, OptimSettings(adam_lr=0.1, muon=False, clip=1.0))
+    for weight in module.parameters():
+        weight.grad = torch.full_like(weight, 3.0)
+    assert masters.step(1.0).item() == pytest.approx(3 * math.sqrt(15), rel=1e-5)
+    assert all(weight.grad is None for weight in module.parameters())
+
+
+def test_a_saved_state_is_taken_up_to_the_last_bit() -> None:
+    def train(masters: Masters, steps: range) -> None:
+        for step in steps:
+            for number, weight in enumerate(masters.rounded):
+                weight.grad = draw(*weight.shape, seed=50 * step + number).to(weight.dtype)
+            masters.step(0.5)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        settings = OptimSettings(weight_decay=0.1)
+        through, broken, again = (
+            Masters(fresh_model(TINY, 0).to(dtype), settings) for _ in range(3)
+        )
+        train(through, range(6))
+        train(broken, range(3))
+        again.restore(broken.state())
+        train(again, range(3, 6))
+        assert all(torch.equal(a, b) for a, b in zip(through.weights, again.weights, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(through.rounded, again.rounded, strict=True))
+
+
+def test_a_state_of_other_weights_is_refused() -> None:
+    state = Masters(nn.Linear(4, 3), OptimSettings()).state()
+    with pytest.raises(ConfigError, match="of other weights than the recipe trains"):
+        Masters(nn.Linear(4, 3, bias=False), OptimSettings()).restore(state)
+
+
+# --- schedules
+
+
+def test_the_rate_rises_holds_and_falls() -> None:
+    schedule = Schedule(steps=100, warmup=10, hold=0.4)
+    scales = [schedule.scale(step) for step in range(100)]
+    assert scales[0] == pytest.approx(0.1) and scales[4] == pytest.approx(0.5)
+    assert set(scales[9:41]) == {1.0}
+    assert scales[70] == pytest.approx(0.5) and scales[99] == pytest.approx(1 / 60)
+    assert all(a >= b for a, b in pairwise(scales[40:]))
+
+
+def test_a_cosine_falls_slowly_at_both_ends_and_not_below_the_floor() -> None:
+    schedule = Schedule(steps=100, warmup=0, hold=0.0, floor=0.1, shape="cosine")
+    scales = [schedule.scale(step) for step in range(101)]
+    assert scales[0] == 1.0 and scales[50] == pytest.approx(0.55) and scales[100] == 0.1
+    assert scales[0] - scales[10] < scales[45] - scales[55] > scales[90] - scales[100]
+
+
+def test_a_run_shorter_than_its_warm_up_only_rises() -> None:
+    schedule = Schedule(steps=5, warmup=10)
+    assert [schedule.scale(step) for step in range(5)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+@pytest.mark.parametrize(
+    "given", [{"steps": 0}, {"steps": 5, "warmup": -1}, {"steps": 5, "hold": 2.0}]
+)
+def test_an_impossible_schedule_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"\[schedule\]"):
+        Schedule(**given)
+
+
+# --- the running mean
+
+
+def test_the_mean_forgets_the_beginning_and_smooths_the_end() -> None:
+    weights = [torch.zeros(2)]
+    average = Average(weights, decay=0.9)
+    for step in range(300):
+        weights[0].copy_(torch.tensor([5.0, 5.0 + (-1) ** step]))
+        average.update(weights, step)
+    assert average.weights[0][0].item() == pytest.approx(5.0, abs=1e-4)
+    assert abs(average.weights[0][1].item() - 5.0) < 0.1
+
+
+def test_the_first_steps_count_more() -> None:
+    weights = [torch.zeros(1)]
+    average = Average(weights, decay=0.999)
+    weights[0].fill_(1.0)
+    for step in range(20):
+        average.update(weights, step)
+    assert average.weights[0].item() > 0.99
+
+
+def test_the_mean_is_of_float32_masters() -> None:
+    masters = Masters(small_model(torch.bfloat16), OptimSettings())
+    average = Average(masters.weights, decay=0.9)
+    assert {weight.dtype for weight in average.weights} == {torch.float32}
+    assert average.weights[0] is not masters.weights[0]

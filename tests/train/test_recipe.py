@@ -1,0 +1,430 @@
+"""Recipes: read strictly, changed by hand, and built into runs that do what they say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dgemma.engine import Engine, Options
+from dgemma.errors import ConfigError, UsageError
+from dgemma.train import tokens
+from dgemma.train.build import Job, Place, build, find_beside
+from dgemma.train.recipe import load_recipe
+from dgemma.train.store import Store
+from dgemma.weights.adapter import detach, load_adapter, merge, read_back
+from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.weights.load import load_model
+from tests.taught import ANSWERS, SHORT, ask
+from tests.train.runs import RECIPE, save_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return save_recipe(tmp_path)
+
+
+def built(path: Path, *changes: str, out: str = "out", **place: Any) -> Job:
+    where = {"device": CPU, "dtype": torch.float32, **place}
+    return build(load_recipe(path, changes), Place(recipe=path, out=path.parent / out, **where))
+
+
+def trained(job: Job) -> list[float]:
+    return [report.total for report in job.trainer.reports()]
+
+
+# --- reading
+
+
+def test_the_recipes_of_the_repository_can_be_read() -> None:
+    names = {path.stem: load_recipe(path).name for path in (ROOT / "recipes").glob("*.toml")}
+    assert names == {"nano": "nano", "sudoku": "sudoku", "sft": "sft"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[batch]", "[batches]", "batches not known; use name, seed, model"),
+        ("rows = 160", "rwos = 160", "batch: rwos not known; use sequences, rows, accumulate"),
+        ("rows = 160", 'rows = "160"', "batch: rows is '160'; it must be a whole number"),
+        ("rows = 160", "rows = 0", "sequences, rows and accumulate must be 1 or more"),
+        ("copies = 2", "copies = 2.5", "canvas: copies is 2.5; it must be a whole number"),
+        ("steps = 8", 'steps = 8\nshape = "step"', "shape is 'step'; it must be 'linear' or 'cos"),
+        ("steps = 8\n", "", "schedule lacks steps"),
+        ('name = "small"\n', "", "lacks name"),
+        ('file = "chats.jsonl"', "weight = 1.0", "needs either file, or puzzle with its bank"),
+        ('tokenizer = "shape"', "", "needs a tokenizer"),
+        ("[model]", '[model]\ncheckpoint = "x"', "either config (a new model) or checkpoint"),
+        ("[run]", "[lora]\nrank = 4\n[run]", "[lora] needs [model] checkpoint"),
+        ("[run]", "[optim]\nbetas = [0.9]\n[run]", "betas has 1 values, not 2"),
+        ("[run]", "[run]\naverage = 1.5", "average is 1.5"),
+        ("[[data]]", "[data]", "data is {'file': 'chats.jsonl'}; it must be a list"),
+        ("[model]", "[model", "is not TOML"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(RECIPE.replace(old, new), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path)
+    assert message in str(caught.value)
+
+
+def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the recipe .*none.toml"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_values_can_be_set_by_hand(recipe: Path) -> None:
+    changes = [
+        "schedule.steps=50",
+        "optim.adam_lr=1e-4",
+        "data.0.weight = 2",
+        "canvas.lengths={8=1.0, 16=2.0}",
+        "model.tokenizer=./some/where",
+        "lora.rank=8",
+        'model.checkpoint="nano"',
+    ]
+    with pytest.raises(ConfigError, match="either config"):
+        load_recipe(recipe, changes)
+    raw = RECIPE.replace('config = "shape/config.json"\n', "")
+    recipe.write_text(raw, encoding="utf-8")
+    changed = load_recipe(recipe, changes)
+    assert (changed.schedule.steps, changed.optim.adam_lr, changed.data[0].weight) == (50, 1e-4, 2)
+    assert changed.canvas.lengths == {"8": 1.0, "16": 2.0}
+    assert changed.model.tokenizer == "./some/where"
+    assert changed.lora is not None and changed.lora.rank == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("schedule.steps", "sets nothing; write key=value"),
+        ("=3", "sets nothing"),
+        ("data.3.weight=1", "'3' must be a number from 0 to 0"),
+        ("data.first.weight=1", "'first' must be a number"),
+        ("name.first=1", "what stands before first is no table"),
+        ("schedule.steps.more=1", "what stands before more is no table"),
+    ],
+)
+def test_a_change_that_changes_nothing_is_refused(change: str, message: str, recipe: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(recipe, [change])
+    assert message in str(caught.value)
+
+
+def test_a_change_is_read_as_strictly_as_the_file(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match="rwos not known"):
+        load_recipe(recipe, ["batch.rwos=3"])
+
+
+def test_the_whole_recipe_can_be_written_down(recipe: Path) -> None:
+    raw = json.loads(load_recipe(recipe).to_json())
+    assert raw["optim"]["muon_lr"] == 0.02 and raw["data"][0]["file"] == "chats.jsonl"
+
+
+# --- building
+
+
+def test_canvases_longer_than_the_models_are_refused(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match="canvas lengths of 1 to 16 tokens"):
+        built(recipe, "canvas.lengths={32=1.0}")
+    with pytest.raises(ConfigError, match="canvas lengths of 1 to 16 tokens"):
+        built(recipe, "canvas.lengths={long=1.0}")
+
+
+def test_files_are_sought_beside_the_recipe_or_where_the_command_runs(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "chats.jsonl").rename(elsewhere / "chats.jsonl")
+    with pytest.raises(UsageError, match=r"no file .*chats.jsonl; a recipe's paths are relative"):
+        built(recipe)
+    monkeypatch.chdir(elsewhere)
+    built(recipe, "data.0.file=./chats.jsonl")
+
+
+def test_the_built_in_model_is_not_a_directory_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "nano").mkdir()
+    (tmp_path / "mine").mkdir()
+    assert find_beside(tmp_path / "any.toml", "mine") == tmp_path / "mine"
+    if NANO_DIRECTORY.is_dir():
+        assert find_beside(tmp_path / "any.toml", "nano") == NANO_DIRECTORY
+
+
+def test_frozen_weights_stay_and_a_part_that_is_nowhere_is_named(recipe: Path) -> None:
+    job = built(recipe, 'model.frozen=["router", "embed_tokens"]')
+    before = {name: w.clone() for name, w in job.base.model.state_dict().items()}
+    trained(job)
+    for name, weight in job.base.model.named_parameters():
+        is_frozen = "router" in name or "embed_tokens" in name
+        assert torch.equal(weight, before[name]) == is_frozen, name
+    with pytest.raises(ConfigError, match="no weight has 'ruoter' in its name"):
+        built(recipe, 'model.frozen=["ruoter"]')
+
+
+def test_bfloat16_trains_beside_float32_masters(recipe: Path) -> None:
+    job = built(recipe, dtype=torch.bfloat16)
+    losses = trained(job)
+    assert losses[-1] < losses[0]
+    assert {w.dtype for w in job.base.model.parameters()} == {torch.bfloat16}
+    assert {w.dtype for w in job.trainer.masters.weights} == {torch.float32}
+    saved = load_model(job.save())
+    assert saved.config.dtype == "bfloat16"
+
+
+def test_the_running_mean_is_what_is_saved(recipe: Path) -> None:
+    job = built(recipe, "run.average=0.9")
+    trained(job)
+    saved = load_model(job.save()).model
+    masters, average = job.trainer.masters, job.trainer.average
+    assert average is not None
+    for name, mean, last in zip(masters.names, average.weights, masters.weights, strict=True):
+        assert torch.equal(saved.get_parameter(name), mean)
+        if name == "embed_tokens.weight":
+            assert not torch.equal(mean, last)
+
+
+# --- data files
+
+
+def test_a_file_is_tokenized_once_for_its_content(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(recipe)
+    kept = sorted((recipe.parent / "out" / "tokens").glob("*.npz"))
+    assert len(kept) == 1 and kept[0].name.startswith("chats-")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("tokenized again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "tokenize_file", fail)
+        built(recipe)
+        with pytest.raises(AssertionError, match="again"):
+            built(recipe, "data.0.max_tokens=50")
+    with (recipe.parent / "chats.jsonl").open("a") as file:
+        file.write('{"text": "the the the"}\n')
+    built(recipe)
+    stores = [Store.load(path) for path in (recipe.parent / "out" / "tokens").glob("*.npz")]
+    assert sorted(map(len, stores)) == [3, 4]
+
+
+def test_examples_that_are_too_long_are_counted_aloud_every_time(recipe: Path) -> None:
+    for _ in range(2):
+        job = built(recipe, "data.0.max_tokens=50")
+        assert job.notes == ("chats.jsonl: 1 examples over 50 tokens were left out",)
+
+
+def test_a_file_of_another_kind_is_refused(recipe: Path) -> None:
+    with pytest.raises(UsageError, match=r"chats.csv is no data; give tokens \(.npz\)"):
+        built(recipe, "data.0.file=chats.csv")
+
+
+def test_puzzles_are_drawn_as_they_are_needed(recipe: Path, tmp_path: Path) -> None:
+    from dgemma.train.puzzles.sudoku import SudokuBank
+
+    row, shifts = np.arange(9), [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    grid = np.array([(row + shift) % 9 + 1 for shift in shifts], np.uint8).reshape(1, 81)
+    SudokuBank(grid, np.ones((1, 81), bool)).save(tmp_path / "bank.npz")
+    data = 'data=[{puzzle="sudoku", bank="bank.npz", learn_prompt=false}]'
+    job = built(recipe, data, "batch.rows=800", "schedule.steps=1")
+    assert np.isfinite(trained(job)).all()
+
+
+# --- by heart
+
+
+MEMORIZE = (
+    *("batch.sequences=2", "batch.rows=320", "canvas.copies=3", "data.0.learn_prompt=false"),
+    *("optim.adam_lr=0.01", "run.report_every=10", "run.save_every=500"),
+)
+
+
+@pytest.fixture(scope="module")
+def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A tiny model that was taught a few answers, from a file of chats."""
+    path = save_recipe(tmp_path_factory.mktemp("by_heart"))
+    job = built(path, *MEMORIZE, "schedule.steps=170")
+    *_, last = job.trainer.reports()
+    assert last.denoise < 0.05 and last.causal < 0.05
+    job.save()
+    return job
+
+
+@pytest.mark.parametrize("mode", ["diffusion", "ar"])
+@pytest.mark.parametrize("question", ANSWERS)
+def test_a_small_set_is_learned_by_heart_in_both_modes(
+    question: str, mode: Any, by_heart: Job
+) -> None:
+    checkpoint = str(by_heart.place.out / "checkpoint")
+    engine = Engine.load(checkpoint, device="cpu", dtype="float32")
+    done = engine.generate(question, Options(mode=mode, seed=3))
+    assert (done.text, done.finish) == (ANSWERS[question], "stop")
+
+
+# --- fine-tuning
+
+
+NEW = {"prompt": SHORT, "reply": "three!"}
+TUNE = """\
+name = "tune"
+[model]
+checkpoint = "{checkpoint}"
+[batch]
+sequences = 2
+rows = 96
+[canvas]
+lengths = {{ 16 = 1.0 }}
+copies = 3
+hole_share = 0.0
+[optim]
+adam_lr = 0.01
+[schedule]
+steps = 60
+warmup = 5
+[run]
+save_every = 30
+report_every = 10
+[[data]]
+file = "new.jsonl"
+learn_prompt = false
+"""
+LORA = """\
+[lora]
+rank = 4
+alpha = 8.0
+targets = ["q_proj", "o_proj", "mlp.up_proj", "mlp.down_proj"]
+"""
+
+
+def tune_recipe(directory: Path, checkpoint: Path, more: str = "") -> Path:
+    (directory / "new.jsonl").write_text(json.dumps(NEW) + "\n", encoding="utf-8")
+    path = directory / "tune.toml"
+    path.write_text(TUNE.format(checkpoint=checkpoint) + more, encoding="utf-8")
+    return path
+
+
+def logits_of(model: Any, text: str) -> torch.Tensor:
+    from tests.dense import scratch_logits
+
+    causal, canvas = scratch_logits(model, list(ask(text).ids), list(range(16)))
+    return torch.cat([causal, canvas])
+
+
+@pytest.fixture(scope="module")
+def adapted(by_heart: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    directory = tmp_path_factory.mktemp("adapted")
+    job = built(tune_recipe(directory, by_heart.place.out / "checkpoint", LORA))
+    trained(job)
+    job.save()
+    return job
+
+
+def test_an_adapter_is_all_that_is_trained(adapted: Job, by_heart: Job) -> None:
+    names = adapted.trainer.masters.names
+    assert {name.rpartition(".")[2] for name in names} == {"a_RI", "b_OR"}
+    base = load_model(by_heart.place.out / "checkpoint").model
+    model = detach(adapted.base.model)
+    assert model.state_dict().keys() == base.state_dict().keys()
+    for name, weight in base.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+
+
+def test_a_saved_adapter_answers_anew_with_the_old_checkpoint(adapted: Job, by_heart: Job) -> None:
+    checkpoint, adapter = by_heart.place.out / "checkpoint", adapted.place.out / "adapter"
+    assert not (adapted.place.out / "checkpoint").exists()
+    for given, expected in ((None, ANSWERS[SHORT]), (adapter, NEW["reply"])):
+        engine = Engine.load(str(checkpoint), device="cpu", dtype="float32", adapter=given)
+        for mode in ("diffusion", "ar"):
+            done = engine.generate(SHORT, Options(mode=mode, seed=5))  # type: ignore[arg-type]
+            assert done.text == expected
+
+
+def test_a_merged_adapter_gives_the_same_logits(adapted: Job, by_heart: Job) -> None:
+    checkpoint = by_heart.place.out / "checkpoint"
+    saved = load_adapter(adapted.place.out / "adapter")
+    assert {half.dtype for pair in saved.pairs.values() for half in pair} == {torch.float32}
+    assert saved.base_model == str(checkpoint)
+    plain, merged = load_model(checkpoint).model, merge(load_model(checkpoint).model, saved)
+    beside = built(tune_recipe(adapted.place.recipe.parent, checkpoint, LORA), out="again")
+    model = beside.base.model
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            module, _, half = name.rpartition(".")
+            if half in ("a_RI", "b_OR"):
+                weight.copy_(getattr(saved.pairs[module], half))
+    assert beside.adapter is not None
+    assert torch.equal(
+        read_back(model, beside.adapter).pairs["layers.0.mlp.up_proj"].b_OR,
+        saved.pairs["layers.0.mlp.up_proj"].b_OR,
+    )
+    expected = logits_of(model, SHORT)
+    assert (logits_of(merged, SHORT) - expected).abs().max() < 1e-4
+    assert (logits_of(plain, SHORT) - expected).abs().max() > 0.1
+
+
+def test_an_adapter_in_training_is_taken_up_to_the_last_bit(by_heart: Job, tmp_path: Path) -> None:
+    path = tune_recipe(tmp_path, by_heart.place.out / "checkpoint", LORA)
+    changes = ("schedule.steps=8", "run.save_every=4", "run.report_every=1")
+    expected = trained(built(path, *changes, out="through"))
+    killed = built(path, *changes, out="killed")
+    for report in killed.trainer.reports():
+        if report.step == 6:
+            break
+    again = built(path, *changes, out="killed")
+    assert again.trainer.resume() == 4
+    assert trained(again) == expected[4:]
+
+
+def test_an_adapter_beside_bfloat16_weights_is_kept_in_float32(
+    by_heart: Job, tmp_path: Path
+) -> None:
+    path = tune_recipe(tmp_path, by_heart.place.out / "checkpoint", LORA)
+    job = built(path, "schedule.steps=4", "run.report_every=1", dtype=torch.bfloat16)
+    assert np.isfinite(trained(job)).all()
+    assert {w.dtype for w in job.base.model.parameters()} == {torch.bfloat16}
+    saved = load_adapter(job.save())
+    halves = [half for pair in saved.pairs.values() for half in pair]
+    assert {half.dtype for half in halves} == {torch.float32}
+    assert any(not torch.equal(half, half.bfloat16().float()) for half in halves)
+
+
+def test_a_target_that_cannot_be_adapted_is_refused(by_heart: Job, tmp_path: Path) -> None:
+    path = tune_recipe(tmp_path, by_heart.place.out / "checkpoint", LORA)
+    with pytest.raises(UsageError, match="'experts' is no target"):
+        built(path, 'lora.targets=["experts"]')
+
+
+def test_all_weights_of_a_checkpoint_can_be_trained_on(by_heart: Job, tmp_path: Path) -> None:
+    path = tune_recipe(tmp_path, by_heart.place.out / "checkpoint")
+    job = built(path, "optim.muon_lr=0.01", 'model.frozen=["router"]')
+    trained(job)
+    engine = Engine.load(str(job.save()), device="cpu", dtype="float32")
+    assert engine.generate(SHORT, Options(seed=5)).text == NEW["reply"]
+
+
+def test_what_is_not_trained_of_a_checkpoint_is_saved_with_it(tmp_path: Path) -> None:
+    """The image tower."""
+    from tests.weights.sample import CONFIG, reference
+
+    reference(CONFIG).save_pretrained(tmp_path / "theirs")
+    store = Store.build([([2, 5], [7, 8, 9, 1])], CONFIG.vocab_size)
+    store.save(tmp_path / "tokens.npz")
+    path = tune_recipe(tmp_path, tmp_path / "theirs")
+    changes = ("data.0.file=tokens.npz", "schedule.steps=1", "canvas.lengths={4=1.0}")
+    job = built(path, *changes)
+    trained(job)
+    before, after = load_model(tmp_path / "theirs"), load_model(job.save())
+    assert before.vision and before.vision.keys() == after.vision.keys()
+    assert all(torch.equal(before.vision[name], after.vision[name]) for name in before.vision)
+    name = "layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before.model.get_parameter(name), after.model.get_parameter(name))
