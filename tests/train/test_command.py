@@ -18,7 +18,6 @@ from dgemma.errors import UsageError
 from dgemma.train.__main__ import main as plain
 from dgemma.train.command import Wanted, note_recipe
 from dgemma.train.loop import Trainer
-from dgemma.train.plot import plot_losses
 from dgemma.train.recipe import load_recipe
 from dgemma.train.report import Metrics
 from dgemma.train.state import states
@@ -33,6 +32,12 @@ TIMELESS = ("step", "steps", "total", "denoise", "causal", "balance", "norm", "r
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     return save_recipe(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing has its own tests; its first use on a machine takes long and speaks on stderr."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 Call = Callable[..., tuple[int, str, str]]
@@ -67,6 +72,7 @@ def test_it_says_where_everything_is_and_goes_on_when_called_again(
     code, said, erred = call(recipe, "--out", out, "--set", "schedule.warmup=3")
     assert (code, erred) == (0, "")
     assert said.splitlines()[0] == f"checkpoint: {out / 'checkpoint'}"
+    assert "pip install 'dgemma[train]'" in said.splitlines()[1]  # for a plot
     assert len(course(out)) == 8 and [step for step, _ in states(out)] == [4, 8]
     assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"} <= {
         path.name for path in (out / "checkpoint").iterdir()
@@ -224,26 +230,3 @@ def test_tasks_are_run_before_and_after(call: Call, recipe: Path, tmp_path: Path
     code, said, _ = call(*arguments, "--steps", "61")
     assert code == 0 and said.splitlines()[-1].split("  ")[2].strip() == ""
     assert "json_calls" not in call(*arguments, "--steps", "62", "--eval", "none")[1]
-
-
-# --- the plot
-
-
-def test_without_matplotlib_it_says_how_to_get_a_plot(
-    call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, said, _ = call(recipe, "--out", tmp_path / "run", "--steps", "1")
-    assert code == 0 and "pip install 'dgemma[train]'" in said
-    assert not (tmp_path / "run" / "loss.svg").exists()
-
-
-def test_losses_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    lines = [{"step": step, "denoise": 1 / step, "causal": 2 / step} for step in range(1, 20)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    path = plot_losses(tmp_path)
-    assert path == tmp_path / "loss.svg"
-    drawn = path.read_text()
-    assert drawn.lstrip().startswith("<?xml") and "</svg>" in drawn

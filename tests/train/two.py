@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dgemma.train.command import Wanted, finish, prepare
+from dgemma.train.command import Wanted, prepare
 from dgemma.train.distributed import leave
 from dgemma.train.loop import TrainingInterrupted
 
@@ -36,7 +36,7 @@ def work(run: dict[str, Any]) -> Any:
                 os.kill(os.getpid(), signal.SIGINT)
     except TrainingInterrupted:
         return job
-    finish(job)
+    job.save()
     return job
 
 
