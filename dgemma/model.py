@@ -222,8 +222,9 @@ class Gemma(nn.Module):
         assert self.self_conditioning is not None, "an autoregressive model has no canvas mode"
         return self.self_conditioning.condition(self.embed(tokens_T), soft_TD)
 
-    def stack(self, x_TD: Tensor, context: Context) -> Tensor:
-        turns = self.turns(context.positions_T)
+    def stack(self, x_TD: Tensor, context: Context, turns: Turns | None = None) -> Tensor:
+        """All layers; `turns`: those of the context's positions, if they are known already."""
+        turns = self.turns(context.positions_T) if turns is None else turns
         for layer in self.layers:
             x_TD = layer(x_TD, turns, context)
         return self.norm(x_TD)  # type: ignore[no-any-return]

@@ -1,12 +1,13 @@
 """Counter-based random numbers: Philox 4x32-10 (Salmon et al., SC 2011) in plain tensor arithmetic.
 
 A number depends on its key and counter alone, so it is the same on every device, in any batch and
-in any order. 32-bit words travel in int64 tensors; products wrap as unsigned ones do.
+in any order. 32-bit words travel in int64 tensors.
 """
 
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
+HALF = 0xFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
@@ -27,5 +28,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    product = word * multiplier
-    return product & WORD, (product >> 32) & WORD
+    """The low and the high word of a product, by halves: a compiler may not count on overflow."""
+    low = word * (multiplier & HALF)
+    high = word * (multiplier >> 16) + (low >> 16)
+    return (high & HALF) << 16 | low & HALF, high >> 16

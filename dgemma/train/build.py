@@ -251,6 +251,7 @@ def _ingredient(
         copies=recipe.canvas.copies if data.copies is None else data.copies,
         learn_prompt=data.learn_prompt,
         hole_share=data.hole_share,
+        level_power=data.level_power,
     )
 
 

@@ -51,6 +51,7 @@ class Ingredient:
     copies: int = 1  # of each canvas
     learn_prompt: bool = True
     hole_share: float | None = None  # None: as the mixture's
+    level_power: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ class Mixture:
             copies=ingredient.copies,
             learn_prompt=ingredient.learn_prompt,
         )
-        corruption = self.corruption
+        corruption = replace(self.corruption, level_power=ingredient.level_power)
         if ingredient.hole_share is not None:
             corruption = replace(corruption, hole_share=ingredient.hole_share)
         return lay_out(example, layout, corruption, rng)

@@ -6,10 +6,13 @@ at every row of the clean text, in one pass over both.
     soft = for every second sequence the mean token of the model's own guess without soft, a guess
            that has no gradient; else zero
 
+With `rollout`, some canvases that are told a guess are first brought a step further by it.
+
 T rows of all packed sequences, D width, V vocabulary, E experts.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from dgemma.model import Gemma, Router
+from dgemma.train import rollout as rolling
 from dgemma.train.context import Batch, PackedContext
 from dgemma.train.distributed import ALONE, Group
 from dgemma.train.rows import CANVAS, NOTHING, TARGET
@@ -53,6 +57,13 @@ class Counts(NamedTuple):
         clean = int(is_asked.sum()) - canvas
         three = torch.tensor([max(1, canvas), max(1, clean), parts], dtype=torch.float32)
         return cls(*three.to(device, non_blocking=True))
+
+
+class Guess(NamedTuple):
+    """What the model made of every second sequence."""
+
+    told: Tensor  # for all rows as they are told it; probabilities where they have a gradient
+    token: Tensor | None  # of those sequences after a step of the sampler; None: as they are
 
 
 class Objective(nn.Module):
@@ -92,24 +103,31 @@ class Objective(nn.Module):
         return self.losses(batch, guess, context, counts)
 
     @torch.no_grad()
-    def first_pass(self, batch: Batch) -> Tensor:
-        """The model's own guess of every second sequence: as it is told, or as probabilities."""
+    def first_pass(self, batch: Batch) -> Guess:
+        """The model's own guess of every second sequence."""
         half = batch.every_second()
         context = PackedContext(self.model.config, half, is_flex=self.is_flex)
         self.routes.clear()  # here, so that a compiled pass always finds it empty
         return self.guess(half, context)
 
-    def guess(self, half: Batch, context: PackedContext) -> Tensor:
+    def guess(self, half: Batch, context: PackedContext) -> Guess:
         hidden_TD = self._hidden(half, None, context)
-        parts = []
-        for piece_TD in torch.split(hidden_TD, self.piece or len(hidden_TD)):
-            p_TV = self.model.logits(piece_TD).softmax(-1)
+        rollout, size = self.weighting.rollout, self.piece or len(hidden_TD)
+        lots = rolling.lots(half, rollout, self.model.config.vocab_size)
+        parts, tokens = [], []
+        for piece_TD, *own in zip(*(torch.split(x, size) for x in (hidden_TD, *lots)), strict=True):
+            lot = rolling.Lots(*own)
+            p_TV = (self.model.logits(piece_TD) / lot.heat[:, None]).softmax(-1)
+            if rollout:
+                tokens.append(rolling.roll(p_TV, lot))
             if self.weighting.guess_gradient:
                 parts.append(p_TV.to(self.model.embed_tokens.weight.dtype))
             else:
                 parts.append(self.model.embed_soft(p_TV))
-        guess = torch.cat(parts)
-        return guess if self.weighting.guess_gradient else self.told(half, guess)
+        told = torch.cat(parts)
+        if not self.weighting.guess_gradient:
+            told = self.told(half, told)
+        return Guess(told, torch.cat(tokens).view_as(half.token) if rollout else None)
 
     def told(self, half: Batch, soft_TD: Tensor) -> Tensor:
         """What all sequences are told: soft embeddings, or nothing in those between."""
@@ -119,10 +137,14 @@ class Objective(nn.Module):
         soft_BTD = soft_TD.view(*half.token.shape, -1)
         return torch.stack([soft_BTD, torch.zeros_like(soft_BTD)], dim=1).flatten(0, 2)
 
-    def losses(self, batch: Batch, guess: Tensor, context: PackedContext, counts: Counts) -> Losses:
+    def losses(self, batch: Batch, guess: Guess, context: PackedContext, counts: Counts) -> Losses:
+        told = guess.told
         if self.weighting.guess_gradient:
-            guess = self.told(batch.every_second(), self.model.embed_soft(guess))
-        hidden_TD = self._hidden(batch, guess, context)
+            told = self.told(batch.every_second(), self.model.embed_soft(told))
+        if guess.token is not None:
+            token = torch.stack([guess.token, batch.token[1::2]], dim=1).flatten(0, 1)
+            batch = replace(batch, token=token)
+        hidden_TD = self._hidden(batch, told, context)
         loss_T = self._row_losses(hidden_TD, batch.target.flatten())
         is_canvas_T = batch.is_canvas.flatten()
         denoise = torch.where(is_canvas_T, loss_T, 0.0).sum() / counts.canvas
@@ -147,7 +169,7 @@ class Objective(nn.Module):
         entered_TD = self.model.enter(tokens_T, soft_TD)
         is_canvas_T1 = batch.is_canvas.flatten()[:, None]
         x_TD = torch.where(is_canvas_T1, entered_TD, self.model.embed(tokens_T))
-        return self.model.stack(x_TD, context)
+        return self.model.stack(x_TD, context, context.turns)
 
     def balance(self, batch: Batch) -> Tensor:
         """How unevenly the experts are used, over all layers: 1 is even, their number the worst.

@@ -71,6 +71,7 @@ class DataSource:
     copies: int | None = None  # None here and below: as [canvas] says
     hole_share: float | None = None
     lengths: Mapping[str, float] | None = None
+    level_power: float = 1.0  # of noise levels; below 1 a canvas is oftener almost all noise
     max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows
 
     def __post_init__(self) -> None:
@@ -78,6 +79,8 @@ class DataSource:
             self.bank is None
         ):
             raise ConfigError("[[data]] needs either file, or puzzle with its bank")
+        if self.level_power <= 0:
+            raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

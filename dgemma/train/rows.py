@@ -4,7 +4,8 @@ A clean row holds a token of the text and is asked for the next one. A canvas ro
 may be noise and is asked for the clean one. One pass holds both, so that gradients of the canvases
 reach the text they look back on: there is no cache to stop them.
 
-Rows are the columns of an int32 array, one line per field. N rows, C canvases, L canvas length.
+Rows are the columns of an int32 array, one line per field; `lot` is a random number of a canvas,
+for what chance has still to decide about it. N rows, C canvases, L canvas length.
 """
 
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ class Example(NamedTuple):
     reply: NDArray[np.integer]
 
 
-FIELDS = ("token", "target", "position", "canvas", "start", "pinned", "example")
-TOKEN, TARGET, POSITION, CANVAS, START, PINNED, EXAMPLE = range(len(FIELDS))
-PADDING = np.array([0, NOTHING, 0, NOTHING, 1, 0, NOTHING], np.int32)
+FIELDS = ("token", "target", "position", "canvas", "start", "pinned", "example", "lot")
+TOKEN, TARGET, POSITION, CANVAS, START, PINNED, EXAMPLE, LOT = range(len(FIELDS))
+PADDING = np.array([0, NOTHING, 0, NOTHING, 1, 0, NOTHING, 0], np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class Corruption:
     lowest: float = 1e-4
     highest: float = 1.0 - 1e-4
     hole_share: float = 0.2  # of the canvases
+    level_power: float = 1.0  # of the level, drawn evenly; below 1 high levels are oftener
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ def _clean_rows(prompt: NDArray[np.integer], reply: NDArray[np.integer], layout:
         rows[TARGET, : len(prompt) - 1] = NOTHING
     rows[POSITION] = np.arange(len(text))
     rows[START] = rows[POSITION] + 1
-    rows[CANVAS], rows[PINNED], rows[EXAMPLE] = NOTHING, 0, 0
+    rows[CANVAS], rows[PINNED], rows[EXAMPLE], rows[LOT] = NOTHING, 0, 0, 0
     return rows
 
 
@@ -124,6 +126,7 @@ def _canvas_rows(
     rows[START] = begin + rows[CANVAS] * length
     rows[PINNED] = pinned_CL.ravel()
     rows[EXAMPLE] = 0
+    rows[LOT] = np.repeat(rng.integers(1 << 31, size=count, dtype=np.int32), length)
     return rows
 
 
@@ -131,7 +134,7 @@ def _levels(
     count: int, length: int, corruption: Corruption, rng: np.random.Generator
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The probability of noise at each position, and the positions that are given."""
-    level_C = rng.uniform(corruption.lowest, corruption.highest, count)
+    level_C = rng.uniform(corruption.lowest, corruption.highest, count) ** corruption.level_power
     level_CL = np.repeat(level_C[:, None], length, axis=1)
     pinned_CL = np.zeros((count, length), bool)
     for canvas in np.flatnonzero(rng.random(count) < corruption.hole_share):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dgemma.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
@@ -10,3 +12,8 @@ class Weighting:
     # Whether what is told of the guess, a mean of token vectors, has a gradient into the vectors,
     # as it has in transformers. It costs the memory of the guess, rows / 2 times the vocabulary.
     guess_gradient: bool = False
+    rollout: float = 0.0  # share of the canvases told a guess that one step of the sampler changes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rollout <= 1:
+            raise ConfigError(f"[loss] rollout is {self.rollout}; it is a share, from 0 to 1")

@@ -11,6 +11,7 @@ from dgemma.train.mix import Ingredient, Mixture, StoreSource
 from dgemma.train.rows import (
     CANVAS,
     EXAMPLE,
+    FIELDS,
     NOTHING,
     PINNED,
     POSITION,
@@ -173,7 +174,7 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 def test_batches_are_well_filled_and_of_one_shape() -> None:
     mix = mixture(sequences=8, rows=256)
     batches = [mix.batch(step) for step in range(5)]
-    assert {batch.shape for batch in batches} == {(7, 8, 256)}
+    assert {batch.shape for batch in batches} == {(len(FIELDS), 8, 256)}
     assert np.mean([(batch[EXAMPLE] > NOTHING).mean() for batch in batches]) > 0.9
 
 
