@@ -55,6 +55,12 @@ class Buffer:
         slots = slice(start - self.base, stop - self.base)
         return Segment(self.k_SMH[slots], self.v_SMH[slots])
 
+    def spot(self, start: int, stop: int) -> list[int]:
+        """The same as numbers: addresses of keys and values, and how many there are."""
+        stride = self.k_SMH.stride(0) * self.k_SMH.element_size()
+        offset = (start - self.base) * stride
+        return [self.k_SMH.data_ptr() + offset, self.v_SMH.data_ptr() + offset, stop - start]
+
     def slide(self, start: int, stop: int) -> None:
         """Move positions [start, stop) to the front."""
         kept = self.read(start, stop)
@@ -217,6 +223,33 @@ class KVCache:
             segments.append(buffer.read(max(start, buffer.base), stop))
         return segments
 
+    @property
+    def layout(self) -> tuple[tuple[int, int], ...]:
+        """Where the buffers lie and begin; as long as it is the same, so are all places."""
+        return tuple((buffer.k_SMH.data_ptr(), buffer.base) for buffer in self.buffers)
+
+    def places(self, start: int, count: int) -> list[list[int]] | None:
+        """Where the keys lie, layer by layer, that `count` tokens from `start` on see.
+
+        As `ops/kernels/attention.py` reads it; None if the past has a past of its own.
+        """
+        rows = []
+        for layer in range(len(self.buffers)):
+            spots = self._spots(layer, self._window_start(layer, start), start + count)
+            if len(spots) > 6:
+                return None
+            rows.append(spots if len(spots) == 6 else [0, 0, 0, *spots])
+        return rows
+
+    def _spots(self, layer: int, start: int, stop: int) -> list[int]:
+        """`read` as numbers, three for each place; quicker than to make tensors of them."""
+        found, buffer = [], self.buffers[layer]
+        if self.past is not None and start < buffer.base:
+            found += self.past._spots(layer, start, min(stop, buffer.base))
+        if stop > buffer.base:
+            found += buffer.spot(max(start, buffer.base), stop)
+        return found
+
     def _marked(self, length: int) -> list[int]:
         """Marks up to `length`, of this row and its past."""
         older = [] if self.past is None else self.past._marked(min(length, self.origin))
@@ -334,6 +367,15 @@ class Pass:
             span.cache.buffers[layer].write(start, k_LMH, v_LMH)
             outs.append(attention(q_LNH, self._visible(index, layer)))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def places(self) -> list[list[list[int]]] | None:
+        """`KVCache.places` of each span; None if there are none. Holds until a row is changed."""
+        found = [
+            span.cache.places(start, span.count)
+            for span, start in zip(self.spans, self.starts, strict=True)
+        ]
+        known = [rows for rows in found if rows is not None]
+        return known if len(known) == len(found) else None
 
     def close(self) -> None:
         """Keep what the commit spans wrote."""

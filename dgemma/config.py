@@ -29,6 +29,7 @@ SOFTCAP_WHEN_ABSENT: dict[Family, float | None] = {"diffusion_gemma": 30.0, "gem
 IGNORED_TOP: dict[str, str] = {
     "architectures": "model_type already names the architecture",
     "eos_token_id": "read with the generation defaults, where they name no stop ids",
+    "quantization_config": "read with the weights, whose files it describes",
     "initializer_range": "only used to draw random weights",
     "transformers_version": "who wrote the file",
     "vision_soft_tokens_per_image": "belongs to the image processor",

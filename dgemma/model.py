@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.config import ModelConfig
-from dgemma.ops.experts import experts, grouped_linear, top
+from dgemma.ops.experts import mix, stacked_choices, top
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import frequencies, rotate, turns
 from dgemma.ops.routed import routed_experts
@@ -30,6 +30,12 @@ class Context(Protocol):
     positions_T: Tensor
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor: ...
+
+
+class Runner(Protocol):
+    """Runs all layers and the last norm another way, where it can; None where it cannot."""
+
+    def __call__(self, x_TD: Tensor, context: Context, turns: Turns) -> Tensor | None: ...
 
 
 class Norm(nn.Module):
@@ -119,8 +125,11 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
         if self.gate_up_proj.requires_grad:
             return routed_experts(x_TD, ids_TK, share_TK, self.gate_up_proj, self.down_proj)
-        gate_up, down = grouped_linear(self.gate_up_proj), grouped_linear(self.down_proj)
-        return experts(x_TD, ids_TK, share_TK, gate_up, down)
+        return mix(self.choices(x_TD, ids_TK), share_TK).to(x_TD.dtype)
+
+    def choices(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+        """What each choice of each token gives, [T * K, D], not yet weighted."""
+        return stacked_choices(x_TD, ids_TK, self.gate_up_proj, self.down_proj)
 
 
 class Layer(nn.Module):
@@ -208,6 +217,7 @@ class Gemma(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.self_conditioning = SelfConditioning(config) if config.can_denoise else None
+        self.runner: Runner | None = None  # same function, laid out for a device
 
     def encode(self, tokens_T: Tensor, context: Context) -> Tensor:
         """The causal mode: hidden states of prompt or committed tokens."""
@@ -225,6 +235,10 @@ class Gemma(nn.Module):
     def stack(self, x_TD: Tensor, context: Context, turns: Turns | None = None) -> Tensor:
         """All layers; `turns`: those of the context's positions, if they are known already."""
         turns = self.turns(context.positions_T) if turns is None else turns
+        if self.runner is not None:
+            hidden_TD = self.runner(x_TD, context, turns)
+            if hidden_TD is not None:
+                return hidden_TD
         for layer in self.layers:
             x_TD = layer(x_TD, turns, context)
         return self.norm(x_TD)  # type: ignore[no-any-return]

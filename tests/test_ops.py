@@ -302,6 +302,34 @@ def test_the_draw_is_the_exact_inverse_of_the_running_sum(vocab: int) -> None:
     assert ((drawn_V - count * p_V).abs() <= 1 + 1e-6 * count).all()
 
 
+def test_draws_have_a_temperature_of_their_own() -> None:
+    """It changes the draws alone; at 0 they are the likeliest tokens, at 1 nothing changes."""
+    rows, vocab = 512, 96
+    raw_TV = normal(3, 1, vocab).expand(rows, vocab) * 4
+    plain = ask(rows, vocab, seed=1, heat=0.7)
+    plain = replace(plain, uniform_T=torch.arange(rows, dtype=torch.float64) / rows)
+    expected, p_TV = row_stats(raw_TV.clone(), 30.0, plain)
+    for temperature in (0.0, 0.5, 1.0, 2.0):
+        query = replace(plain, temperature_T=torch.full((rows,), temperature))
+        found, told_TV = row_stats(raw_TV.clone(), 30.0, query)
+        assert torch.equal(told_TV, p_TV)
+        for name in ("top_T", "entropy_T", "top_p_T", "held_p_T"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))
+        if temperature == 0:
+            assert torch.equal(found.draw_T, expected.top_T)
+            continue
+        # With uniform numbers evenly spaced, tokens come as often as they are likely.
+        hot_V = (p_TV[0].double().log() / temperature).softmax(-1)
+        shares_V = torch.bincount(found.draw_T, minlength=vocab) / rows
+        assert (shares_V - hot_V).abs().max() <= 2 / rows
+        reference = row_stats_reference(raw_TV, 30.0, query).draw_T
+        assert (found.draw_T == reference).double().mean() > 0.99
+    assert torch.equal(
+        row_stats(raw_TV.clone(), 30.0, replace(plain, temperature_T=torch.ones(rows)))[0].draw_T,
+        expected.draw_T,
+    )
+
+
 def test_draws_from_the_noise_of_a_request_follow_the_distribution() -> None:
     """Pearson's statistic of 20,000 draws stays below its 99.99% point for 6 degrees."""
     vocab, steps, length = 7, 199, 100

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.ops.fast import is_on
 from dgemma.ops.linear import Linear, linear
 
 FEW = 4  # taken one at a time when compiled
@@ -42,19 +43,38 @@ def top(p_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def experts(
     x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor, gate_up: GroupedLinear, down: GroupedLinear
 ) -> Tensor:
-    """Run each expert once over all of its tokens.
+    """Run each expert once over all of its tokens, and mix what they give."""
+    return mix(choices(x_TD, ids_TK, gate_up, down), share_TK).to(x_TD.dtype)
+
+
+def choices(x_TD: Tensor, ids_TK: Tensor, gate_up: GroupedLinear, down: GroupedLinear) -> Tensor:
+    """What each choice of each token gives, not yet weighted.
 
     Assignments are sorted by expert, so an expert's tokens are one slice, and put back in token
     order before the weighted sum: the order of additions never depends on the routing.
     """
-    num_tokens, top_k = ids_TK.shape
+    top_k = ids_TK.shape[1]
     flat_A = ids_TK.flatten()
     order_A = flat_A.argsort(stable=True)
     x_AD = x_TD.index_select(0, order_A // top_k)
     hidden_AI = gated(gate_up(x_AD, flat_A))
-    out_AD = down(hidden_AI, flat_A).index_select(0, order_A.argsort())
-    out_TKD = out_AD.view(num_tokens, top_k, -1).to(share_TK.dtype)
-    return torch.einsum("tk,tkd->td", share_TK, out_TKD).to(x_TD.dtype)
+    return down(hidden_AI, flat_A).index_select(0, order_A.argsort())
+
+
+def mix(out_AD: Tensor, share_TK: Tensor) -> Tensor:
+    """The weighted sum of each token's choices."""
+    out_TKD = out_AD.view(*share_TK.shape, -1).to(share_TK.dtype)
+    return torch.einsum("tk,tkd->td", share_TK, out_TKD)
+
+
+def stacked_choices(x_TD: Tensor, ids_TK: Tensor, gate_up_EID: Tensor, down_EDI: Tensor) -> Tensor:
+    """The same with stacked weights, by our kernels where they fit."""
+    if is_on(x_TD):
+        from dgemma.ops.kernels import experts as kernels
+
+        if kernels.fits(x_TD, gate_up_EID, down_EDI):
+            return kernels.choices(x_TD, ids_TK, gate_up_EID, down_EDI)
+    return choices(x_TD, ids_TK, grouped_linear(gate_up_EID), grouped_linear(down_EDI))
 
 
 def grouped_linear(weight_EOD: Tensor) -> GroupedLinear:

@@ -7,14 +7,17 @@ number: the running sums of chunks pick a chunk, then only that chunk is looked 
 T positions, V vocabulary, C chunks of W tokens each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.ops.fast import is_on
+
 CHUNK = 128  # tokens summed together; the draw re-reads one chunk per position
+COLDEST = 1e-3  # a temperature below it takes the likeliest token
 SCRATCH_ELEMENTS = 1 << 20  # numbers in a group of rows
 
 
@@ -25,9 +28,12 @@ class Query:
     heat_T: Tensor  # temperature, float32
     uniform_T: Tensor  # the number that decides the draw, float64 in [0, 1)
     held_T: Tensor  # the token now on the canvas
+    temperature_T: Tensor | None = None  # of the draw alone, beside the heat; None: 1 everywhere
 
     def rows(self, rows: slice) -> "Query":
-        return Query(**{name: getattr(self, name)[rows] for name in self.__slots__})
+        tempered = self.temperature_T is not None
+        names = self.__slots__ if tempered else self.__slots__[:-1]
+        return Query(**{name: getattr(self, name)[rows] for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,24 @@ class RowStats:
 
 def row_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
     """Statistics and probabilities of each position. `raw_TV` is consumed: these replace it."""
+    measure = _by_kernels if is_on(raw_TV) else _by_groups
+    stats, p_TV = measure(raw_TV, softcap, query)
+    return (stats if query.temperature_T is None else _redraw(stats, p_TV, query)), p_TV
+
+
+def _redraw(stats: RowStats, p_TV: Tensor, query: Query) -> RowStats:
+    """The same statistics with draws at their own temperatures; at zero, the likeliest token."""
+    assert query.temperature_T is not None
+    # Beside the largest, which no power makes vanish.
+    share_TV = p_TV.float() / p_TV.amax(-1, keepdim=True).float()
+    hot_TV = share_TV.pow_(1 / query.temperature_T.clamp(min=COLDEST)[:, None])
+    hot_TCW = hot_TV.view(len(hot_TV), -1, gcd(hot_TV.shape[-1], CHUNK))
+    draw_T = _draw(hot_TCW, hot_TCW.sum(-1).double().cumsum(-1), query.uniform_T)
+    is_cold_T = query.temperature_T < COLDEST
+    return replace(stats, draw_T=torch.where(is_cold_T, stats.top_T, draw_T))
+
+
+def _by_groups(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
     p_TV = raw_TV if raw_TV.dtype == torch.float32 else raw_TV.float()
     # A GPU takes all rows at once; on a CPU a group should stay in the cache between passes.
     is_cpu = p_TV.device.type == "cpu"
@@ -62,19 +86,53 @@ def row_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowS
     return RowStats.join(parts), p_TV
 
 
+def _by_kernels(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
+    from dgemma.ops.kernels import row_stats as kernels
+
+    marks = kernels.row_marks(raw_TV, softcap, query.heat_T)
+    ask = (query.heat_T, query.uniform_T, query.held_T)
+    merged = kernels.row_merge(raw_TV, softcap, ask, marks)
+    p_TV = kernels.probabilities_(raw_TV, softcap, query.heat_T, merged)
+    return RowStats(**{name: getattr(merged, name) for name in RowStats.__slots__}), p_TV
+
+
 def row_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
     """The definition, in float64."""
-    logits_TV = raw_TV.double()
-    if softcap is not None:
-        logits_TV = softcap * torch.tanh(logits_TV / softcap)
-    p_TV = (logits_TV / query.heat_T[:, None]).softmax(-1)
+    p_TV = _exact(raw_TV, softcap, query.heat_T)
     return RowStats(
-        draw_T=(p_TV.cumsum(-1) <= query.uniform_T[:, None]).sum(-1).clamp(max=p_TV.shape[-1] - 1),
+        draw_T=_draw_reference(p_TV, query),
         top_T=p_TV.argmax(-1),
         entropy_T=torch.special.entr(p_TV).sum(-1).float(),
         top_p_T=p_TV.amax(-1).float(),
         held_p_T=p_TV.gather(-1, query.held_T[:, None])[:, 0].float(),
     )
+
+
+def _draw_reference(p_TV: Tensor, query: Query) -> Tensor:
+    if query.temperature_T is not None:
+        p_TV = (p_TV.log() / query.temperature_T[:, None]).softmax(-1)
+    return (p_TV.cumsum(-1) <= query.uniform_T[:, None]).sum(-1).clamp(max=p_TV.shape[-1] - 1)
+
+
+def draw_misses(raw_TV: Tensor, softcap: float | None, query: Query, draw_T: Tensor) -> Tensor:
+    """How far each row's number lies outside the interval of its draw, in probability; float64.
+
+    Zero for the draws of the definition. Where tokens are many and alike their intervals are as
+    narrow as the rounding of any sum over them: a neighbour is then no worse a draw, and this tells
+    it from a wrong one.
+    """
+    cdf_TV = _exact(raw_TV, softcap, query.heat_T).cumsum(-1)
+    high_T = cdf_TV.gather(-1, draw_T[:, None])[:, 0]
+    low_T = F.pad(cdf_TV, (1, 0)).gather(-1, draw_T[:, None])[:, 0]
+    return torch.maximum(low_T - query.uniform_T, query.uniform_T - high_T).clamp(min=0)
+
+
+def _exact(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Tensor:
+    """Probabilities in float64."""
+    logits_TV = raw_TV.double()
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    return (logits_TV / heat_T[:, None]).softmax(-1)
 
 
 def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> RowStats:

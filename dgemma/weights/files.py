@@ -53,14 +53,17 @@ class StoredTensor:
         return self.stop - self.start
 
 
-def read_headers(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint directory, once all its files agree with each other."""
+def read_headers(directory: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint directory, once all its files agree with each other.
+
+    `types` are those its files may hold; the 8-bit layout of this package has its own.
+    """
     try:
         weights = find_weights(directory)
         if weights.name == SINGLE:
-            return read_header(weights)
+            return read_header(weights, types)
         is_int8 = weights.name == INT8_INDEX
-        return _read_shards(weights, INT8_ITEM_BYTES if is_int8 else ITEM_BYTES)
+        return _read_shards(weights, INT8_ITEM_BYTES if is_int8 else types)
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from None
 

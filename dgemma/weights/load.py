@@ -1,8 +1,8 @@
 """From a checkpoint directory to a model on a device: strict, memory-mapped, one tensor at a time.
 
 Everything is checked before the first weight moves. A weight that needs neither another device nor
-another type stays a view of its file; any other exists once, in its place. Weights stored in 8 bits
-are multiplied out as they are read, and only `int8` knows of them.
+another type stays a view of its file; any other exists once, in its place. Weights stored in fewer
+bits are multiplied out as they are read, and only `int8` and `quantized` know of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from dgemma.config import GenerationConfig, ModelConfig, load_config, load_gener
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.model import Gemma
 from dgemma.weights.check import check_copies, check_names
-from dgemma.weights.files import INDEX, SINGLE, listing, read_headers
-from dgemma.weights.int8 import open_tensors
+from dgemma.weights.files import INDEX, SINGLE, listing
 from dgemma.weights.mapped import DTYPES, Tensors
 from dgemma.weights.names import Entry, Group, skeleton
+from dgemma.weights.quantized import open_checkpoint
 
 Progress = Callable[[int, int], None]  # bytes in place, bytes in all
 
@@ -48,7 +48,8 @@ def load_model(
 ) -> Checkpoint:
     """Load a checkpoint; `verify` refuses NaN and infinity.
 
-    `dtype` None keeps the type of the file; what it holds in 8 bits is float32.
+    `dtype` None keeps the type of the file; what it holds in 8 bits is float32, and what one of the
+    released layouts holds in 8 or 4 bits takes the type of the weights beside it.
     """
     if dtype not in (None, *DTYPES.values()):
         raise UsageError(f"weights can be {listing(map(str, DTYPES.values()))}, not {dtype}")
@@ -58,7 +59,7 @@ def load_model(
             f"{SINGLE}, or {INDEX} and its shards"
         )
     config, generation = load_config(directory), load_generation_config(directory)
-    tensors = open_tensors(read_headers(directory), directory)
+    tensors = open_checkpoint(directory, config)
     stored = tensors.stored
     entries = check_names(config, stored, directory)
     text, vision = _group(entries, "text"), _group(entries, "vision")
@@ -69,7 +70,7 @@ def load_model(
         _check_finite(tensors, [*text, *vision], dtype)
     total, done, weights = sum(stored[name].num_bytes for name in text), 0, {}
     for name, parameter in text.items():
-        weights[parameter] = _place(tensors[name], device, dtype)
+        weights[parameter] = _place(tensors[name], device, dtype or DTYPES[stored[name].dtype])
         done += stored[name].num_bytes
         if on_tensor is not None:
             on_tensor(done, total)
@@ -87,9 +88,9 @@ def fill(model: Gemma, weights: Mapping[str, Tensor]) -> Gemma:
     return model.requires_grad_(False).eval()
 
 
-def _place(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None) -> Tensor:
+def _place(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
     # Moving first leaves the conversion to the device, where it is quick.
-    return tensor.to(device).to(dtype or tensor.dtype)
+    return tensor.to(device).to(dtype)
 
 
 def _group(entries: Mapping[str, Entry], group: Group) -> dict[str, str]:

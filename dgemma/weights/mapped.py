@@ -12,7 +12,9 @@ from dgemma.errors import CheckpointError
 from dgemma.weights.files import StoredTensor
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-STORED_DTYPES = DTYPES | {"I8": torch.int8}  # no type of weights, but one of files
+# No types of weights, but types of files.
+PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+STORED_DTYPES = DTYPES | PACKED_DTYPES
 
 
 class Tensors(Protocol):

@@ -2,7 +2,7 @@
 
 All files are written under a hidden directory beside their place and then renamed, the one that
 makes the checkpoint whole last. Written tensor by tensor: the safetensors package would want a
-whole shard in memory. `int8` writes its own layout by the same means.
+whole shard in memory. `int8` and `quantize` write their own layouts by the same means.
 """
 
 import json
@@ -59,10 +59,10 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint that is whole or does not look it; all tensors take the model's dtype."""
     if not overwrite:
-        _refuse_existing(directory)
+        refuse_existing(directory)
     dtype = _dtype(checkpoint)
     shards = split(released_tensors(checkpoint), dtype, max_shard_bytes)
-    files = {SINGLE: shards[0]} if len(shards) == 1 else _name_files("model", shards)
+    files = {SINGLE: shards[0]} if len(shards) == 1 else name_files("model", shards)
     _save(checkpoint, Plan(files=files, dtype=dtype), directory, tokenizer_from)
 
 
@@ -76,9 +76,9 @@ def save_int8(
 ) -> None:
     """Write a checkpoint in 8 bits, for this package alone; reading it back gives float32."""
     if not overwrite:
-        _refuse_existing(directory)
+        refuse_existing(directory)
     shards = split(to_int8(released_tensors(checkpoint)), None, max_shard_bytes)
-    plan = Plan(files=_name_files("int8", shards), dtype=None, index=INT8_INDEX)
+    plan = Plan(files=name_files("int8", shards), dtype=None, index=INT8_INDEX)
     _save(checkpoint, plan, directory, tokenizer_from)
 
 
@@ -111,7 +111,7 @@ def split(
     shards: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
     for name, tensor in tensors.items():
-        num_bytes = _num_bytes(tensor, dtype)
+        num_bytes = tensor_bytes(tensor, dtype)
         if shards[-1] and num_bytes > room:
             shards.append({})
             room = max_shard_bytes
@@ -124,25 +124,26 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
     """Write one file, all in one type or each tensor in its own; one at a time is in memory."""
     # Odd sizes go last: there may be no gaps, and one layer scalar would misalign all that follows.
     ordered = dict(
-        sorted(tensors.items(), key=lambda item: _num_bytes(item[1], dtype) % ALIGNMENT > 0)
+        sorted(tensors.items(), key=lambda item: tensor_bytes(item[1], dtype) % ALIGNMENT > 0)
     )
     with path.open("wb") as file:
-        file.write(_header(ordered, dtype))
+        file.write(header_bytes(ordered, dtype))
         for tensor in ordered.values():
             flat = tensor.detach().to(dtype or tensor.dtype).cpu().contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
-        _sync(file)
+        sync(file)
 
 
-def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
     return tensor.numel() * (dtype or tensor.dtype).itemsize
 
 
-def _header(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> bytes:
+def header_bytes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> bytes:
+    """The start of a file that holds these tensors in order; looks at types and shapes alone."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in tensors.items():
-        stop = position + _num_bytes(tensor, dtype)
+        stop = position + tensor_bytes(tensor, dtype)
         header[name] = {
             "dtype": DTYPE_NAMES[dtype or tensor.dtype],
             "shape": list(tensor.shape),
@@ -159,32 +160,31 @@ def _save(checkpoint: Checkpoint, plan: Plan, directory: Path, companions: Path 
         directory.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
         try:
-            names = _copy_companions(companions, place)
+            names = copy_companions(companions, place)
             names += _write_all(checkpoint, plan, place)
         except BaseException:
             shutil.rmtree(place)
             raise
-        _publish(place, directory, names)
+        publish(place, directory, names)
     except OSError as error:
         raise CheckpointError(
             f"cannot save to {directory}: {error.strerror}; check its free space and permissions"
         ) from None
 
 
-def _name_files(
+def name_files(
     stem: str, shards: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Mapping[str, Tensor]]:
     count = len(shards)
     return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, start=1)}
 
 
-def _refuse_existing(directory: Path) -> None:
+def refuse_existing(directory: Path, advice: str = "allow overwriting it or choose") -> None:
     names = [name for name in (*CONFIGS, *ENTRY_POINTS) if (directory / name).exists()]
     names += [path.name for path in find_shards(directory)]
     if names:
         raise UsageError(
-            f"{directory} already holds a checkpoint ({listing(names)}); allow overwriting it or "
-            "choose another directory"
+            f"{directory} already holds a checkpoint ({listing(names)}); {advice} another directory"
         )
 
 
@@ -203,13 +203,13 @@ def _write_all(checkpoint: Checkpoint, plan: Plan, place: Path) -> list[str]:
     """Write weights and configs; the returned names end with the one that makes them whole."""
     dtype = plan.dtype or torch.float32
     config = replace(checkpoint.config, dtype=str(dtype).removeprefix("torch."))
-    _write_json(place / "config.json", config_to_json(config))
-    _write_json(place / "generation_config.json", generation_config_to_json(checkpoint.generation))
+    write_json(place / "config.json", config_to_json(config))
+    write_json(place / "generation_config.json", generation_config_to_json(checkpoint.generation))
     for name, tensors in plan.files.items():
         write_safetensors(place / name, tensors, plan.dtype)
     if SINGLE in plan.files:
         return [*CONFIGS, SINGLE]
-    _write_json(place / plan.index, _index(plan))
+    write_json(place / plan.index, _index(plan))
     return [*CONFIGS, *plan.files, plan.index]
 
 
@@ -220,24 +220,24 @@ def _index(plan: Plan) -> dict[str, Any]:
     return {
         "metadata": {
             "total_parameters": sum(tensor.numel() for tensor in counted),
-            "total_size": sum(_num_bytes(tensor, plan.dtype) for tensor in tensors.values()),
+            "total_size": sum(tensor_bytes(tensor, plan.dtype) for tensor in tensors.values()),
         },
         "weight_map": {name: file for file, shard in plan.files.items() for name in shard},
     }
 
 
-def _write_json(path: Path, raw: Mapping[str, Any]) -> None:
+def write_json(path: Path, raw: Mapping[str, Any]) -> None:
     with path.open("wb") as file:
         file.write(json.dumps(raw, indent=2, sort_keys=True).encode() + b"\n")
-        _sync(file)
+        sync(file)
 
 
-def _sync(file: BinaryIO) -> None:
+def sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _copy_companions(source: Path | None, place: Path) -> list[str]:
+def copy_companions(source: Path | None, place: Path) -> list[str]:
     if source is None:
         return []
     names = [name for name in COMPANIONS if (source / name).is_file()]
@@ -246,7 +246,7 @@ def _copy_companions(source: Path | None, place: Path) -> list[str]:
     return names
 
 
-def _publish(place: Path, directory: Path, names: list[str]) -> None:
+def publish(place: Path, directory: Path, names: list[str]) -> None:
     # The old entry point goes first: a mixture of old and new shards must never look whole.
     entry_points = [directory / name for name in ENTRY_POINTS]
     for old in (*entry_points, *find_shards(directory)):

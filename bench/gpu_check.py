@@ -1,0 +1,458 @@
+"""Every kernel beside its definition at the released shapes, on a GPU: error, time, bandwidth.
+
+    python bench/gpu_check.py [--only experts] [--out FILE]
+
+Random weights. Errors are against float32 arithmetic on the same 16-bit inputs; `plain` is the
+error of the path that PyTorch alone takes, and a kernel passes if its own is at most 1.1 times
+that (or below the floor given). Bytes are what has to be read and written at least; the share is of
+the measured copy bandwidth. Of the row statistics, entropy may be 1.5 times off; the number that
+decides a draw must lie in the drawn token's interval of the running sum in float64, or within 1e-6
+of it (a quarter of the interval of one of 262,144 equal tokens); 8-bit experts are held to half of
+what 8 bits cost.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from shapes import RELEASED
+from torch import Tensor
+
+from dgemma.device import describe_device
+from dgemma.ops import experts as plain_experts
+from dgemma.ops import row_stats as plain_stats
+from dgemma.ops.attention import Segment, attention_reference
+from dgemma.ops.attention import attention as plain_attention
+from dgemma.ops.experts import mix
+from dgemma.ops.fast import switched
+from dgemma.ops.fp8 import fp8_choices
+from dgemma.ops.fused import CloseWeights, JoinWeights, close, gated, join, route
+from dgemma.ops.kernels import attention, experts, layer, row_stats
+from dgemma.ops.kernels.tiles import tiles
+from dgemma.ops.norm import rms_norm
+from dgemma.ops.rope import rotate
+from dgemma.weights.fp8 import quantize_stacked
+
+DEVICE = torch.device("cuda")
+HALF = torch.bfloat16
+WIDTH, INNER = RELEASED.hidden_size, RELEASED.moe_intermediate_size
+NUM_EXPERTS, TOP_K = RELEASED.num_experts, RELEASED.top_k_experts
+VOCAB, CANVAS, CAP = RELEASED.vocab_size, RELEASED.canvas_length, 30.0
+DRAW_MISS = 1e-6  # in probability
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    error: float
+    plain: float
+    passed: bool
+    micros: float
+    plain_micros: float
+    gbytes: float  # 10^9, least traffic
+
+    def line(self, copy: float) -> str:
+        rate, verdict = self.gbytes / self.micros * 1e6, "pass" if self.passed else "FAIL"
+        return (
+            f"{self.name:30} {self.error:9.2e} {self.plain:9.2e} {verdict:4}"
+            f" {self.micros:9.1f} {self.plain_micros:9.1f} {rate:7.0f} {100 * rate / copy:5.1f} %"
+        )
+
+
+def micros(work: Callable[[], object], repeats: int = 10) -> float:
+    """Time of one call inside a captured graph of several, best of five replays."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            work()
+    best = float("inf")
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, 1000 * begin.elapsed_time(end) / repeats)
+    return best
+
+
+def eager_micros(work: Callable[[], object], repeats: int = 5) -> float:
+    """Time of one call as Python makes it, for what cannot be captured."""
+    work()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - begin) / repeats
+
+
+def copy_bandwidth() -> float:
+    """GB/s of reading and writing 4 GiB, by the faster of two ways."""
+    a = torch.zeros(1 << 30, dtype=torch.float32, device=DEVICE)
+    b = torch.empty_like(a)
+    took = min(micros(lambda: b.copy_(a), 3), micros(lambda: torch.neg(a, out=b), 3))
+    return 8 * a.numel() / 1e3 / took
+
+
+def largest(got: Tensor, want: Tensor) -> float:
+    """Greatest difference, in units of the root mean square of what is wanted."""
+    want = want.float()
+    return ((got.float() - want).abs().max() / want.square().mean().sqrt()).item()
+
+
+def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(0, scale)
+
+
+# --- experts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCase:
+    x_TD: Tensor
+    ids_TK: Tensor
+    share_TK: Tensor
+    gate_up_EID: Tensor
+    down_EDI: Tensor
+
+    def exact(self) -> Tensor:
+        """In float32, one expert's weights at a time."""
+        out_TD = torch.zeros(self.x_TD.shape, device=DEVICE)
+        for expert in range(NUM_EXPERTS):
+            token, k = (self.ids_TK == expert).nonzero(as_tuple=True)
+            if len(token):
+                rows = self.x_TD[token].float() @ self.gate_up_EID[expert].float().T
+                rows = plain_experts.gated(rows) @ self.down_EDI[expert].float().T
+                out_TD.index_add_(0, token, rows * self.share_TK[token, k, None])
+        return out_TD
+
+    def plain(self) -> Tensor:
+        gate_up = plain_experts.grouped_linear(self.gate_up_EID)
+        down = plain_experts.grouped_linear(self.down_EDI)
+        return plain_experts.experts(self.x_TD, self.ids_TK, self.share_TK, gate_up, down)
+
+    def fast(self) -> Tensor:
+        return experts.experts(
+            self.x_TD, self.ids_TK, self.share_TK, self.gate_up_EID, self.down_EDI
+        )
+
+    @property
+    def gbytes(self) -> float:
+        hit = len(self.ids_TK.unique())
+        weights = (self.gate_up_EID[0].numel() + self.down_EDI[0].numel()) * hit
+        return 2 * (weights + self.ids_TK.numel() * (2 * WIDTH + 2 * INNER)) / 1e9
+
+
+def routing(tokens: int, kind: str) -> tuple[Tensor, Tensor]:
+    bias = {"even": 0.0, "skewed": 1.0, "degenerate": 100.0}[kind]
+    scores = normal(tokens, NUM_EXPERTS, dtype=torch.float32)
+    scores += bias * normal(NUM_EXPERTS, dtype=torch.float32)
+    share_TK, ids_TK = scores.softmax(-1).topk(TOP_K)
+    return ids_TK, share_TK / share_TK.sum(-1, keepdim=True)
+
+
+def expert_weights() -> tuple[Tensor, Tensor]:
+    gate_up_EID = normal(NUM_EXPERTS, 2 * INNER, WIDTH, scale=WIDTH**-0.5)
+    return gate_up_EID, normal(NUM_EXPERTS, WIDTH, INNER, scale=INNER**-0.5)
+
+
+def expert_results() -> Iterator[Result]:
+    weights = expert_weights()
+    cases = [(CANVAS, "even"), (CANVAS, "skewed"), (CANVAS, "degenerate")]
+    for tokens, kind in [*cases, (1, "even"), (512, "even"), (4096, "even")]:
+        case = ExpertCase(normal(tokens, WIDTH), *routing(tokens, kind), *weights)
+        exact, repeats = case.exact(), 10 if tokens <= 512 else 3
+        error, plain = largest(case.fast(), exact), largest(case.plain(), exact)
+        is_same = torch.equal(case.fast(), case.fast())
+        passed = error <= 1.1 * plain and is_same
+        times = micros(case.fast, repeats), micros(case.plain, repeats)
+        yield Result(f"experts {tokens} {kind}", error, plain, passed, *times, case.gbytes)
+    case = ExpertCase(normal(CANVAS, WIDTH), *routing(CANVAS, "even"), *weights)
+    into = experts.buckets(case.ids_TK, NUM_EXPERTS)
+    tile = tiles(CANVAS * TOP_K, NUM_EXPERTS)
+    hidden = experts.gate_up(case.x_TD, weights[0], into, TOP_K, tile.gate_up)
+    out = experts.down(hidden, weights[1], into, tile.down)
+    parts: dict[str, tuple[Callable[[], object], float]] = {
+        "  buckets": (lambda: experts.buckets(case.ids_TK, NUM_EXPERTS), 1e-5),
+        "  gate_up": (
+            lambda: experts.gate_up(case.x_TD, weights[0], into, TOP_K, tile.gate_up),
+            2 * weights[0].numel() / 1e9,
+        ),
+        "  down": (
+            lambda: experts.down(hidden, weights[1], into, tile.down),
+            2 * weights[1].numel() / 1e9,
+        ),
+        "  combine": (lambda: experts.combine(out, case.share_TK), 2 * out.numel() / 1e9),
+    }
+    for name, (work, gbytes) in parts.items():
+        yield Result(name, 0.0, 0.0, True, micros(work), float("nan"), gbytes)
+
+
+def fp8_results() -> Iterator[Result]:
+    """Beside the definition on the same 8-bit numbers; `plain` is what 8 bits cost bf16 weights."""
+    weights = expert_weights()
+    up, down = (quantize_stacked(weight) for weight in weights)
+    for tokens in (CANVAS, 1, 512, 4096):
+        case = ExpertCase(normal(tokens, WIDTH), *routing(tokens, "even"), *weights)
+        with switched(False):
+            exact = mix(fp8_choices(case.x_TD.float(), case.ids_TK, up, down), case.share_TK)
+        loss = largest(exact, case.exact())
+
+        def fast(case: ExpertCase = case) -> Tensor:
+            with switched(True):
+                out_AD = fp8_choices(case.x_TD, case.ids_TK, up, down)
+            return experts.combine(out_AD, case.share_TK)
+
+        error = largest(fast(), exact)
+        passed = error <= 0.5 * loss and torch.equal(fast(), fast())
+        took = micros(fast, 10 if tokens <= 512 else 3)
+        gbytes = case.gbytes / 2
+        yield Result(f"experts fp8 {tokens}", error, loss, passed, took, float("nan"), gbytes)
+
+
+# --- row statistics
+
+
+def stats_results() -> Iterator[Result]:
+    for name, lead in (("flat", 0.0), ("sharp", 24.0)):
+        raw_TV = normal(CANVAS, VOCAB, scale=2.0)
+        raw_TV[:, :5] += lead
+        query = plain_stats.Query(
+            heat_T=torch.linspace(0.4, 0.8, CANVAS, device=DEVICE),
+            uniform_T=torch.rand(CANVAS, dtype=torch.float64, device=DEVICE),
+            held_T=torch.randint(VOCAB, (CANVAS,), device=DEVICE),
+        )
+        yield from _stats(name, raw_TV, query)
+
+
+def _stats(name: str, raw_TV: Tensor, query: plain_stats.Query) -> Iterator[Result]:
+    ask = (query.heat_T, query.uniform_T, query.held_T)
+    exact = plain_stats.row_stats_reference(raw_TV, CAP, query)
+    old, p_TV = plain_stats.row_stats(raw_TV.float(), CAP, query)
+    marks = row_stats.row_marks(raw_TV, CAP, query.heat_T)
+    new = row_stats.row_merge(raw_TV, CAP, ask, marks)
+    error = (new.entropy_T - exact.entropy_T).abs().max().item()
+    plain = (old.entropy_T - exact.entropy_T).abs().max().item()
+    is_top = torch.equal(new.top_T, exact.top_T)
+    missed, usual = (
+        plain_stats.draw_misses(raw_TV, CAP, query, x.draw_T).max().item() for x in (new, old)
+    )
+    others = (new.draw_T != exact.draw_T).sum().item()
+    print(f"# {name}: draws miss by {missed:.1e} (plain {usual:.1e}), {others} unlike float64's")
+    passed = error <= max(2e-5, 1.5 * plain) and is_top and missed <= DRAW_MISS
+
+    def fast() -> object:
+        return row_stats.row_merge(raw_TV, CAP, ask, row_stats.row_marks(raw_TV, CAP, query.heat_T))
+
+    size = 2 * raw_TV.numel() / 1e9
+    slow = eager_micros(lambda: plain_stats.row_stats(raw_TV.float(), CAP, query))
+    yield Result(f"row stats {name} (entropy)", error, plain, passed, micros(fast), slow, size)
+    got_TV = row_stats.probabilities_(raw_TV.clone(), CAP, query.heat_T, new)
+    error, plain = ((x.float() - p_TV).abs().max().item() for x in (got_TV, p_TV.to(HALF)))
+    passed = error <= 1.1 * plain + 1e-6
+    scratch = raw_TV.clone()
+    took = micros(lambda: row_stats.probabilities_(scratch, CAP, query.heat_T, new))
+    nan = float("nan")
+    yield Result("  probabilities", error, plain, passed, took, nan, 2 * size)
+    table_VD = normal(VOCAB, WIDTH)
+    exact_TD = p_TV @ table_VD.float()
+    dense = largest(got_TV @ table_VD, exact_TD)
+    took = micros(lambda: got_TV @ table_VD)
+    yield Result("  dense soft mean", dense, dense, True, took, nan, size + 2 * VOCAB * WIDTH / 1e9)
+    found = row_stats.survivors(raw_TV, CAP, query.heat_T, marks, new)
+    mass = found[3].min().item()
+    error = largest(row_stats.soft_mean(table_VD, *found[:3]), exact_TD)
+    print(f"# {name}: least mass kept {mass:.6f}, most tokens {found[2].max().item()}")
+    passed = mass < 1 - 2e-3 or error <= 1.1 * dense + 2e-3
+    took = micros(
+        lambda: row_stats.soft_mean(
+            table_VD, *row_stats.survivors(raw_TV, CAP, query.heat_T, marks, new)[:3]
+        )
+    )
+    yield Result("  sparse soft mean", error, dense, passed, took, nan, 2e-9 * WIDTH * CANVAS)
+
+
+# --- attention
+
+
+def attention_results() -> Iterator[Result]:
+    for kv_heads, width, window in ((8, 256, 1024), (2, 512, None)):
+        for length, keys, is_causal in ((256, 768, False), (256, 32768, False), (512, 4096, True)):
+            past = keys if window is None else min(keys, window - 1)
+            name = f"attention {width} {length}+{past}{' causal' if is_causal else ''}"
+            q_LNH = normal(length, 16, width, scale=width**-0.5)
+            k_SMH, v_SMH = (normal(past + length, kv_heads, width) for _ in range(2))
+            mask_LS = None
+            if is_causal:
+                back = past + torch.arange(length, device=DEVICE)[:, None]
+                back = back - torch.arange(past + length, device=DEVICE)[None]
+                mask_LS = (back >= 0) & (back < (window or 1 << 30))
+            yield _attention(name, q_LNH, Segment(k_SMH, v_SMH, mask_LS), window)
+
+
+def _attention(name: str, q_LNH: Tensor, seen: Segment, window: int | None) -> Result:
+    keys, heads = seen.k_SMH.shape[:2]
+    addresses = [seen.k_SMH.data_ptr(), seen.v_SMH.data_ptr(), keys]
+    place_6 = torch.tensor([0, 0, 0, *addresses], device=DEVICE)
+    limit = None if seen.mask_LS is None else (window or 0)
+
+    def fast() -> Tensor:
+        return attention.attention(q_LNH, place_6, heads, limit)
+
+    whole = Segment(seen.k_SMH.float(), seen.v_SMH.float(), seen.mask_LS)
+    exact = attention_reference(q_LNH.float(), [whole])
+    error, plain = largest(fast(), exact), largest(plain_attention(q_LNH, [seen]), exact)
+    times = micros(fast), micros(lambda: plain_attention(q_LNH, [seen]))
+    gbytes = 2 * (2 * seen.k_SMH.numel() + 2 * q_LNH.numel()) / 1e9
+    return Result(name, error, plain, error <= 1.1 * plain, *times, gbytes)
+
+
+# --- the small ones
+
+
+def layer_results() -> Iterator[Result]:
+    """Beside the definition in 16 bits; `plain` is its error against float32."""
+    x, y, z = (normal(CANVAS, WIDTH) for _ in range(3))
+    weights = [1 + normal(WIDTH, scale=0.1) for _ in range(5)]
+    out_AD, (_, share_TK) = normal(CANVAS * TOP_K, WIDTH), even_shares()
+    scalar = normal(1)
+    joining, closing = JoinWeights(*weights[:4]), CloseWeights(*weights[:3], scalar, weights[4])
+    wide = normal(CANVAS, 2 * RELEASED.intermediate_size)
+    logits, scale = normal(CANVAS, NUM_EXPERTS), 1 + normal(NUM_EXPERTS, scale=0.1)
+    row = 2 * CANVAS * WIDTH / 1e9
+    works: dict[str, tuple[Callable[[torch.dtype], tuple[Tensor, ...]], float]] = {
+        "norm": (lambda t: (rms_norm(x.to(t), weights[0].to(t), 1e-6),), 2 * row),
+        "join": (
+            lambda t: join(x.to(t), y.to(t), JoinWeights(*(w.to(t) for w in joining)), 1e-6),
+            6 * row,
+        ),
+        "close": (
+            lambda t: close(
+                x.to(t),
+                z.to(t),
+                (out_AD.to(t), share_TK),
+                CloseWeights(*(w.to(t) for w in closing)),
+                1e-6,
+            ),
+            (4 + TOP_K) * row,
+        ),
+        "gated": (lambda t: (gated(wide.to(t)),), 3e-9 * wide.numel()),
+        "route": (lambda t: chosen(logits.to(t), scale.to(t)), 3e-9 * logits.numel()),
+    }
+    for name, (work, gbytes) in works.items():
+        with switched(False):
+            exact, old = work(torch.float32), work(HALF)
+            slow = micros(lambda work=work: work(HALF))  # type: ignore[misc]
+        with switched(True):
+            new = work(HALF)
+            took = micros(lambda work=work: work(HALF))  # type: ignore[misc]
+        error = max(largest(a, b) for a, b in zip(new, exact, strict=True))
+        plain = max(largest(a, b) for a, b in zip(old, exact, strict=True))
+        yield Result(name, error, plain, error <= 1.1 * plain + 1e-6, took, slow, gbytes)
+    for kind in (256, 512):
+        yield _heads(kind)
+
+
+def chosen(logits_TE: Tensor, scale_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores of the chosen experts, which of equals may be either, and their plain shares."""
+    ids_TK, share_TK = route(logits_TE, scale_E, TOP_K)
+    return logits_TE.gather(1, ids_TK.long()), share_TK / scale_E[ids_TK]
+
+
+def even_shares() -> tuple[Tensor, Tensor]:
+    logits_TE = normal(CANVAS, NUM_EXPERTS, dtype=torch.float32)
+    return route(logits_TE, torch.ones(NUM_EXPERTS, device=DEVICE), TOP_K)
+
+
+def _heads(width: int) -> Result:
+    """Norms, turns and the writing of keys and values."""
+    keys, has_value = (8, True) if width == 256 else (2, False)
+    count = 16 + keys * (1 + has_value)
+    qkv_TX = normal(CANVAS, count * width)
+    slots = [normal(CANVAS + 64, keys, width) for _ in range(2)]
+    q_weight, k_weight = (1 + normal(width, scale=0.1) for _ in range(2))
+    angles_TP = torch.rand(CANVAS, width // 2, device=DEVICE) * 6
+    turns = angles_TP.cos(), angles_TP.sin()
+    shape = layer.Heads(
+        queries=16,
+        keys=keys,
+        width=width,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        has_value=has_value,
+    )
+    place_6 = torch.tensor([0, 0, 0, *(s.data_ptr() for s in slots), CANVAS + 64], device=DEVICE)
+
+    def fast() -> tuple[Tensor, Tensor, Tensor]:
+        q_TNH = layer.heads(qkv_TX, shape, turns, place_6, 1e-6)
+        return q_TNH, slots[0][64:], slots[1][64:]
+
+    def plain(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        heads = qkv_TX.to(dtype).view(CANVAS, count, width)
+        q, k = heads[:, :16], heads[:, 16 : 16 + keys]
+        v = heads[:, 16 + keys :] if has_value else k
+        q = rotate(rms_norm(q, q_weight.to(dtype), 1e-6), *turns)
+        return q, rotate(rms_norm(k, k_weight.to(dtype), 1e-6), *turns), rms_norm(v, None, 1e-6)
+
+    exact = plain(torch.float32)
+    errors = [
+        max(largest(a, b) for a, b in zip(got, exact, strict=True)) for got in (fast(), plain(HALF))
+    ]
+    times = micros(fast), micros(lambda: plain(HALF))
+    return Result(
+        f"heads {width}", *errors, errors[0] <= 1.1 * errors[1], *times, 4e-9 * qkv_TX.numel()
+    )
+
+
+CHECKS: dict[str, Callable[[], Iterator[Result]]] = {
+    "experts": expert_results,
+    "fp8": fp8_results,
+    "row_stats": stats_results,
+    "attention": attention_results,
+    "layer": layer_results,
+}
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=list(CHECKS))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    copy = copy_bandwidth()
+    print(f"# {date.today()} {describe_device(DEVICE)}, torch {torch.__version__}, copy {copy:.0f}")
+    print(
+        f"{'kernel':30} {'error':>9} {'plain':>9} {'':4} {'us':>9} {'plain us':>9} {'GB/s':>7} copy"
+    )
+    results = []
+    for name, check in CHECKS.items():
+        if arguments.only not in (None, name):
+            continue
+        try:
+            for result in check():
+                print(result.line(copy), flush=True)
+                results.append(result)
+        except Exception as error:  # one broken kernel must not hide the others
+            print(f"BROKEN {name}: {type(error).__name__}: {str(error)[:2000]}")
+        torch.cuda.empty_cache()
+    if arguments.out is not None:
+        facts = {"copy_gb_s": copy, "results": [asdict(result) for result in results]}
+        arguments.out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    failed = [result.name for result in results if not result.passed]
+    print("all pass" if not failed else f"FAILED: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

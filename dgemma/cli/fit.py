@@ -1,0 +1,137 @@
+"""`dgemma fit`: what a model would cost on a device, predicted from its config alone."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dgemma.cli.app import AsJson, app
+from dgemma.errors import UsageError
+
+if TYPE_CHECKING:
+    from dgemma.config import ModelConfig
+    from dgemma.cost.predict import Prediction
+
+RELEASED_NAME = "released"
+COLUMNS = "weights  step ms  floor  AR ms  even at  tok/s  memory GB  context"
+
+
+@app.command()
+def fit(
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="released (the 26B model), a directory, or nano."),
+    ] = RELEASED_NAME,
+    device: Annotated[str, typer.Option(help="One of the known devices, or all.")] = "all",
+    context: Annotated[int, typer.Option(help="Tokens before the canvas.")] = 1024,
+    as_json: AsJson = False,
+) -> None:
+    """Predict step time, AR token time, break-even steps and memory. Nothing here is measured.
+
+    Needs a config only, neither weights nor the device. `even at` is the number of steps per block
+    at which diffusion is as fast as AR; `tok/s` is at 16 steps per block, commit included.
+    """
+    from dgemma.cost.devices import DEVICES, FORMATS
+    from dgemma.cost.predict import predict
+
+    if device != "all" and device not in DEVICES:
+        raise UsageError(f"device {device!r} is not known; use all or {', '.join(DEVICES)}")
+    config = _config(model)
+    wanted = DEVICES if device == "all" else {device: DEVICES[device]}
+    found = {
+        name: [predict(config, context, kind, each) for kind in FORMATS]
+        for name, each in wanted.items()
+    }
+    if as_json:
+        print(json.dumps(_report(model, config, context, found), ensure_ascii=False))
+        return
+    _print(model, config, context, found)
+
+
+def _config(model: str) -> "ModelConfig":
+    from dgemma.config import load_config
+    from dgemma.cost.table import RELEASED
+    from dgemma.weights.download import find_checkpoint
+
+    return RELEASED if model == RELEASED_NAME else load_config(find_checkpoint(model))
+
+
+def _print(
+    model: str, config: "ModelConfig", context: int, found: dict[str, list["Prediction"]]
+) -> None:
+    print(f"predicted, not measured: {model}, context {context}, canvas {config.canvas_length}")
+    for name, cost in _costs(config, context).items():
+        print(
+            f"{name:7} step {cost['step_gflop']:.0f} GFLOP, {cost['step_gb']:.2f} GB of weights"
+            f" and {cost['step_moved_gb']:.2f} GB beside them;"
+            f" AR token {cost['token_gflop']:.2f} GFLOP, {cost['token_gb']:.2f} GB"
+        )
+    for name, rows in found.items():
+        each = rows[0].device
+        print(f"\n{name}: {each.name}, {each.bandwidth:.0f} GB/s, {each.memory:.0f} GB")
+        print(f"  {COLUMNS}")
+        for row in rows:
+            print(f"  {_line(row)}")
+
+
+def _line(row: "Prediction") -> str:
+    longest = f"up to {row.longest} tokens"
+    fits = longest if row.longest else "does not fit"
+    return (
+        f"{row.format.name:7} {1e3 * row.step:8.1f} {1e3 * row.step_floor:6.1f}"
+        f" {1e3 * row.token:6.1f} {row.break_even:8.1f} {row.per_second[1]:6.0f}"
+        f" {row.memory.total / 1e9:10.1f}  {fits}"
+    )
+
+
+def _costs(config: "ModelConfig", context: int) -> dict[str, dict[str, float]]:
+    """What a step and a token compute and move, in each format."""
+    from dgemma.cost.devices import FORMATS
+    from dgemma.cost.predict import cost
+    from dgemma.cost.table import passes
+
+    step, _, token = passes(config, context)
+    costs = {}
+    for kind in FORMATS:
+        a, b = cost(config, step, kind), cost(config, token, kind)
+        costs[kind.name] = {
+            "step_gflop": a.flop / 1e9,
+            "step_gb": a.weight_bytes / 1e9,
+            "step_moved_gb": a.moved_bytes / 1e9,
+            "token_gflop": b.flop / 1e9,
+            "token_gb": b.weight_bytes / 1e9,
+        }
+    return costs
+
+
+def _report(
+    model: str, config: "ModelConfig", context: int, found: dict[str, list["Prediction"]]
+) -> dict[str, Any]:
+    rows = [_row(name, row) for name, each in found.items() for row in each]
+    costs = _costs(config, context)
+    return {"kind": "predicted", "model": model, "context": context, "costs": costs, "rows": rows}
+
+
+def _row(name: str, row: "Prediction") -> dict[str, Any]:
+    from dgemma.cost.predict import STEPS_PER_BLOCK
+
+    return {
+        "kind": "predicted",
+        "device": name,
+        "device_name": row.device.name,
+        "rates_from": row.device.source,
+        "weights": row.format.name,
+        "efficiency": round(row.format.efficiency * row.device.efficiency, 3),
+        "step_ms": 1e3 * row.step,
+        "step_floor_ms": 1e3 * row.step_floor,
+        "commit_ms": 1e3 * row.commit,
+        "ar_token_ms": 1e3 * row.token,
+        "break_even_steps": row.break_even,
+        "tokens_per_second": dict(zip(map(str, STEPS_PER_BLOCK), row.per_second, strict=True)),
+        "weights_gb": row.memory.weights / 1e9,
+        "cache_gb": row.memory.cache / 1e9,
+        "memory_gb": row.memory.total / 1e9,
+        "device_gb": row.device.memory,
+        "fits": row.fits,
+        "longest_context": row.longest,
+    }

@@ -1,0 +1,1 @@
+"""What a pass costs before it is run: its ops, what a device does in a second, and the time."""

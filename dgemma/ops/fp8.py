@@ -1,0 +1,67 @@
+"""Products in 8-bit floats (e4m3): a factor for each output of a weight, and for each row it meets.
+
+Half the bytes of bfloat16, which is what a step's time is made of. Activations are quantized on
+their way, row by row ("dynamic"); sums are float32.
+
+T tokens, K experts per token, A choices, E experts, D width, I expert width, O outputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgemma.ops.experts import GroupedLinear, choices, one_by_one
+from dgemma.ops.fast import is_on
+from dgemma.ops.linear import Linear
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+LEAST = 1e-12  # a row of zeros has a factor too
+
+
+class Quantized(NamedTuple):
+    """Numbers and the factor of each row: `numbers * factor[..., None]` is what they stand for."""
+
+    numbers: Tensor
+    factor: Tensor
+
+    def whole(self) -> Tensor:
+        return self.numbers.float() * self.factor[..., None]
+
+
+def quantize(x: Tensor) -> Quantized:
+    """Each row (of the last dimension) with a factor that lets its greatest be the greatest."""
+    if is_on(x) and x.dim() == 2 and x.is_contiguous():
+        from dgemma.ops.kernels import experts as kernels
+
+        return Quantized(*kernels.quantize(x))
+    factor = x.float().abs().amax(-1).clamp(min=LEAST) / LARGEST
+    return Quantized((x.float() / factor[..., None]).to(E4M3), factor)
+
+
+def fp8_choices(x_TD: Tensor, ids_TK: Tensor, gate_up: Quantized, down: Quantized) -> Tensor:
+    """What each choice of each token gives, [A, D], not yet weighted."""
+    # The copy engine wants rows of a multiple of 16 bytes.
+    is_aligned = all(weight.numbers.shape[2] % 16 == 0 for weight in (gate_up, down))
+    if is_on(x_TD) and is_aligned:
+        from dgemma.ops.kernels import experts as kernels
+
+        return kernels.choices_8(quantize(x_TD), ids_TK, gate_up, down, x_TD.dtype)
+    return choices(x_TD, ids_TK, fp8_grouped(gate_up), fp8_grouped(down))
+
+
+def fp8_grouped(weight_EOD: Quantized) -> GroupedLinear:
+    """The definition, one expert at a time."""
+    pairs = zip(weight_EOD.numbers, weight_EOD.factor, strict=True)
+    return one_by_one([fp8_linear(Quantized(*pair)) for pair in pairs])
+
+
+def fp8_linear(weight_OD: Quantized) -> Linear:
+    """A product of a quantized weight with rows that are quantized for it."""
+
+    def apply(x_TD: Tensor) -> Tensor:
+        return F.linear(quantize(x_TD).whole(), weight_OD.whole()).to(x_TD.dtype)
+
+    return apply

@@ -1,0 +1,364 @@
+"""What lies between the products of a layer, each stretch of it as one kernel over its rows.
+
+Statistics are float32, and a value is rounded to the stream's type where it leaves a kernel, or
+where it joins the stream.
+
+T tokens, D width, N query heads, M key heads, H head width, E experts, K of them per token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Root-mean-square norm of the last dimension."""
+    width, out = x.shape[-1], torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _norm[(x.numel() // width,)](
+        x,
+        weight if weight is not None else x,
+        out,
+        eps,
+        D=width,
+        HAS_WEIGHT=weight is not None,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out
+
+
+def join(
+    x_TD: Tensor, attended_TD: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor], eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The stream behind attention, and what the dense part, the experts and the router read of it.
+
+    Weights: of the norm behind attention, of those before the dense part and the experts, and the
+    router's scale.
+    """
+    out_TD, dense_TD, expert_TD, router_TD = (torch.empty_like(x_TD) for _ in range(4))
+    block = triton.next_power_of_2(x_TD.shape[1])
+    _join[(len(x_TD),)](
+        x_TD,
+        attended_TD,
+        *weights,
+        out_TD,
+        dense_TD,
+        expert_TD,
+        router_TD,
+        eps,
+        D=x_TD.shape[1],
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out_TD, dense_TD, expert_TD, router_TD
+
+
+def route(logits_TE: Tensor, scale_E: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The likeliest experts of each token, and their shares."""
+    rows, num_experts = logits_TE.shape
+    ids_TK = torch.empty(rows, top_k, dtype=torch.int32, device=logits_TE.device)
+    share_TK = torch.empty(rows, top_k, dtype=torch.float32, device=logits_TE.device)
+    _route[(rows,)](
+        logits_TE,
+        scale_E,
+        ids_TK,
+        share_TK,
+        E=num_experts,
+        K=top_k,
+        BLOCK=triton.next_power_of_2(num_experts),
+        KS=triton.next_power_of_2(top_k),
+        num_warps=1,
+    )
+    return ids_TK, share_TK
+
+
+def close(
+    x_TD: Tensor,
+    dense_TD: Tensor,
+    mixed: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The stream behind a layer, and normed for what comes next.
+
+    `mixed`: what each choice gave, [A, D], and their shares. Weights: of the norms behind the dense
+    part, behind the experts and behind both; the layer's scalar; of the next norm.
+    """
+    out_AD, share_TK = mixed
+    out_TD, next_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    block = triton.next_power_of_2(x_TD.shape[1])
+    _close[(len(x_TD),)](
+        x_TD,
+        dense_TD,
+        out_AD,
+        share_TK,
+        *weights,
+        out_TD,
+        next_TD,
+        eps,
+        D=x_TD.shape[1],
+        K=share_TK.shape[1],
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out_TD, next_TD
+
+
+def gated(gate_up_TX: Tensor) -> Tensor:
+    """gelu(gate) * up of rows that hold the gate half first."""
+    rows, double = gate_up_TX.shape
+    inner, block = double // 2, 1024
+    out_TI = gate_up_TX.new_empty(rows, inner)
+    _gated[(rows, triton.cdiv(inner, block))](gate_up_TX, out_TI, I=inner, BLOCK=block)
+    return out_TI
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The shape of a layer's heads, and the weights of their norms."""
+
+    queries: int
+    keys: int
+    width: int
+    q_weight: Tensor
+    k_weight: Tensor
+    has_value: bool  # otherwise values are the raw keys
+
+
+def heads(
+    qkv_TX: Tensor, shape: Heads, turns: tuple[Tensor, Tensor], place_6: Tensor, eps: float
+) -> Tensor:
+    """Norm and turn the heads; returns the queries, writes keys and values to their slots.
+
+    `place_6` as in `kernels/attention.py`: the slots are the last of the row's own.
+    """
+    length = len(qkv_TX)
+    q_TNH = qkv_TX.new_empty(length, shape.queries, shape.width)
+    _heads[(length, shape.queries + shape.keys)](
+        qkv_TX,
+        shape.q_weight,
+        shape.k_weight,
+        *turns,
+        place_6,
+        q_TNH,
+        length,
+        eps,
+        X=qkv_TX.shape[1],
+        N=shape.queries,
+        M=shape.keys,
+        H=shape.width,
+        HAS_VALUE=shape.has_value,
+        num_warps=2,
+    )
+    return q_TNH
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 512))
+
+
+@triton.jit
+def _scale(x, D, eps):
+    """One over the root mean square; x is zero outside its row."""
+    return tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+
+
+@triton.jit
+def _norm(
+    x_TD,
+    weight_D,
+    out_TD,
+    eps,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    d = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * D + d
+    x = tl.load(x_TD + at, mask=d < D, other=0.0).to(tl.float32)
+    x = x * _scale(x, D, eps)
+    if HAS_WEIGHT:
+        x = x * tl.load(weight_D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_TD + at, x.to(out_TD.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _join(
+    x_TD,
+    attended_TD,
+    post_D,
+    dense_D,
+    expert_D,
+    router_D,
+    out_TD,
+    dense_TD,
+    expert_TD,
+    router_TD,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    d = tl.arange(0, BLOCK)
+    is_in = d < D
+    at = tl.program_id(0).to(tl.int64) * D + d
+    kind: tl.constexpr = out_TD.dtype.element_ty
+    attended = tl.load(attended_TD + at, mask=is_in, other=0.0).to(tl.float32)
+    post = tl.load(post_D + d, mask=is_in, other=0.0).to(tl.float32)
+    x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
+    x = (x + attended * _scale(attended, D, eps) * post).to(kind)
+    tl.store(out_TD + at, x, mask=is_in)
+    x = x.to(tl.float32)
+    x = x * _scale(x, D, eps)
+    dense = x * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(dense_TD + at, dense.to(kind), mask=is_in)
+    expert = x * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(expert_TD + at, expert.to(kind), mask=is_in)
+    router = x * tl.load(router_D + d, mask=is_in, other=0.0).to(tl.float32) * D**-0.5
+    tl.store(router_TD + at, router.to(kind), mask=is_in)
+
+
+@triton.jit
+def _route(
+    logits_TE,
+    scale_E,
+    ids_TK,
+    share_TK,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    e = tl.arange(0, BLOCK)
+    k = tl.arange(0, KS)
+    logits = tl.load(logits_TE + row * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    peak = tl.max(logits, 0)
+    ids = tl.zeros((KS,), dtype=tl.int32)
+    shares = tl.zeros((KS,), dtype=tl.float32)
+    # Of the softmax only ratios are left once the shares are made to add up to one.
+    for place in tl.static_range(K):
+        best = tl.max(logits, 0)
+        where = tl.min(tl.where(logits == best, e, BLOCK), 0)
+        ids = tl.where(k == place, where, ids)
+        shares = tl.where(k == place, tl.exp(best - peak), shares)
+        logits = tl.where(e == where, float("-inf"), logits)
+    shares = shares / tl.sum(shares, 0)
+    shares = shares * tl.load(scale_E + ids).to(tl.float32)
+    tl.store(ids_TK + row * K + k, ids, mask=k < K)
+    tl.store(share_TK + row * K + k, shares, mask=k < K)
+
+
+@triton.jit
+def _close(
+    x_TD,
+    dense_TD,
+    out_AD,
+    share_TK,
+    dense_D,
+    expert_D,
+    both_D,
+    scalar,
+    next_D,
+    out_TD,
+    next_TD,
+    eps,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    is_in = d < D
+    at = row * D + d
+    kind: tl.constexpr = out_TD.dtype.element_ty
+    mixed = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        y = tl.load(out_AD + (row * K + k) * D + d, mask=is_in, other=0.0)
+        mixed += tl.load(share_TK + row * K + k) * y.to(tl.float32)
+    mixed = mixed * _scale(mixed, D, eps)
+    mixed = mixed * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
+    dense = tl.load(dense_TD + at, mask=is_in, other=0.0).to(tl.float32)
+    dense = dense * _scale(dense, D, eps)
+    both = mixed + dense * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
+    both = both * _scale(both, D, eps)
+    both = both * tl.load(both_D + d, mask=is_in, other=0.0).to(tl.float32)
+    x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
+    x = ((x + both) * tl.load(scalar).to(tl.float32)).to(kind)
+    tl.store(out_TD + at, x, mask=is_in)
+    x = x.to(tl.float32)
+    x = x * _scale(x, D, eps) * tl.load(next_D + d, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(next_TD + at, x.to(kind), mask=is_in)
+
+
+@triton.jit
+def _gated(gate_up_TX, out_TI, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up_TX + row * 2 * I + i, mask=i < I, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_TX + row * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32)
+    # gelu by tanh: half of one plus tanh(z) is sigmoid(2 z).
+    z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    out = gate * tl.sigmoid(2.0 * z) * up
+    tl.store(out_TI + row * I + i, out.to(out_TI.dtype.element_ty), mask=i < I)
+
+
+@triton.jit
+def _turned(first, second, weight_H, scale, cos, sin, H: tl.constexpr):
+    """Both halves of a head, normed and turned."""
+    p = tl.arange(0, H // 2)
+    first = first * scale * tl.load(weight_H + p).to(tl.float32)
+    second = second * scale * tl.load(weight_H + H // 2 + p).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _heads(
+    qkv_TX,
+    q_weight_H,
+    k_weight_H,
+    cos_TP,
+    sin_TP,
+    place_6,
+    q_TNH,
+    length,
+    eps,
+    X: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    H: tl.constexpr,
+    HAS_VALUE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    P: tl.constexpr = H // 2
+    p = tl.arange(0, P)
+    at = token * X + head * H + p
+    first = tl.load(qkv_TX + at).to(tl.float32)
+    second = tl.load(qkv_TX + at + P).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / H + eps)
+    cos = tl.load(cos_TP + token * P + p)
+    sin = tl.load(sin_TP + token * P + p)
+    kind: tl.constexpr = q_TNH.dtype.element_ty
+    if head < N:
+        a, b = _turned(first, second, q_weight_H, scale, cos, sin, H)
+        to = q_TNH + (token * N + head) * H + p
+        tl.store(to, a.to(kind))
+        tl.store(to + P, b.to(kind))
+    else:
+        a, b = _turned(first, second, k_weight_H, scale, cos, sin, H)
+        slot = tl.load(place_6 + 5) - length + token
+        offset = (slot * M + head - N) * H + p
+        keys = tl.multiple_of(tl.load(place_6 + 3).to(tl.pointer_type(kind)), 16)
+        values = tl.multiple_of(tl.load(place_6 + 4).to(tl.pointer_type(kind)), 16)
+        tl.store(keys + offset, a.to(kind))
+        tl.store(keys + offset + P, b.to(kind))
+        if HAS_VALUE:
+            first = tl.load(qkv_TX + at + M * H).to(tl.float32)
+            second = tl.load(qkv_TX + at + M * H + P).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / H + eps)
+        tl.store(values + offset, (first * scale).to(kind))
+        tl.store(values + offset + P, (second * scale).to(kind))

@@ -1,0 +1,83 @@
+"""The small kernels of a layer beside their definitions."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma.ops import fused
+from dgemma.ops.fast import switched
+from dgemma.ops.kernels import layer as kernels
+from dgemma.ops.norm import rms_norm
+from dgemma.ops.rope import rotate
+
+EPS = 1e-6
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def both(work: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    assert callable(work)
+    with torch.inference_mode():
+        with switched(True):
+            got = work()
+        with switched(False):
+            return got, work()
+
+
+@pytest.mark.parametrize("width", [40, 64])
+def test_norms_and_sums_agree(width: int) -> None:
+    x, y, z = (normal(seed, 5, width) for seed in range(3))
+    weights = [1 + 0.1 * normal(seed, width) for seed in range(10, 15)]
+    out, share = normal(4, 15, width), normal(5, 5, 3).softmax(-1)
+    joining = fused.JoinWeights(*weights[:4])
+    closing = fused.CloseWeights(*weights[:3], torch.tensor([0.7]), weights[4])
+    for work in (
+        lambda: (rms_norm(x, weights[0], EPS), rms_norm(x, None, EPS)),
+        lambda: fused.join(x, y, joining, EPS),
+        lambda: fused.close(x, z, (out, share), closing, EPS),
+        lambda: (fused.gated(y),),
+    ):
+        got, want = both(work)
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (5, 3), (128, 8), (1, 1)])
+def test_routes_agree(experts: int, top_k: int) -> None:
+    logits, scale = 2 * normal(1, 6, experts), 1 + 0.1 * normal(2, experts)
+    (ids, share), (want_ids, want) = both(lambda: fused.route(logits, scale, top_k))
+    assert ids.tolist() == want_ids.tolist()
+    torch.testing.assert_close(share, want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_value", [True, False])
+def test_heads_are_normed_turned_and_written_to_their_slots(has_value: bool) -> None:
+    queries, keys, width, length, slots = 4, 2, 16, 3, 9
+    count = queries + keys * (1 + has_value)
+    qkv = normal(1, length, count * width)
+    buffers = normal(2, 2, slots, keys, width)
+    before = buffers.clone()
+    angles = normal(3, length, width // 2)
+    turns = angles.cos(), angles.sin()
+    shape = kernels.Heads(
+        queries=queries,
+        keys=keys,
+        width=width,
+        q_weight=1 + 0.1 * normal(4, width),
+        k_weight=1 + 0.1 * normal(5, width),
+        has_value=has_value,
+    )
+    place = torch.tensor([0, 0, 0, buffers[0, 2].data_ptr(), buffers[1, 2].data_ptr(), 5])
+    q = kernels.heads(qkv, shape, turns, place, EPS)
+    parts = qkv.view(length, count, width)
+    k = parts[:, queries : queries + keys]
+    v = parts[:, queries + keys :] if has_value else k
+    want_q = rotate(rms_norm(parts[:, :queries], shape.q_weight, EPS), *turns)
+    torch.testing.assert_close(q, want_q, atol=2e-6, rtol=1e-5)
+    # Five keys from slot 2 on, of which the last three are the new ones.
+    before[0, 4:7] = rotate(rms_norm(k, shape.k_weight, EPS), *turns)
+    before[1, 4:7] = rms_norm(v, None, EPS)
+    torch.testing.assert_close(buffers, before, atol=2e-6, rtol=1e-5)

@@ -1,0 +1,80 @@
+"""Whole passes and steps with every kernel in place, beside the model as it is defined."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma.cache import Pass, Span
+from dgemma.canvas import Pins
+from dgemma.denoise import commit, denoise
+from dgemma.graph.step import Shape, Stepper
+from dgemma.graph.token import Teller
+from dgemma.model import Gemma
+from dgemma.ops.fast import switched
+from dgemma.ops.kernels import attention, experts
+from dgemma.ops.kernels.tiles import Tile, Tiles
+from dgemma.sampler import Sampler
+from dgemma.stack import Stack
+from tests.kernels import small
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for what is masked as for what is not."""
+    form = attention.Cut(queries=16, keys=16, warps=4, stages=2, parts=2)
+    monkeypatch.setattr(attention, "cut", lambda *_: form)
+    tile = Tile(rows=16, columns=16, depth=32)
+    monkeypatch.setattr(experts, "tiles", lambda *_: Tiles(tile, tile))
+
+
+def passes(of: Gemma) -> list[Tensor]:
+    """A commit, one behind a shared past, and a commit merged with a canvas."""
+    tokens = torch.arange(9)
+    branch = (first := small.cache(of, 7)).branch(24)
+    with torch.inference_mode():
+        last = commit(of, branch, tokens[:2], chunk=8)
+        merged = Pass([Span(branch, 3, commit=True), Span(branch, 4, commit=False)])
+        entered = torch.cat([of.embed(tokens[:3]), of.enter(tokens[3:7], None)])
+        return [last, of.stack(entered, merged), *(b.k_SMH[:7] for b in first.buffers)]
+
+
+def test_passes_agree_with_the_model() -> None:
+    of = small.model()
+    want = passes(of)
+    of.runner = Stack(of)
+    with switched(True):
+        got = passes(of)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_steps_on_fixed_memory_agree_with_steps() -> None:
+    of, sampler = small.model(), Sampler(max_steps=2)
+    rows = small.cache(of, 5)
+    stepper = Stepper(of, Stack(of), Shape(4, 2, sampler.rule))
+    mine = row = small.row(sampler, 0, Pins((1,), (5,)))
+    for (want,) in denoise(of, [rows], [row]):
+        with switched(True):
+            after = stepper.step(mine, rows)
+        assert after is not None
+        mine, a, b = after, after.canvas, want.canvas
+        assert torch.equal(a.tokens_L, b.tokens_L)
+        assert torch.equal(a.guess_L, b.guess_L)
+        torch.testing.assert_close(a.entropy_L, b.entropy_L, atol=1e-4, rtol=1e-4)
+        if a.num_steps < 2:  # behind the last step nothing is conditioned any more
+            assert a.soft_LD is not None
+            assert b.soft_LD is not None
+            torch.testing.assert_close(a.soft_LD, b.soft_LD, atol=3e-3, rtol=1e-3)
+
+
+def test_tokens_on_fixed_memory_agree_with_tokens() -> None:
+    of = small.model()
+    rows, twin = small.cache(of, 7), small.cache(of, 7)
+    teller = Teller(of, Stack(of))
+    for token in (5, 6):
+        with switched(True):
+            got = teller.tell(token, rows)
+        with torch.inference_mode():
+            want = of.logits(commit(of, twin, torch.tensor([token]), chunk=8))[0]
+        assert got is not None
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

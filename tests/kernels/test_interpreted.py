@@ -1,0 +1,48 @@
+"""The kernels beside their definitions under Triton's interpreter, and compiled for a GPU."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed: pip install triton"
+)
+
+
+def run(*arguments: str, **environment: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-6000:] + finished.stderr[-3000:]
+    return finished.stdout
+
+
+@needs_triton
+def test_every_kernel_agrees_with_its_definition() -> None:
+    files = sorted(str(path) for path in HERE.glob("check_*.py"))
+    options = ["-p", "no:cacheprovider", "-o", "python_files=check_*.py"]
+    out = run("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
+    assert " passed" in out
+    assert "skipped" not in out
+
+
+@needs_triton
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
+    out = run(str(HERE / "compile_all.py"), TRITON_INTERPRET="0", PYTHONPATH=path_with_root())
+    assert out.count("compiled") > 15
+
+
+def path_with_root() -> str:
+    return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

@@ -1,0 +1,135 @@
+"""Predictions: the op table gives the known totals of the released model; its own rules hold."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dgemma.config import ModelConfig
+from dgemma.cost.devices import BF16, DEVICES, FORMATS, FOUR_BIT, FP8
+from dgemma.cost.predict import cost, floor, memory, predict
+from dgemma.cost.table import (
+    RELEASED,
+    Pass,
+    active_parameters,
+    cache_numbers,
+    ops,
+    passes,
+    stored_parameters,
+)
+from dgemma.errors import UsageError
+from dgemma.weights.random import count_parameters
+from tests.tiny import TINY
+
+STEP, COMMIT, TOKEN = passes(RELEASED, 1024)
+H200 = DEVICES["h200"]
+# As the published table counts them: with the head in 8 bits too.
+ALL_FP8, ALL_FOUR_BIT = replace(FP8, head=8), replace(FOUR_BIT, head=8)
+
+
+@pytest.mark.parametrize("config", [RELEASED, TINY], ids=["released", "tiny"])
+def test_the_table_holds_every_weight_of_the_model_once(config: ModelConfig) -> None:
+    counted = count_parameters(config)
+    assert sum(stored_parameters(config).values()) == counted.total
+    assert active_parameters(config) == pytest.approx(counted.active, abs=0.5)
+
+
+def test_the_released_totals_are_the_known_ones() -> None:
+    assert sum(stored_parameters(RELEASED).values()) == pytest.approx(25.25e9, rel=1e-3)
+    assert active_parameters(RELEASED) == pytest.approx(3.84e9, rel=1e-3)
+    step = cost(RELEASED, STEP, BF16)
+    assert step.flop == pytest.approx(2532e9, rel=1e-3)
+    assert step.weight_bytes == pytest.approx(51_977e6, rel=1e-3)
+    assert cost(RELEASED, STEP, ALL_FP8).weight_bytes == pytest.approx(25_988e6, rel=1e-3)
+    assert cost(RELEASED, STEP, ALL_FOUR_BIT).weight_bytes == pytest.approx(15_997e6, rel=1e-3)
+    assert cost(RELEASED, COMMIT, BF16).weight_bytes == pytest.approx(49.0e9, rel=1e-3)
+
+
+def test_single_ops_are_those_of_the_known_table() -> None:
+    gflop = {op.name: op.flop / 1e9 for op in ops(RELEASED, STEP)}
+    known = {
+        "self-conditioning": 9.1,
+        "qkv sliding": 295,
+        "qkv full": 66,
+        "attention sliding": 134,
+        "attention full": 54,
+        "dense MLP": 274,
+        "router": 5.5,
+        "experts gate and up": 487,
+        "experts down": 244,
+        "head": 378,
+        "soft embedding": 378,
+    }
+    assert {name: gflop[name] for name in known} == pytest.approx(known, rel=0.01)
+    assert gflop["output sliding"] + gflop["output full"] == pytest.approx(207, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "known"), [(BF16, 13.3), (ALL_FP8, 7.06), (ALL_FOUR_BIT, 4.74)])
+def test_the_floors_on_an_h200_are_the_known_ones(kind: object, known: float) -> None:
+    assert isinstance(kind, type(BF16))
+    assert 1e3 * floor(ops(RELEASED, STEP), kind, H200) == pytest.approx(known, rel=0.01)
+
+
+def test_the_cache_of_the_released_model_grows_only_in_its_full_layers() -> None:
+    per_token = 2 * (cache_numbers(RELEASED, 20_000) - cache_numbers(RELEASED, 10_000)) / 10_000
+    assert per_token == 20_480
+    assert 2 * cache_numbers(replace(RELEASED, canvas_length=1), 1023) == 1024 * 225_280
+
+
+def test_one_row_reads_its_own_experts_and_a_canvas_reads_all() -> None:
+    def share(run: Pass) -> float:
+        return next(op.read for op in ops(RELEASED, run) if op.kind == "experts")
+
+    assert share(TOKEN) == pytest.approx(8 / 128)
+    assert share(STEP) == pytest.approx(1, abs=1e-6)
+    assert 1e3 * floor(ops(RELEASED, TOKEN), BF16, H200) == pytest.approx(1.8, rel=0.05)
+
+
+def test_break_even_is_where_both_modes_take_equally_long() -> None:
+    for device in DEVICES.values():
+        for kind in FORMATS:
+            found = predict(RELEASED, 1024, kind, device)
+            block = found.break_even * found.step + found.commit
+            assert block == pytest.approx(256 * found.token)
+            assert found.step > found.step_floor > 0
+
+
+def test_the_longest_context_fits_and_one_more_does_not() -> None:
+    device = DEVICES["rtx5090"]
+    found = predict(RELEASED, 1024, FP8, device)
+    assert found.fits and 1024 < found.longest < RELEASED.max_position_embeddings
+    room = 1e9 * device.memory
+    assert memory(RELEASED, found.longest, FP8, device).total <= room
+    assert memory(RELEASED, found.longest + 1, FP8, device).total > room
+    assert not predict(RELEASED, 1024, BF16, device).fits
+
+
+def test_what_cannot_be_predicted_is_refused() -> None:
+    with pytest.raises(UsageError, match="one token at a time"):
+        predict(replace(TINY, family="gemma4"), 16, BF16, H200)
+    with pytest.raises(UsageError, match="outside this model's 0 to 262144"):
+        predict(RELEASED, 300_000, BF16, H200)
+
+
+def fit(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = "from dgemma.cli import main; main()"
+    call = [sys.executable, "-c", script, "fit", *arguments]
+    return subprocess.run(call, capture_output=True, text=True, check=False)
+
+
+def test_the_command_says_predicted_everywhere() -> None:
+    done = fit("--device", "rtx4090", "--context", "4096", "--json")
+    report = json.loads(done.stdout)
+    assert report["kind"] == "predicted" and report["context"] == 4096
+    assert {row["kind"] for row in report["rows"]} == {"predicted"}
+    assert [row["weights"] for row in report["rows"]] == ["bf16", "fp8", "4-bit"]
+    assert [row["fits"] for row in report["rows"]] == [False, False, True]
+    assert fit("-m", "nano").stdout.startswith("predicted, not measured: nano")
+
+
+def test_an_unknown_device_is_refused_with_those_known() -> None:
+    done = fit("--device", "abacus")
+    assert done.returncode == 2
+    assert "'abacus' is not known; use all or h200, h100, rtx5090" in done.stderr
