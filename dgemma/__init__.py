@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dgemma.canvas import Noise, Pins
-    from dgemma.engine import Done, Draft, Engine, Options, Retry, Text
+    from dgemma.engine import (
+        Done,
+        Draft,
+        Edited,
+        EditOptions,
+        Engine,
+        Filled,
+        FillOptions,
+        Options,
+        Retry,
+        Text,
+    )
     from dgemma.errors import DgemmaError
     from dgemma.sampler import Confidence, EntropyBound, Sampler
     from dgemma.text.chat import Message, Tool
@@ -20,8 +31,12 @@ HOMES = {
     "DgemmaError": "dgemma.errors",
     "Done": "dgemma.engine",
     "Draft": "dgemma.engine",
+    "EditOptions": "dgemma.engine",
+    "Edited": "dgemma.engine",
     "Engine": "dgemma.engine",
     "EntropyBound": "dgemma.sampler",
+    "FillOptions": "dgemma.engine",
+    "Filled": "dgemma.engine",
     "Message": "dgemma.text.chat",
     "Noise": "dgemma.canvas",
     "Options": "dgemma.engine",
@@ -36,8 +51,12 @@ __all__ = [
     "DgemmaError",
     "Done",
     "Draft",
+    "EditOptions",
+    "Edited",
     "Engine",
     "EntropyBound",
+    "FillOptions",
+    "Filled",
     "Message",
     "Noise",
     "Options",

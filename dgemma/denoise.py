@@ -8,6 +8,8 @@ T positions of all canvases, L of one, D width.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +18,18 @@ from dgemma.cache import KVCache, Pass, Span
 from dgemma.canvas import BlockNoise, Canvas, Pins, fresh
 from dgemma.model import Gemma
 from dgemma.ops.row_stats import Query, RowStats, row_stats
-from dgemma.sampler import Sampler, advance
+from dgemma.sampler import Sampler, View, advance
 
 # Most [T, V] numbers alive at once. A GPU takes one canvas of the released model; a CPU takes what
 # its caches can still do something for.
 READ_OUT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
+
+
+class Walker(Protocol):
+    """Narrows a canvas after each step: whoever holds a text to a grammar pins tokens here."""
+
+    def walk(self, canvas: Canvas, view: View) -> Canvas:
+        """The canvas with more pins; `soft_LD` is what is not pinned believes of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,7 @@ class Row:
     canvas: Canvas
     sampler: Sampler
     noise: BlockNoise
+    walker: Walker | None = None
 
     @property
     def is_done(self) -> bool:
@@ -37,9 +47,9 @@ class Row:
         return self.canvas.num_steps >= self.sampler.max_steps or bool(self.canvas.settled)
 
 
-def start(sampler: Sampler, noise: BlockNoise, pins: Pins) -> Row:
+def start(sampler: Sampler, noise: BlockNoise, pins: Pins, walker: Walker | None = None) -> Row:
     """A row about to take its first step."""
-    return Row(fresh(noise.tokens_NL[0], pins), sampler, noise)
+    return Row(fresh(noise.tokens_NL[0], pins), sampler, noise, walker)
 
 
 def denoise(model: Gemma, caches: Sequence[KVCache], rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -74,15 +84,23 @@ def enter_rows(model: Gemma, rows: Sequence[Row]) -> Tensor:
 def move_rows(model: Gemma, hidden_TD: Tensor, rows: Sequence[Row]) -> list[Row]:
     """Every row after a step that left these hidden states at the positions of its canvas."""
     tokens_T = torch.cat([row.canvas.tokens_L for row in rows])
-    query = Query(heat_T=_heats(rows), uniform_T=_uniforms(rows), held_T=tokens_T)
+    query = Query(
+        heat_T=_heats(rows),
+        uniform_T=_uniforms(rows),
+        held_T=tokens_T,
+        temperature_T=_temperatures(rows),
+    )
     stats, soft_TD = read_out(model, hidden_TD, query)
     moved, end = [], 0
     for row in rows:
         own = slice(end, end := end + row.canvas.length)
         noise_L = row.noise.tokens_NL[row.canvas.num_steps + 1]
         canvas = advance(row.canvas, stats.rows(own), noise_L, row.sampler.rule)
-        soft_LD = _pinned_to_own(model, canvas, soft_TD[own])
-        moved.append(replace(row, canvas=replace(canvas, soft_LD=soft_LD)))
+        canvas = replace(canvas, soft_LD=soft_TD[own])
+        if row.walker is not None:
+            view = View(stats.rows(own), noise_L, partial(_look, model, hidden_TD[own]))
+            canvas = row.walker.walk(canvas, view)
+        moved.append(replace(row, canvas=_pinned_to_own(model, canvas)))
     return moved
 
 
@@ -124,9 +142,15 @@ def _conditioning(model: Gemma, rows: Sequence[Row]) -> Tensor | None:
     )
 
 
-def _pinned_to_own(model: Gemma, canvas: Canvas, soft_LD: Tensor) -> Tensor:
+def _pinned_to_own(model: Gemma, canvas: Canvas) -> Canvas:
     """A pinned position is conditioned on its own token, as a converged one would be."""
-    return torch.where(canvas.pinned_L[:, None], model.embed(canvas.tokens_L), soft_LD)
+    assert canvas.soft_LD is not None
+    own_LD = model.embed(canvas.tokens_L)
+    return replace(canvas, soft_LD=torch.where(canvas.pinned_L[:, None], own_LD, canvas.soft_LD))
+
+
+def _look(model: Gemma, hidden_LD: Tensor, positions: Sequence[int]) -> Tensor:
+    return model.logits(hidden_LD[list(positions)])
 
 
 def _heats(rows: Sequence[Row]) -> Tensor:
@@ -141,3 +165,11 @@ def _heats(rows: Sequence[Row]) -> Tensor:
 
 def _uniforms(rows: Sequence[Row]) -> Tensor:
     return torch.cat([row.noise.uniform_NL[row.canvas.num_steps + 1] for row in rows])
+
+
+def _temperatures(rows: Sequence[Row]) -> Tensor | None:
+    if all(row.sampler.temperature == 1 for row in rows):
+        return None
+    return torch.cat(
+        [torch.full_like(row.canvas.entropy_L, row.sampler.temperature) for row in rows]
+    )

@@ -7,6 +7,7 @@ the reference: given the same noise, its tokens are ours.
 L canvas length.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
@@ -28,6 +29,15 @@ class Decision:
     tokens_L: Tensor  # their tokens
     guess_L: Tensor  # what would be committed now
     settled: Tensor  # bool, 0-d; a canvas that is all pins settles whatever the rule says
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a step says of a canvas."""
+
+    stats: RowStats
+    noise_L: Tensor  # what stands where nothing was decided
+    look: Callable[[Sequence[int]], Tensor]  # the logits of some positions, [n, V]
 
 
 class Rule(Protocol):
@@ -96,9 +106,11 @@ class Sampler:
     max_steps: int = 48
     first_heat: float = 0.8  # temperature of the first step, falling evenly towards...
     last_heat: float = 0.4  # ...this one, which a step beyond the last would have
+    temperature: float = 1.0  # of draws alone, beside the heat; 0 takes the likeliest token
 
     def __post_init__(self) -> None:
         _require(self.max_steps >= 1, "max steps", self.max_steps, "1 or more")
+        _require(0 <= self.temperature < inf, "temperature", self.temperature, "0 or more")
         _require(0 < self.last_heat < inf, "last heat", self.last_heat, "above 0")
         _require(
             self.last_heat <= self.first_heat < inf,

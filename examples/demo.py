@@ -10,14 +10,13 @@ import time
 from collections.abc import Iterable
 
 from dgemma import Done, Draft, Engine, Options, Text
-from dgemma.bench.holes import Hole, fill
 from dgemma.bench.sudoku import How, Solved, follow, solve
 from dgemma.cli.show import CanvasView, printable
 
 PAUSE = 0.15  # seconds a canvas stays on a screen
 QUESTIONS = (
     "Correct the mistakes.\n\nThe cat satt on the the mat.",
-    "Write a sentence about a kite.",
+    "Write a short story about a girl and a kite.",
 )
 FUNCTION = '''\
 def largest(numbers):
@@ -37,12 +36,9 @@ def main() -> None:
         headline(question)
         show(engine.stream(question, Options(seed=1, drafts=True)))
     headline("A function with a hole:\n" + FUNCTION)
-    prefix, suffix = FUNCTION.split("<|fill|>")
-    hole = Hole(prefix, "number > best", suffix)  # of what stood there only the length is used
-    [filled] = fill(engine, [hole], seed=0, label="fill")
-    if filled is not None:
-        print(hole.whole(filled.text))
-        print(f"  [{filled.steps} steps; all but the hole is untouched]")
+    filled = engine.fill(FUNCTION)
+    print(filled.text)
+    print(f"  [{filled.steps} steps, {filled.seconds:.2f} s; all but the hole is untouched]")
     headline(f"Solve this Sudoku: {PUZZLE}")
     show(event for _, event in follow(engine, [PUZZLE], How(drafts=True)))
     headline("The same weights, the same puzzle, one token at a time:")

@@ -5,19 +5,18 @@ and behind it, pinned, as much of what follows as the canvas holds. Where the te
 canvas, it is filled with the token that ends texts, as in training.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dgemma.bench.answers import Question, ask, show
-from dgemma.cache import KVCache, Room
-from dgemma.canvas import Noise, Pins
-from dgemma.denoise import Row, start
 from dgemma.engine import Engine, Options
-from dgemma.engine.batch import Work, run
+from dgemma.engine.fill import end_id
+from dgemma.engine.options import Plan
+from dgemma.engine.trials import first_canvases, last_canvas
+from dgemma.guide.holes import lay_out
+from dgemma.guide.seams import Gap
 from dgemma.text.chat import Prompt
 
-CHUNK = 512  # tokens of a prefix committed in one pass
 NEWLINE = "\n"
 
 
@@ -44,57 +43,32 @@ class Filled:
     is_settled: bool
 
 
-@dataclass(slots=True)
-class _Open:
-    """A hole on its way."""
-
-    number: int
-    size: int
-    cache: KVCache
-    row: Row
-    pending: list[int]  # of the prefix, to be committed
-
-    def work(self) -> Work:
-        if len(self.pending) > CHUNK:
-            return Work(self.cache, tuple(self.pending[:CHUNK]))
-        return Work(self.cache, tuple(self.pending), self.row)
-
-
 def fill(engine: Engine, holes: Sequence[Hole], seed: int, label: str) -> list[Filled | None]:
     """Fill each hole with as many tokens as it had; None where the canvas cannot hold it."""
-    filled: list[Filled | None] = [None] * len(holes)
     sizes = [len(engine.tokenizer.encode(hole.middle)) for hole in holes]
     fitting = [i for i, n in enumerate(sizes) if 0 < n <= engine.model.config.canvas_length]
-    waiting, running, count = deque(fitting), list[_Open](), 0
-    while waiting or running:
-        while waiting and len(running) < engine.max_rows:
-            number = waiting.popleft()
-            running.append(_open(engine, holes[number], sizes[number], seed, number))
-        works = [one.work() for one in running]
-        for one, work, outcome in zip(running, works, run(engine.model, works), strict=True):
-            del one.pending[: len(work.tokens)]
-            one.row = outcome.row or one.row
-        for one in [one for one in running if one.row.is_done]:
-            running.remove(one)
-            filled[one.number] = _read(engine, one)
-            count += 1
-            show(label, count, len(fitting))
+    jobs = [engine.submit(_plan(engine, holes[i], sizes[i], seed + i)) for i in fitting]
+    for _ in first_canvases(engine, jobs):
+        show(label, sum(job.is_over for job in jobs), len(jobs))
+    filled: list[Filled | None] = [None] * len(holes)
+    for number, job in zip(fitting, jobs, strict=True):
+        canvas = last_canvas(job)
+        ids = canvas.guess_L[: sizes[number]].tolist()
+        text = engine.tokenizer.decode(ids, skip_control=True)
+        filled[number] = Filled(text, canvas.num_steps, bool(canvas.settled))
     return filled
 
 
-def _open(engine: Engine, hole: Hole, size: int, seed: int, number: int) -> _Open:
-    config, encode = engine.model.config, engine.tokenizer.encode
-    length = config.canvas_length
-    suffix = encode(hole.suffix)[: length - size]
-    pinned = suffix + [end_id(engine)] * (length - size - len(suffix))
-    noise = Noise(seed=seed + number).block(
-        0, engine.sampler.max_steps, length, config.vocab_size, engine.device
+def _plan(engine: Engine, hole: Hole, size: int, seed: int) -> Plan:
+    length = engine.model.config.canvas_length
+    gap = Gap(after=tuple(engine.tokenizer.encode(hole.suffix)))
+    options = Options(
+        max_tokens=length,
+        pins=lay_out([gap], [size], length, end_id(engine)).pins,
+        seed=seed,
+        retries=0,
     )
-    row = start(engine.sampler, noise, Pins(tuple(range(size, length)), tuple(pinned)))
-    prefix = list(_prefix(engine, hole, length))
-    room = Room(tokens=len(prefix) + length, span=CHUNK + length)
-    cache = KVCache(config, room, engine.dtype, engine.device)
-    return _Open(number, size, cache, row, prefix)
+    return engine.plan(Prompt(text=hole.prefix, ids=_prefix(engine, hole, length)), options)
 
 
 def _prefix(engine: Engine, hole: Hole, answer: int) -> tuple[int, ...]:
@@ -102,18 +76,6 @@ def _prefix(engine: Engine, hole: Hole, answer: int) -> tuple[int, ...]:
     room = engine.model.config.max_position_embeddings - answer - 1
     ids = engine.tokenizer.encode(hole.prefix)
     return (engine.model.config.bos_token_id, *ids[max(0, len(ids) - room) :])
-
-
-def _read(engine: Engine, one: _Open) -> Filled:
-    canvas = one.row.canvas
-    ids = canvas.guess_L[: one.size].tolist()
-    text = engine.tokenizer.decode(ids, skip_control=True)
-    return Filled(text, canvas.num_steps, bool(canvas.settled))
-
-
-def end_id(engine: Engine) -> int:
-    """The token that ends texts and fills their last canvas."""
-    return engine.tokenizer.control_ids.get("<eos>", engine.stop_ids.ids[0])
 
 
 def go_on(engine: Engine, holes: Sequence[Hole], label: str) -> list[str | None]:

@@ -182,6 +182,9 @@ def _step(model: Gemma, lanes: Lanes, block: Block, sampler: Sampler) -> Block:
         heat_T=canvas.entropy_L.new_full((rows * length,), heat),
         uniform_T=block.uniform_BNL[:, number + 1].flatten(),
         held_T=tokens_T,
+        temperature_T=None
+        if sampler.temperature == 1
+        else canvas.entropy_L.new_full((rows * length,), sampler.temperature),
     )
     stats, soft_TD = read_out(model, hidden_TD, query)
     moved = _advance(canvas, stats, block.noise_BNL[:, number + 1], sampler)

@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,10 +39,20 @@ def generate(
     canvas: Annotated[int | None, typer.Option(help="Canvas length, up to the model's.")] = None,
     steps: Annotated[int | None, typer.Option(help="Most steps per canvas.")] = None,
     rule: Annotated[str | None, typer.Option(help="entropy, the default, or confidence.")] = None,
+    schema: Annotated[
+        str | None,
+        typer.Option(help="Answer in JSON of this schema: a file, or the schema itself."),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer what this expression matches.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="Answer in the language of a Lark grammar: a file.")
+    ] = None,
+    choices: Annotated[str | None, typer.Option(help="Answer one of these: a,b,c.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Watch the canvas settle.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt."""
+    from dgemma.cli.constraint import check_done, read_options
     from dgemma.cli.loading import load_engine
     from dgemma.engine import Options
     from dgemma.engine.options import check_options
@@ -61,12 +72,18 @@ def generate(
         drafts=show and mode != "ar",
     )
     check_options(options)  # before a long load
+    constraint = read_options(schema, regex, grammar, choices)
+    if constraint and stop:
+        raise UsageError("--stop would cut a text that is held to a grammar; leave it out")
     engine = load_engine(model, device, dtype, adapter)
-    options = replace(options, sampler=_sampler(engine, rule, steps))
+    guide = engine.guide(**constraint) if constraint else None
+    options = replace(options, sampler=_sampler(engine, rule, steps), guide=guide)
     request = engine.plain(text) if plain else _chat(engine, text, system, thinking)
     done = _run(engine, request, options, show=show, is_quiet=as_json)
     if as_json:
         print(json.dumps(_report(done, model), ensure_ascii=False))
+    if guide is not None:
+        check_done(done)
 
 
 def _read_prompt(prompt: str) -> str:

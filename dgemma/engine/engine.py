@@ -6,17 +6,27 @@ too. Requests join and leave between passes. HTTP, terminals and threads are not
 
 from collections import deque
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from dgemma.cache import KVCache, Room
 from dgemma.config import GenerationConfig
 from dgemma.device import choose_device, choose_dtype
 from dgemma.engine.batch import run
-from dgemma.engine.events import Done, Event
+from dgemma.engine.choice import Reading, choose
+from dgemma.engine.edit import Edited, EditOptions, edit, warm_canvas
+from dgemma.engine.events import Done, Draft, Event
+from dgemma.engine.fill import Filled, FillOptions, fill
 from dgemma.engine.job import PREFILL_CHUNK, Job
 from dgemma.engine.options import Options, Plan, make_plan
 from dgemma.engine.score import Score, score
 from dgemma.errors import CheckpointError, UsageError
+from dgemma.guide.calls import grammar_of
+from dgemma.guide.grammar import Constraint
+from dgemma.guide.holes import Holed
+from dgemma.guide.matcher import Guide, compile_guide
+from dgemma.guide.vocabulary import vocabulary
 from dgemma.model import Gemma
 from dgemma.prefix import PrefixStore
 from dgemma.sampler import released_sampler
@@ -28,6 +38,8 @@ from dgemma.weights.load import Progress, load_model
 from dgemma.weights.pack import pack
 
 DEFAULTS = Options()
+FILL_DEFAULTS = FillOptions()
+EDIT_DEFAULTS = EditOptions()
 MAX_ROWS = 16  # requests in one pass; others wait
 PREFIX_BYTES = 2 << 30  # memory for the keys and values of finished requests
 
@@ -99,17 +111,51 @@ class Engine:
         ids = (self.model.config.bos_token_id, *self.tokenizer.encode(text))
         return Prompt(text=text, ids=ids)
 
-    def generate(self, prompt: str | Prompt, options: Options = DEFAULTS) -> Done:
-        """Answer a prompt. A string is a user's message, or plain text if there is no chat form."""
-        for event in self.stream(prompt, options):
+    def guide(self, **constraint: Unpack[Constraint]) -> Guide:
+        """What a text must look like: one of schema, regex, grammar, choices and tools.
+
+        It may be used for any number of requests, as `Options.guide`. Beside `tools` a
+        `tool_choice` may say `required` (the default: one call of any of them), the name of the
+        one to call, or `auto`: free text, and calls if the model makes them.
+        """
+        grammar = grammar_of(constraint, self.tokenizer)
+        return compile_guide(grammar, vocabulary(self.tokenizer, self.stop_ids.ids))
+
+    def generate(
+        self,
+        prompt: str | Prompt,
+        options: Options = DEFAULTS,
+        *,
+        warm: str | None = None,
+        **constraint: Unpack[Constraint],
+    ) -> Done:
+        """Answer a prompt. A string is a user's message, or plain text if there is no chat form.
+
+        `warm` is an old version of the answer, to start from instead of noise: what stays of it
+        need not be found again. What the prompt makes doubtful in it is noise from the start. A
+        constraint is one of those of `guide`.
+        """
+        for event in self.stream(prompt, options, warm=warm, **constraint):
             if isinstance(event, Done):
                 return event
         raise AssertionError("a stream ends with Done")
 
     def stream(
-        self, prompt: str | Prompt, options: Options = DEFAULTS
+        self,
+        prompt: str | Prompt,
+        options: Options = DEFAULTS,
+        *,
+        warm: str | None = None,
+        **constraint: Unpack[Constraint],
     ) -> Generator[Event, None, None]:
         """Answer a prompt event by event; refused at once if it cannot be answered."""
+        if any(value is not None for value in constraint.values()):
+            if options.guide is not None:
+                raise UsageError("a constraint is given beside a guide; give one of them")
+            options = replace(options, guide=self.guide(**constraint))
+        if warm is not None:
+            prompt = self._from_text(prompt) if isinstance(prompt, str) else prompt
+            options = replace(options, canvas=warm_canvas(self, prompt, warm))
         return self._follow(self.plan(prompt, options))
 
     def generate_all(
@@ -129,6 +175,38 @@ class Engine:
                 raise job.error
         return [event for job in jobs for event in job.events if isinstance(event, Done)]
 
+    def fill(
+        self, text: str | Sequence[str] | Holed, options: FillOptions = FILL_DEFAULTS
+    ) -> Filled:
+        """Fill the holes of a text: marked `<|fill|>`, or between pieces. The rest stays as is."""
+        for event in self.stream_fill(text, options):
+            if isinstance(event, Filled):
+                return event
+        raise AssertionError("a stream ends with its result")
+
+    def stream_fill(
+        self, text: str | Sequence[str] | Holed, options: FillOptions = FILL_DEFAULTS
+    ) -> Generator[Draft | Filled, None, None]:
+        """The same with the drafts on the way, if the options ask for them; the result is last."""
+        if not isinstance(text, Holed):
+            text = Holed.read(text) if isinstance(text, str) else Holed(tuple(text))
+        yield (yield from fill(self, text, options))
+
+    def edit(
+        self, text: str, instruction: str | None = None, options: EditOptions = EDIT_DEFAULTS
+    ) -> Edited:
+        """Change a text as told, only where it must; without an instruction, correct it."""
+        for event in self.stream_edit(text, instruction, options):
+            if isinstance(event, Edited):
+                return event
+        raise AssertionError("a stream ends with its result")
+
+    def stream_edit(
+        self, text: str, instruction: str | None = None, options: EditOptions = EDIT_DEFAULTS
+    ) -> Generator[Draft | Edited, None, None]:
+        """The same with the drafts on the way, if the options ask for them; the result is last."""
+        yield (yield from edit(self, text, instruction, options))
+
     def score(self, prompt: str | Prompt, texts: Sequence[str]) -> list[Score]:
         """Causal log-probability of each text as the continuation of the prompt."""
         request = self._from_text(prompt) if isinstance(prompt, str) else prompt
@@ -140,22 +218,43 @@ class Engine:
         ranked = zip(choices, scores, strict=True)
         return sorted(ranked, key=lambda pair: pair[1].total, reverse=True)
 
+    def classify(
+        self, prompt: str | Prompt, labels: Sequence[str], *, reading: Reading = "causal"
+    ) -> list[tuple[str, float]]:
+        """How probable each label is as the whole answer, the likeliest first; they add up to 1.
+
+        `causal` is exact; `canvas` reads one step of the denoiser, with the labels' ends given.
+        """
+        request = self._from_text(prompt) if isinstance(prompt, str) else prompt
+        turn = self.tokenizer.control_ids.get("<turn|>")
+        end = turn if turn in self.stop_ids.ids else self.stop_ids.ids[0]
+        encoded = [self.tokenizer.encode(label) for label in labels]
+        shares = choose(self.model, request.ids, encoded, end, reading)
+        return sorted(zip(labels, shares, strict=True), key=lambda pair: pair[1], reverse=True)
+
     def plan(self, prompt: str | Prompt, options: Options = DEFAULTS) -> Plan:
         """Check a request and complete it; what cannot be done is refused here."""
         if isinstance(prompt, str):
             prompt = self._from_text(prompt)
+        if options.guide is not None and options.guide.vocabulary.tokenizer is not self.tokenizer:
+            raise UsageError("the guide belongs to another engine; make one with this one's guide")
         return make_plan(prompt, options, self.model.config, self.generation, self.sampler)
 
-    def submit(self, plan: Plan) -> Job:
-        """Let a request in; its events gather in `job.events` as the engine steps."""
+    def submit(self, plan: Plan, *, past: KVCache | None = None) -> Job:
+        """Let a request in; its events gather in `job.events` as the engine steps.
+
+        `past` holds the beginning of its prompt; requests that share one do not encode it again.
+        """
         job = Job(plan, self.tokenizer, self.stop_ids)
-        self.waiting.append(job)
+        job.past = past
+        if not job.is_over:  # a grammar without a text that fits ends it at once
+            self.waiting.append(job)
         return job
 
     def step(self) -> None:
         """One pass: every running request moves, finished ones leave, waiting ones join."""
         while self.waiting and len(self.jobs) < self.max_rows:
-            self.waiting[0].begin(self._cache(self.waiting[0].plan))
+            self.waiting[0].begin(self._cache(self.waiting[0]))
             self.jobs.append(self.waiting.popleft())
         if not self.jobs:
             return
@@ -176,8 +275,9 @@ class Engine:
             self.waiting.remove(job)
         if job in self.jobs:
             self.jobs.remove(job)
-            # An interrupt may leave a cache torn, or ahead of its job.
-            if job.cache.is_whole and len(job.committed) == job.cache.length:
+            # An interrupt may leave a cache torn, or ahead of its job. A shared past has an owner.
+            is_ours = job.past is None and job.cache.is_whole
+            if is_ours and len(job.committed) == job.cache.length:
                 self.prefixes.keep(job.committed, job.cache)
 
     def _follow(self, plan: Plan) -> Generator[Event, None, None]:
@@ -187,6 +287,7 @@ class Engine:
                 self.step()
                 while job.events:
                     yield job.events.popleft()
+            yield from job.events
             if job.error is not None:
                 raise job.error
         finally:
@@ -197,7 +298,10 @@ class Engine:
             return self.plain(text)
         return self.prompt([Message(role="user", content=text)])
 
-    def _cache(self, plan: Plan) -> KVCache:
+    def _cache(self, job: Job) -> KVCache:
+        plan = job.plan
+        if job.past is not None:
+            return job.past.branch(plan.room - job.past.length)
         room = Room(tokens=plan.room, span=PREFILL_CHUNK + plan.canvas_length)
         found = self.prefixes.take(plan.prompt.ids, room)
         if found is not None:

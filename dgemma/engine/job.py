@@ -19,8 +19,11 @@ from dgemma.denoise import Row, start
 from dgemma.engine.batch import Outcome, Work
 from dgemma.engine.events import Done, Draft, Event, Retry
 from dgemma.engine.guard import NOT_A_NUMBER, fault
+from dgemma.engine.guided import THOUGHT_CLOSES, THOUGHT_OPENS, Guided
 from dgemma.engine.options import Plan
 from dgemma.engine.reader import Reader
+from dgemma.guide.edits import next_place
+from dgemma.guide.matcher import GuideFault
 from dgemma.ops.row_stats import Query, row_stats
 from dgemma.text.reply import ENDINGS
 from dgemma.text.tokenizer import StopIds, Tokenizer
@@ -29,13 +32,13 @@ PREFILL_CHUNK = 512  # tokens a request may commit in one pass
 AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
 FAULT = "fault"
-THOUGHT_OPENS, THOUGHT_CLOSES = "<|channel>", "<channel|>"
 
 
 class Job:
     """The state of one request. The engine alone calls `begin`, `work` and `take`, in turn."""
 
     cache: KVCache  # from `begin` on
+    past: KVCache | None = None  # holds the beginning of the prompt, shared with other requests
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer, stops: StopIds) -> None:
         self.plan, self.tokenizer, self.stops = plan, tokenizer, stops
@@ -45,6 +48,7 @@ class Job:
         self.is_ar = plan.mode != "diffusion"
         self.in_thought = plan.prompt.in_thought
         self.row: Row | None = None
+        self.last: Canvas | None = None  # the last canvas that came to its end
         self.reader = Reader(tokenizer, plan.options.stop, in_thought=plan.prompt.in_thought)
         self.events: deque[Event] = deque()
         self.blocks = self.steps = self.unsettled = self.retries = 0
@@ -57,6 +61,10 @@ class Job:
         self.is_done = self.is_cancelled = False
         endings = {tokenizer.control_ids.get(name) for name in ENDINGS}
         self.ends = {*stops.ids, *(token for token in endings if token is not None)}
+        guide = plan.options.guide
+        self.guided = None if guide is None else Guided(plan, guide, tokenizer)
+        if self.guided is not None and self.guided.fault:
+            self._fail(self.guided.fault, "length")
 
     @property
     def is_over(self) -> bool:
@@ -101,32 +109,45 @@ class Job:
             self._end_block(row.canvas)
 
     def _end_block(self, canvas: Canvas) -> None:
+        if self.guided is not None and self.guided.fault:
+            self._fail(self.guided.fault, FAULT)
+            return
         ids = canvas.guess_L.tolist()
         reason = self._fault(ids, canvas)
         if reason and self.retry < self.plan.options.retries:
             self.retry, self.retries, self.row = self.retry + 1, self.retries + 1, None
             self.events.append(Retry(block=self.blocks, reason=reason, retry=self.retry))
             return
-        self.fault = reason
+        self.fault, self.last = reason, canvas
         if reason == NOT_A_NUMBER:
-            self._finish(FAULT)
+            self._fail(reason, FAULT)
             return
         after = self._first_end()
         self.blocks, self.retry, self.row = self.blocks + 1, 0, None
         self.unsettled += not bool(canvas.settled)
-        self._promise(ids, after)
+        if self.guided is not None:
+            ids = self.guided.end_block(ids, len(self.reader.ids))
+            self._promise_guided(ids)
+        else:
+            self._promise(ids, after)
         self.pending = [] if self.is_done else ids
 
     def _take_token(self, logits_V: Tensor) -> None:
         self.steps += 1
         if bool(logits_V.isnan().any()):
-            self.fault = NOT_A_NUMBER
-            self._finish(FAULT)
+            self._fail(NOT_A_NUMBER, FAULT)
             return
-        token, logprob = self._draw(logits_V)
+        try:
+            token, logprob = self._choose(logits_V)
+        except GuideFault as fault:
+            self._fail(str(fault), FAULT)
+            return
         if token not in self.stops.ids:
             self.logprobs.append(logprob)
-        self._promise([token])
+        if self.guided is not None:
+            self._promise_guided([token])
+        else:
+            self._promise([token])
         self.pending = [] if self.is_done else [token]
         if self.plan.mode == "hybrid" and not self.is_done:
             self.is_ar = self._stays_in_thought(token)
@@ -159,6 +180,13 @@ class Job:
         elif count >= room:
             self._finish("length")
 
+    def _promise_guided(self, ids: list[int]) -> None:
+        """The same for a text that is held to a grammar, which says itself when it ends."""
+        assert self.guided is not None
+        self.events += self.reader.feed(self.stops.cut(ids)[0])
+        if self.guided.is_complete:
+            self._finish("length" if self.guided.is_cut else "stop")
+
     def _first_end(self) -> int:
         """Where a stop may first end the present canvas: behind all pinned text."""
         pins = self._pins()
@@ -179,7 +207,32 @@ class Job:
             config.vocab_size,
             self.cache.device,
         )
-        return start(plan.sampler, noise, self._pins())
+        for place, token in enumerate(self._old_version()):
+            if token >= 0:
+                noise.tokens_NL[0, place] = token
+        if self.guided is None:
+            return start(plan.sampler, noise, self._pins())
+        walker, pins = self.guided.begin_block(plan.sampler.max_steps)
+        return start(plan.sampler, noise, pins, walker)
+
+    def _old_version(self) -> tuple[int, ...]:
+        """What the present canvas starts from instead of noise: the old version's next tokens.
+
+        What was written so far need not be as long as what the old version had there.
+        """
+        old = self.plan.options.canvas
+        if not old or self.retry:  # a canvas that went wrong is done again from noise
+            return ()
+        written = [*self.committed, *self.pending][len(self.plan.prompt.ids) :]
+        begin = next_place(old, written)
+        return old[begin : begin + self.plan.canvas_length]
+
+    def _choose(self, logits_V: Tensor) -> tuple[int, float]:
+        if self.guided is None:
+            return self._draw(logits_V)
+        used = len(self.reader.ids)
+        token = self.guided.choose(logits_V, used, lambda masked_V: self._draw(masked_V)[0])
+        return token, float(logits_V.log_softmax(-1)[token])
 
     def _draw(self, logits_V: Tensor) -> tuple[int, float]:
         """The next token and its causal log-probability, which the heat does not touch."""
@@ -200,7 +253,7 @@ class Job:
         return noise.uniform_NL[0, position : position + 1]
 
     def _fault(self, ids: list[int], canvas: Canvas) -> str:
-        is_first = not self.reader.ids
+        is_first = not self.reader.ids and self.guided is None  # a grammar may allow no text
         return fault(ids, canvas.entropy_L.tolist(), self.ends, is_first=is_first)
 
     def _is_over_budget(self) -> bool:
@@ -215,8 +268,23 @@ class Job:
         remaining = 0.0
         if canvas is not None:
             remaining = float(canvas.entropy_L.sum())
+        if self.guided is not None:  # brought to its end, so that it is a text of the grammar
+            ids = [] if canvas is None else canvas.guess_L.tolist()
+            try:
+                self.events += self.reader.feed(self.guided.close(ids, len(self.reader.ids)))
+            except GuideFault as fault:
+                self._fail(str(fault), "budget")
+                return
+        elif canvas is not None:
             self._promise(canvas.guess_L.tolist(), self._first_end())
         self._finish("budget", remaining)
+
+    def _fail(self, reason: str, finish: str) -> None:
+        """End without any text of this canvas; a part of a text held to a grammar is no text."""
+        self.fault = reason
+        if self.guided is not None:
+            self.reader = Reader(self.tokenizer, (), in_thought=self.plan.prompt.in_thought)
+        self._finish(finish)
 
     def _finish(self, reason: str, remaining: float = 0.0) -> None:
         if self.is_done:

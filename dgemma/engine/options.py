@@ -7,6 +7,7 @@ from typing import Literal
 from dgemma.canvas import NO_PINS, Noise, Pins
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.errors import PromptTooLong, UsageError
+from dgemma.guide.matcher import Guide
 from dgemma.sampler import Sampler
 from dgemma.text.chat import Prompt
 from dgemma.text.stream import StopStrings
@@ -32,6 +33,9 @@ class Options:
     heat: float = 0.0  # AR: temperature of the draw; 0 takes the likeliest token
     stop: tuple[str, ...] = ()
     pins: Pins = NO_PINS  # of the first canvas
+    # An old version of the reply, to start from instead of noise; -1 where there is to be noise.
+    canvas: tuple[int, ...] = ()
+    guide: Guide | None = None  # what the text must look like: see Engine.guide
     drafts: bool = False  # whether to report the canvas after each step
     retries: int = 2  # how often a canvas that went wrong is done again; 0: never
     max_seconds: float | None = None
@@ -69,8 +73,11 @@ def make_plan(
     length = _canvas_length(options.canvas_length, config)
     max_tokens = generation.max_new_tokens if options.max_tokens is None else options.max_tokens
     _check_pins(options.pins, length, max_tokens, config.vocab_size)
+    for token in options.canvas:
+        allowed = f"0 to {config.vocab_size - 1}, or -1 for noise"
+        _require(-1 <= token < config.vocab_size, "a token", token, allowed)
     answer = max_tokens if options.mode == "ar" else -(-max_tokens // length) * length
-    if options.mode == "hybrid":
+    if options.mode == "hybrid" or (options.mode == "diffusion" and options.guide is not None):
         answer += length  # the thought need not end where a canvas would
     _check_context(len(prompt.ids), answer, config.max_position_embeddings)
     seed = secrets.randbits(32) if options.seed is None else options.seed
@@ -89,6 +96,8 @@ def make_plan(
 def check_options(options: Options) -> None:
     """Refuse what no model could do; needs none, so it can be called before one is loaded."""
     _check_mode(options)
+    if options.guide is not None and options.stop:
+        raise UsageError("a stop string would cut a text that is held to a grammar; leave it out")
     StopStrings(options.stop)  # refuses what cannot be a stop string
     Noise(seed=options.seed or 0, choice=options.choice)
     limits = {
@@ -106,12 +115,15 @@ def _check_mode(options: Options) -> None:
     mode = options.mode
     if mode not in MODES:
         raise UsageError(f"mode {mode!r} is not known; use {', '.join(MODES)}")
-    if mode == "hybrid" and options.pins != NO_PINS:
-        raise UsageError("hybrid mode cannot honour pins: where its canvas begins is not known")
+    if mode == "hybrid" and (options.pins != NO_PINS or options.canvas):
+        raise UsageError(
+            "hybrid mode cannot honour pins or a first canvas: where it begins is not known"
+        )
     if mode == "diffusion" and options.heat:
         raise UsageError("heat is for AR mode; a canvas is heated as its sampler says")
     of_canvases = {
         "pins": options.pins != NO_PINS,
+        "a first canvas": bool(options.canvas),
         "canvas length": options.canvas_length is not None,
         "a sampler": options.sampler is not None,
         "drafts": options.drafts,

@@ -33,14 +33,31 @@ class Score:
         return self.total / len(self.logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt in the cache, and the hidden state of its last token."""
+
+    cache: KVCache
+    last_1D: Tensor
+
+
 @torch.inference_mode()
 def score(model: Gemma, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> list[Score]:
     """Score texts that all go on from the same prompt: it is encoded once and shared."""
-    _check(model, prompt, texts)
+    _check(model, len(prompt), texts)
     weight = model.embed_tokens.weight
     room = Room(tokens=len(prompt), span=CHUNK)
     shared = KVCache(model.config, room, weight.dtype, weight.device)
     last_1D = commit(model, shared, torch.tensor(prompt, device=weight.device), CHUNK)
+    return score_after(model, Encoded(shared, last_1D), texts)
+
+
+@torch.inference_mode()
+def score_after(model: Gemma, prompt: Encoded, texts: Sequence[Sequence[int]]) -> list[Score]:
+    """Score texts behind a prompt that is encoded already; its cache may not change afterwards."""
+    shared, last_1D = prompt.cache, prompt.last_1D
+    _check(model, shared.length, texts)
+    weight = model.embed_tokens.weight
     # The last token of a text predicts nothing that is asked for, so it is not encoded.
     branches = {i: shared.branch(len(text)) for i, text in enumerate(texts) if len(text) > 1}
     hidden = _encode(model, [(branches[i], texts[i][:-1]) for i in branches])
@@ -53,10 +70,10 @@ def score(model: Gemma, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -
     return scores
 
 
-def _check(model: Gemma, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+def _check(model: Gemma, prompt: int, texts: Sequence[Sequence[int]]) -> None:
     if not prompt or not texts or not all(texts):
         raise UsageError("scoring needs a prompt and texts of at least one token each")
-    longest, limit = len(prompt) + max(map(len, texts)), model.config.max_position_embeddings
+    longest, limit = prompt + max(map(len, texts)), model.config.max_position_embeddings
     if longest > limit:
         raise PromptTooLong(f"prompt and text have {longest} tokens, the context holds {limit}")
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from dgemma.bench.answers import show
 from dgemma.bench.data import Data, MissingData
-from dgemma.bench.holes import end_id
 from dgemma.bench.likelihood import Denoised, causal_losses, denoising_losses
 from dgemma.bench.measure import Case, Measure
 from dgemma.engine import Engine
+from dgemma.engine.fill import end_id
 
 TASK = "cross_entropy"
 SETS = ("stories", "code", "dialogue")

@@ -1,0 +1,391 @@
+"""Edits in place: are they made, and only where they belong; warm starts; self-correction.
+
+    python bench/edit.py [--model DIR] [--limit 20] [--sets fix,rename,warm,correct]
+        [--heldout DIR] [--seed 0] [--device cpu] [--threads 1] [--strength 0.5] [--samples 3]
+
+fix      stories with planted errors (fix_stories.jsonl), as much of them as one canvas holds, and
+         `engine.edit` with the file's own instruction, beside whole answers of both modes
+rename   sentences of held-out stories in which a name or a noun is to be replaced: likewise
+         For both: edits made, texts exactly as the original has them, words that were right and
+         still are. Locality, against the spans in which the text and its original differ: how much
+         of the text was opened and how much would have been enough, and what share of the changed
+         characters lie within reach of those spans. Opening everything is no locality.
+warm     the same renames answered from noise, and from the old text as the first canvas: steps,
+         only where both made the change
+correct  plain stories settled from noise; then 5 % of their tokens are flipped, at random, or words
+         to their opposites (not/now, he/she, ...). Repaired by further steps from that canvas, and
+         by `engine.edit` without an instruction. AR cannot take a token back: of the eight tokens
+         it writes greedily after the error, the share that it would have written without it.
+
+The table goes to stdout, progress to stderr.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from pathlib import Path
+from random import Random
+
+import torch
+
+from dgemma import Engine, Options
+from dgemma.bench.answers import tune
+from dgemma.bench.data import Data
+from dgemma.bench.evaluate import HELDOUT, SHARED
+from dgemma.bench.measure import SHARE, Case, Measure
+from dgemma.bench.report import table
+from dgemma.bench.tasks.fix import check, text_of
+from dgemma.device import describe_device
+from dgemma.engine.edit import Edited, EditOptions
+from dgemma.engine.trials import first_canvases, last_canvas
+from dgemma.text.chat import Prompt
+from dgemma.train.rewrite import rename_word, sentence_spans
+
+REACH = 12  # characters around a span of the original's that still count as there
+FLIPPED = 0.05
+AFTER_ERROR = 8  # tokens that AR writes behind an error
+PREFIX = 40  # tokens before the canvas that is settled
+OPPOSITES = [
+    *[("not", "now"), ("he", "she"), ("his", "her"), ("is", "was"), ("up", "down")],
+    *[("good", "bad"), ("big", "little"), ("can", "could"), ("all", "no"), ("had", "has")],
+]
+NAMES = "Anna Ben Clara David Emma Finn Grace Henry Iris Jack Kate Leo Mia Nora Oscar".split()
+NOUNS = "house river table garden bread horse window bridge mountain letter".split()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    data: Data
+    limit: int
+    seed: int
+    strength: float | None
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    instruction: str
+    text: str
+    wanted: str
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.instruction}\n\n{self.text}"
+
+
+def say(label: str, number: int, count: int) -> None:
+    print(f"{label}: {number + 1}/{count}", file=sys.stderr)
+
+
+# --- tasks
+
+
+def fixes(engine: Engine, settings: Settings) -> list[Task]:
+    """Texts with planted errors: whole sentences of them, as many as a canvas holds."""
+    tasks = list[Task]()
+    for record in settings.data.records("fix_stories.jsonl", None):
+        text, wanted = text_of(record["prompt"]), record["reply"]
+        instruction = record["prompt"][: -len(text)].strip()
+        cut = shorten(engine, text, wanted)
+        if cut is not None and cut[0] != cut[1] and len(tasks) < settings.limit:
+            tasks.append(Task(instruction, *cut))
+    return tasks
+
+
+def shorten(engine: Engine, text: str, wanted: str) -> tuple[str, str] | None:
+    """The beginnings of a text and its original, to the end of a sentence that both have."""
+    room = engine.model.config.canvas_length - 8
+    best = None
+    for _, stop in sentence_spans(wanted):
+        for _, other in sentence_spans(text):
+            is_same = text[max(0, other - 20) : other] == wanted[max(0, stop - 20) : stop]
+            if is_same and len(engine.tokenizer.encode(wanted[:stop])) <= room:
+                best = text[:other], wanted[:stop]
+    return best
+
+
+def renames(engine: Engine, settings: Settings) -> list[Task]:
+    rng, tasks = Random(settings.seed), list[Task]()
+    for record in settings.data.records("stories.jsonl", None):
+        text = " ".join(record["text"][a:b] for a, b in sentence_spans(record["text"])[1:4])
+        if not 8 <= len(engine.tokenizer.encode(text)) <= engine.model.config.canvas_length - 16:
+            continue
+        names = sorted(set(re.findall(r"(?<=[a-z] )[A-Z][a-z]{2,}\b", text)))
+        nouns = [noun for noun in NOUNS if re.search(rf"\b{noun}\b", text)]
+        old = (names or nouns or [""])[0]
+        new = rng.choice([w for w in (NAMES if names else NOUNS) if w not in text])
+        if old and len(tasks) < settings.limit:
+            tasks.append(Task(f"Change {old} to {new}.", text, rename_word(text, old, new)))
+    return tasks
+
+
+# --- edits
+
+
+def edits(engine: Engine, settings: Settings, name: str, tasks: Sequence[Task]) -> list[Measure]:
+    options = EditOptions(strength=settings.strength, seed=settings.seed)
+    done = []
+    for number, task in enumerate(tasks):
+        done.append(engine.edit(task.text, task.instruction, options))
+        say(f"{name}, edit", number, len(tasks))
+    case = Case(name, "diffusion", "edit: ")
+    measures = [
+        *quality(case, tasks, [one.text for one in done]),
+        *locality(case, tasks, done),
+        case.mean("steps of all canvases", [float(one.steps) for one in done], "steps"),
+        case.mean("seconds", [one.seconds for one in done], "seconds"),
+    ]
+    for mode in ("diffusion", "ar"):
+        answers = []
+        for number, task in enumerate(tasks):
+            limit = engine.model.config.canvas_length
+            chosen = Options(mode=mode, seed=settings.seed, max_tokens=limit)
+            answers.append(engine.generate(task.prompt, chosen))
+            say(f"{name}, {mode}", number, len(tasks))
+        case = Case(name, mode, "whole answer: ")
+        measures += quality(case, tasks, [one.text for one in answers])
+        measures.append(case.mean("steps", [float(one.steps) for one in answers], "steps"))
+    measures += [
+        Case(name).text(f"sample {i + 1}: {task.instruction}", one.diff() or "(unchanged)")
+        for i, (task, one) in enumerate(zip(tasks[: settings.samples], done, strict=False))
+    ]
+    return measures
+
+
+def quality(case: Case, tasks: Sequence[Task], texts: Sequence[str]) -> list[Measure]:
+    checked = [check(t.text, t.wanted, text) for t, text in zip(tasks, texts, strict=True)]
+    both = zip(texts, tasks, strict=True)
+    return [
+        case.share("edits made", [hit for one in checked for hit in one.errors]),
+        case.rate("right words kept", [(float(c.kept), float(c.right)) for c in checked], SHARE),
+        case.share("text exact", [text.strip() == task.wanted.strip() for text, task in both]),
+    ]
+
+
+def locality(case: Case, tasks: Sequence[Task], done: Sequence[Edited]) -> list[Measure]:
+    opened, enough, near = [], [], []
+    for task, one in zip(tasks, done, strict=True):
+        gold = differing(task.text, task.wanted)
+        size = float(len(task.text))
+        opened.append((float(sum(b - a for a, b in one.opened)), size))
+        enough.append((float(sum(b - a for a, b in gold)), size))
+        changed = [
+            place
+            for change in one.changed
+            for place in range(change.old_start, max(change.old_end, change.old_start + 1))
+        ]
+        hits = sum(any(a - REACH <= p < b + REACH for a, b in gold) for p in changed)
+        near.append((float(hits), float(len(changed))))
+    return [
+        case.rate("text opened", opened, SHARE),
+        case.rate("text that differs from the original", enough, SHARE),
+        case.rate("changed characters near those", near, SHARE, f"within {REACH} characters"),
+    ]
+
+
+def differing(text: str, wanted: str) -> list[tuple[int, int]]:
+    matcher = SequenceMatcher(None, text, wanted, autojunk=False)
+    return [(a, max(b, a + 1)) for kind, a, b, _, _ in matcher.get_opcodes() if kind != "equal"]
+
+
+# --- warm starts
+
+
+def warm(engine: Engine, settings: Settings) -> list[Measure]:
+    """Steps to an answer from noise and from the old text, where both made the change."""
+    runs = list[Started]()
+    tasks = renames(engine, settings)
+    for number, task in enumerate(tasks):
+        options = Options(seed=settings.seed, max_tokens=engine.model.config.canvas_length)
+        cold = engine.generate(task.prompt, options)
+        hot = engine.generate(task.prompt, options, warm=task.text)
+        sizes = {len(engine.tokenizer.encode(text)) for text in (task.text, task.wanted)}
+        made = is_made(task, cold.text), is_made(task, hot.text)
+        exact = tuple(one.text.strip() == task.wanted.strip() for one in (cold, hot))
+        runs.append(Started(len(sizes) == 1, *made, *exact, cold.steps, hot.steps))
+        say("warm", number, len(tasks))
+    same = [run for run in runs if run.is_same_size]
+    return [*started("all: ", runs), *started("as many tokens as before: ", same)]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A change asked for twice: answered from noise, and from the old text."""
+
+    is_same_size: bool
+    cold_made: bool
+    warm_made: bool
+    cold_exact: bool
+    warm_exact: bool
+    cold_steps: int
+    warm_steps: int
+
+
+def started(name: str, runs: Sequence[Started]) -> list[Measure]:
+    both = [run for run in runs if run.cold_made and run.warm_made]
+    pairs = [(float(run.cold_steps), float(run.warm_steps)) for run in both]
+    case = Case("warm", "diffusion", name)
+    return [
+        case.share("changes made from noise", [run.cold_made for run in runs]),
+        case.share("changes made from the old text", [run.warm_made for run in runs]),
+        case.share("text exact from noise", [run.cold_exact for run in runs]),
+        case.share("text exact from the old text", [run.warm_exact for run in runs]),
+        case.mean("steps from noise", [cold for cold, _ in pairs], "steps", "both made it"),
+        case.mean("steps from the old text", [hot for _, hot in pairs], "steps", "both made it"),
+        case.rate("steps from noise / from the old text", pairs, "ratio", "both made it"),
+    ]
+
+
+def is_made(task: Task, text: str) -> bool:
+    """Whether all that was to change has changed; other words may differ."""
+    return all(check(task.text, task.wanted, text).errors)
+
+
+# --- self-correction
+
+
+def settled(engine: Engine, settings: Settings) -> Iterator[tuple[Prompt, list[int]]]:
+    """Beginnings of stories, and the canvas that the model settles on behind each."""
+    length, bos = engine.model.config.canvas_length, engine.model.config.bos_token_id
+    count = 0
+    for record in settings.data.records("stories.jsonl", 4 * settings.limit):
+        ids = engine.tokenizer.encode(record["text"])
+        if len(ids) < PREFIX or count == settings.limit:
+            continue
+        prompt = Prompt(text="", ids=(bos, *ids[:PREFIX]))
+        options = Options(seed=settings.seed, max_tokens=length, retries=0)
+        canvas = one_canvas(engine, prompt, options)
+        if not any(map(engine.tokenizer.is_control, canvas)):
+            count += 1
+            yield prompt, canvas
+
+
+def one_canvas(engine: Engine, prompt: Prompt, options: Options) -> list[int]:
+    job = engine.submit(engine.plan(prompt, options))
+    for _ in first_canvases(engine, [job]):
+        pass
+    return last_canvas(job).guess_L.tolist()
+
+
+def correct(engine: Engine, settings: Settings) -> list[Measure]:
+    outcomes: dict[str, list[tuple[float, float]]] = {}
+    for number, (prompt, right) in enumerate(settled(engine, settings)):
+        rng = Random(settings.seed + number)
+        for kind, flips in (
+            ("random", at_random(engine, right, rng)),
+            ("opposite", to_opposites(engine, right)),
+        ):
+            if flips:
+                for name, part in repaired(engine, prompt, right, flips, settings).items():
+                    outcomes.setdefault(f"{kind}: {name}", []).append(part)
+        say("correct", number, settings.limit)
+    return [
+        Case("correct", "ar" if "AR" in name else "diffusion").rate(name, parts, SHARE)
+        for name, parts in outcomes.items()
+    ]
+
+
+def at_random(engine: Engine, tokens: Sequence[int], rng: Random) -> dict[int, int]:
+    places = rng.sample(range(len(tokens)), max(1, round(FLIPPED * len(tokens))))
+    first = len(engine.tokenizer.control_ids) + 256  # text pieces, no single bytes
+    return {place: rng.randrange(first, engine.tokenizer.vocab_size) for place in places}
+
+
+def to_opposites(engine: Engine, tokens: Sequence[int]) -> dict[int, int]:
+    """Every third word that has an opposite of one token, so that the rest still tells."""
+    table: dict[int, int] = {}
+    for a, b in OPPOSITES:
+        pair = [engine.tokenizer.encode(f" {word}") for word in (a, b)]
+        if all(len(ids) == 1 for ids in pair):
+            table |= {pair[0][0]: pair[1][0], pair[1][0]: pair[0][0]}
+    found = [place for place, token in enumerate(tokens) if token in table]
+    return {place: table[tokens[place]] for place in found[::3]}
+
+
+def repaired(
+    engine: Engine, prompt: Prompt, right: Sequence[int], flips: dict[int, int], settings: Settings
+) -> dict[str, tuple[float, float]]:
+    wrong = [flips.get(place, token) for place, token in enumerate(right)]
+    options = Options(seed=settings.seed + 1, max_tokens=len(right), retries=0, canvas=tuple(wrong))
+    found = one_canvas(engine, prompt, options)
+    kept = [place for place in range(len(right)) if place not in flips]
+    result = {
+        "repaired by further steps": share(found, right, list(flips)),
+        "other tokens unchanged by them": share(found, right, kept),
+    }
+    before, text = engine.tokenizer.decode(prompt.ids[1:]), engine.tokenizer.decode(wrong)
+    if "\ufffd" not in before + text:
+        chosen = EditOptions(
+            selection=((len(before), len(before + text)),),
+            strength=0.5 if settings.strength is None else settings.strength,
+            seed=settings.seed,
+        )
+        corrected = engine.edit(before + text, None, chosen).text[len(before) :]
+        edited = engine.tokenizer.encode(corrected)
+        places = aligned(right, edited)
+        hits = sum(p in places for p in flips)
+        result["repaired by edit"] = (float(hits), float(len(flips)))
+        same = sum(p in places for p in kept)
+        result["other tokens unchanged by edit"] = (float(same), float(len(kept)))
+    place = min(flips)
+    behind = [
+        go_on(engine, prompt, [*right[:place], token]) for token in (right[place], flips[place])
+    ]
+    hits = sum(a == b for a, b in zip(*behind, strict=False))
+    result["AR: next tokens as without the error"] = (float(hits), float(AFTER_ERROR))
+    result["AR: repaired"] = (0.0, float(len(flips)))
+    return result
+
+
+def share(found: Sequence[int], right: Sequence[int], places: Sequence[int]) -> tuple[float, float]:
+    return float(sum(found[p] == right[p] for p in places)), float(len(places))
+
+
+def aligned(right: Sequence[int], found: Sequence[int]) -> set[int]:
+    blocks = SequenceMatcher(None, right, found, autojunk=False).get_matching_blocks()
+    return {block.a + i for block in blocks for i in range(block.size)}
+
+
+def go_on(engine: Engine, prompt: Prompt, ids: Sequence[int]) -> tuple[int, ...]:
+    options = Options(mode="ar", max_tokens=AFTER_ERROR, seed=0)
+    return engine.generate(replace(prompt, ids=(*prompt.ids, *ids)), options).ids
+
+
+SETS = {
+    "fix": lambda e, s: edits(e, s, "fix", fixes(e, s)),
+    "rename": lambda e, s: edits(e, s, "rename", renames(e, s)),
+    "warm": warm,
+    "correct": correct,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="nano")
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--heldout", type=Path, default=HELDOUT)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--strength", type=float)
+    parser.add_argument("--samples", type=int, default=3)
+    given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    engine = Engine.load(given.model, device=given.device, dtype=given.dtype)
+    tune(engine, engine.max_rows)
+    data = Data(given.heldout, SHARED)
+    settings = Settings(data, given.limit, given.seed, given.strength, given.samples)
+    measures = [m for name in given.sets.split(",") for m in SETS[name](engine, settings)]
+    where = describe_device(engine.device)
+    print(f"{given.model}, {where}, seed {given.seed}, {given.limit} cases a set")
+    print(table(measures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""`dgemma edit`: a text file changed as told, only where it must; a diff, or the change itself."""
+
+import json
+import re
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, app
+from dgemma.cli.texts import STDIN, print_text, read_text, write_text
+from dgemma.errors import UsageError
+
+if TYPE_CHECKING:
+    from dgemma.engine import Engine
+    from dgemma.engine.edit import Edited, EditOptions
+
+
+@app.command()
+def edit(
+    file: Annotated[str, typer.Argument(help="A text file; - is stdin.")],
+    do: Annotated[
+        str | None, typer.Option(help="What to change; without it the text is corrected.")
+    ] = None,
+    model: Model = "nano",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    adapter: Adapter = None,
+    lines: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only these lines, counted from 1.")
+    ] = None,
+    strength: Annotated[
+        float | None,
+        typer.Option(help="0 to 1: how readily text is opened; 0.5 without it, 1 opens all."),
+    ] = None,
+    passes: Annotated[
+        int | None, typer.Option(help="Most times over the text; 2, or 3 without --do.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same edit.")] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply/--diff", help="Write the file, or print a diff.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Watch a canvas settle.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Edit a text in place: what need not change stays byte for byte."""
+    from dgemma.cli.loading import load_engine
+    from dgemma.engine.edit import EditOptions, check_edit
+    from dgemma.guide.edits import line_spans
+
+    text = read_text(file)
+    options = EditOptions(
+        lines=_lines(lines), strength=strength, passes=passes, seed=seed, drafts=show
+    )
+    check_edit(options)  # before a long load
+    if options.lines is not None:
+        line_spans(text, *options.lines)
+    edited = _run(load_engine(model, device, dtype, adapter), text, do, options)
+    name = "stdin" if file == STDIN else Path(file).as_posix().lstrip("/")
+    if apply and not (as_json and file == STDIN):
+        write_text(file, edited.text)
+    if as_json:
+        print(json.dumps(_report(edited, name, model), ensure_ascii=False))
+    elif not apply:
+        print_text(edited.diff(name))
+    if not as_json and edited.text == text and sys.stderr.isatty():
+        print("nothing to change", file=sys.stderr)
+
+
+def _lines(given: str | None) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", given)
+    if found is None:
+        raise UsageError(f"lines are {given!r}; give the first and the last, such as 3:7")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _run(engine: "Engine", text: str, instruction: str | None, options: "EditOptions") -> "Edited":
+    from dgemma.cli.show import CanvasView
+    from dgemma.engine.edit import Edited
+
+    with ExitStack() as stack:
+        view = stack.enter_context(CanvasView()) if options.drafts else None
+        for event in engine.stream_edit(text, instruction, options):
+            if isinstance(event, Edited):
+                return event
+            if view is not None:
+                view.draw(event)
+    raise AssertionError("a stream ends with its result")
+
+
+def _report(edited: "Edited", name: str, model: str) -> dict[str, object]:
+    return {
+        "text": edited.text,
+        "changed": [asdict(change) for change in edited.changed],
+        "opened": edited.opened,
+        "diff": edited.diff(name),
+        "passes": edited.passes,
+        "steps": edited.steps,
+        "canvases": edited.canvases,
+        "seconds": round(edited.seconds, 4),
+        "seed": edited.seed,
+        "model": model,
+    }

@@ -1,0 +1,445 @@
+"""Editing a text in place: find what must change, open only that, and fill it anew.
+
+A long text is edited in segments, each with its own prompt, and a segment in windows of one canvas,
+from left to right: a window sees the edited text before it and the old text behind it. What is
+opened is searched like holes are (`engine.search`), in sizes around the old one; the old text is
+among the candidates. The result is joined from the given text and the fills (`guide.edits`).
+"""
+
+import secrets
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dgemma.canvas import Noise
+from dgemma.engine.doubt import copy_bias, preference, surprise
+from dgemma.engine.events import Draft
+from dgemma.engine.fill import closing_ids, end_id
+from dgemma.engine.search import Search, Sheet, Sizes, Tuning
+from dgemma.engine.trials import SharedPrefix
+from dgemma.errors import CheckpointError, PromptTooLong, UsageError
+from dgemma.guide.edits import (
+    Change,
+    Patch,
+    allowed_tokens,
+    apply,
+    changes,
+    character_places,
+    clip,
+    compose,
+    diff,
+    encode_apart,
+    is_cut,
+    joined,
+    line_spans,
+    open_spans,
+    runs,
+    segments,
+    shift,
+    whole_characters,
+    whole_words,
+)
+from dgemma.guide.holes import Rules, Span, around, check_spans, tail
+from dgemma.guide.seams import is_whole
+from dgemma.sampler import Sampler
+from dgemma.text.chat import Message, Prompt
+from dgemma.text.tokenizer import refuse_surrogates
+
+if TYPE_CHECKING:
+    from dgemma.engine.engine import Engine
+
+STRENGTH = 0.5
+EVERYTHING = float("-inf")  # a threshold that opens all
+NOISE = -1  # on a canvas to start from
+LOUDEST, DECADES = 7.0, 2.0  # nats of surprise that open a token at strength 0, and how they fall
+PREFERENCE, SLOPE = 8.0, 12.0  # the same for preference beyond the copy bias, linear
+SCORED_AFTER = 8  # tokens behind an opened span that count in a score
+LOOK_AHEAD = 32  # tokens behind a window that its canvas shows, where it has place
+PASSES, CORRECTION_PASSES = 2, 3  # the most, with an instruction and without
+REJOINED = 3  # tokens of the old text by which the causal mode has come back to it
+FURTHER = 8  # tokens that it may write beyond the old text's
+LONG = 12  # tokens of a span from which on its size is varied by shares too
+NEAR = (-1, 1)  # tokens more or fewer than the old text had
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditOptions:
+    """What may be chosen for an edit."""
+
+    selection: tuple[Span, ...] | None = None  # characters that may change; None: all
+    lines: tuple[int, int] | None = None  # the same in lines, first and last, counted from one
+    # 0 to 1, how readily text is opened; None: 0.5, and all of a selection if that changes nothing.
+    strength: float | None = None
+    passes: int | None = None  # over the text, until nothing changes; None: 2, or 3 to correct
+    seed: int | None = None  # None draws one, reported with the result
+    sampler: Sampler | None = None
+    drafts: bool = False  # whether to report a canvas after each step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edited:
+    """An edited text and what it took."""
+
+    text: str
+    old: str
+    changed: tuple[Change, ...]
+    opened: tuple[Span, ...]  # of the old text's characters; nothing outside could change
+    passes: int
+    steps: int  # of all canvases together
+    canvases: int
+    seconds: float
+    seed: int
+
+    def diff(self, name: str = "text") -> str:
+        """The change as a unified diff."""
+        return diff(self.old, self.text, name)
+
+
+def check_edit(options: EditOptions) -> None:
+    """Refuse what no text and no model could do."""
+    Noise(seed=options.seed or 0)
+    if options.strength is not None and not 0 <= options.strength <= 1:
+        raise UsageError(f"strength is {options.strength}; it must be from 0 to 1")
+    if options.passes is not None and options.passes < 1:
+        raise UsageError(f"passes is {options.passes}; it must be 1 or more")
+    if options.selection is not None and options.lines is not None:
+        raise UsageError("give a selection or lines, not both")
+
+
+def edit(
+    engine: "Engine", text: str, instruction: str | None, options: EditOptions
+) -> Generator[Draft, None, Edited]:
+    """Edit a text as told, or correct it where nothing is said; yields drafts if asked for."""
+    check_edit(options)
+    refuse_surrogates(text)
+    if not engine.model.config.can_denoise:
+        raise UsageError("this checkpoint has no denoiser, so it cannot edit in place")
+    if instruction is not None and engine.template is None:
+        raise UsageError("this checkpoint has no chat template, so it cannot be instructed")
+    selection = _selection(text, options)
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    begun, editing = time.perf_counter(), Editing(engine, instruction, options, seed)
+    patches = yield from editing.run(text, selection)
+    return Edited(
+        text=apply(text, patches),
+        old=text,
+        changed=tuple(changes(text, patches)),
+        opened=tuple((patch.start, patch.end) for patch in patches),
+        passes=editing.passes,
+        steps=editing.steps,
+        canvases=editing.canvases,
+        seconds=time.perf_counter() - begun,
+        seed=seed,
+    )
+
+
+def warm_canvas(engine: "Engine", prompt: Prompt, text: str) -> tuple[int, ...]:
+    """An old answer as the canvases of a new one would hold it, its end included.
+
+    Words that surprise the causal mode after the prompt are left to noise: a canvas that is clean
+    everywhere would be copied. That takes one pass.
+    """
+    ids = (
+        *engine.tokenizer.encode(text),
+        *closing_ids(engine, is_turn=engine.template is not None),
+    )
+    shared = SharedPrefix(engine, prompt.ids)
+    try:
+        doubts = [-p for p in shared.score([ids])[0].logprobs]
+    finally:
+        shared.close()
+    canvas = list(ids)
+    threshold = LOUDEST * 10 ** (-DECADES * STRENGTH)
+    opened = open_spans(doubts, threshold, [True] * len(ids))
+    for start, stop in whole_words(engine.tokenizer, ids, opened):
+        canvas[start:stop] = [NOISE] * (stop - start)
+    return (*canvas, *[end_id(engine)] * engine.model.config.canvas_length)
+
+
+def _selection(text: str, options: EditOptions) -> list[Span] | None:
+    if options.lines is not None:
+        return [line_spans(text, *options.lines)]
+    if options.selection is None:
+        return None
+    check_spans(options.selection, len(text))
+    return joined(options.selection)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of the text that has its own prompt."""
+
+    header: tuple[int, ...]
+    context: tuple[int, ...]  # of the text before it
+    text: str
+    start: int  # in the whole text
+    is_last: bool
+
+
+class Editing:
+    """Passes over a text. `steps` and `canvases` count what they took."""
+
+    def __init__(
+        self, engine: "Engine", instruction: str | None, options: EditOptions, seed: int
+    ) -> None:
+        self.engine, self.instruction, self.options, self.seed = engine, instruction, options, seed
+        self.length = engine.model.config.canvas_length
+        # A window leaves a part of its canvas to what follows it.
+        self.window = self.length - min(LOOK_AHEAD, self.length // 4)
+        self.threshold = self._threshold(STRENGTH if options.strength is None else options.strength)
+        self.limit = options.passes or (PASSES if instruction is not None else CORRECTION_PASSES)
+        self.passes = self.steps = self.canvases = 0
+
+    def run(self, text: str, selection: list[Span] | None) -> Generator[Draft, None, list[Patch]]:
+        """The patches of what was opened, also where nothing changed."""
+        patches: list[Patch] = []
+        for segment in self._segments(text):
+            start, end = segment.start, segment.start + len(segment.text)
+            if selection is None or any(a < end and start < b for a, b in selection):
+                found = yield from self._edit_segment(segment, selection)
+                patches += [Patch(p.start + start, p.end + start, p.new) for p in found]
+        return patches
+
+    def _threshold(self, strength: float) -> float:
+        """Doubt from which on a token is opened."""
+        if strength == 1:
+            return EVERYTHING
+        if self.instruction is not None:
+            return LOUDEST * 10 ** (-DECADES * strength)
+        vocab = self.engine.model.config.vocab_size
+        return copy_bias(vocab) + PREFERENCE - SLOPE * strength
+
+    # --- segments
+
+    def _segments(self, text: str) -> list[Segment]:
+        """Stretches of a text that fit the context, each with its prompt."""
+        room = self.engine.model.config.max_position_embeddings - 2 * self.length
+        if self.instruction is None:
+            return self._plain_segments(text, room)
+        header = self._header("")
+        count = (room - len(header)) // 2
+        if count < 1:
+            raise PromptTooLong("the instruction leaves no place for the text; shorten it")
+        parts = segments(self.engine.tokenizer, text, count)
+        found, start = [], 0
+        for part in parts:
+            # Templates strip what people say, so a reply neither begins nor ends with white space.
+            body = part.strip()
+            place = start + part.find(body)
+            # The reply to a segment's prompt ends with it, wherever the text goes on.
+            found.append(Segment(self._header(body), (), body, place, is_last=True))
+            start += len(part)
+        return found
+
+    def _plain_segments(self, text: str, room: int) -> list[Segment]:
+        if room < 4:
+            raise PromptTooLong("the context is too small for two canvases")
+        encode, bos = self.engine.tokenizer.encode, self.engine.model.config.bos_token_id
+        found, start = [], 0
+        for part in segments(self.engine.tokenizer, text, room // 2):
+            context = tail(self.engine.tokenizer, text[:start], room // 2 - 1)
+            is_last = start + len(part) == len(text)
+            found.append(Segment((bos,), tuple(encode(context)), part, start, is_last))
+            start += len(part)
+        return found
+
+    def _header(self, part: str) -> tuple[int, ...]:
+        content = f"{self.instruction}\n\n{part}"
+        return self.engine.prompt([Message(role="user", content=content)]).ids
+
+    def _edit_segment(
+        self, segment: Segment, selection: list[Span] | None
+    ) -> Generator[Draft, None, list[Patch]]:
+        """Passes over a segment until nothing changes; its prompt shows the text as it was."""
+        text, patches, passes, is_changed = segment.text, list[Patch](), 0, True
+        spans = None if selection is None else clip(selection, segment.start, len(text))
+        while is_changed and passes < self.limit:
+            passes += 1
+            now = replace(segment, text=text)
+            new = yield from self._pass(now, spans, self.threshold)
+            if passes == 1 and self._opens_all(spans) and apply(text, new) == text:
+                new = yield from self._pass(now, spans, EVERYTHING)
+            patches = compose(patches, new, segment.text)
+            spans = None if spans is None else shift(spans, new)
+            before, text = text, apply(text, new)
+            is_changed = text != before
+        self.passes = max(passes, self.passes)
+        return patches
+
+    def _opens_all(self, selection: list[Span] | None) -> bool:
+        """Whether a selection in which nothing was changed is to be opened as a whole."""
+        is_told = self.instruction is not None and self.options.strength is None
+        return is_told and selection is not None
+
+    def _pass(
+        self, segment: Segment, selection: list[Span] | None, threshold: float
+    ) -> Generator[Draft, None, list[Patch]]:
+        tokenizer = self.engine.tokenizer
+        ids = encode_apart(tokenizer, segment.text, selection or [])
+        if tokenizer.decode_bytes(ids) != segment.text.encode():
+            raise CheckpointError("the tokenizer does not give the text back as it was")
+        places = character_places(tokenizer, ids)
+        allowed = allowed_tokens(places, selection)
+        windows = Windows(self, segment, ids, places, allowed, threshold)
+        yield from windows.run()
+        return windows.patches
+
+
+class Windows:
+    """The canvases of a segment, from left to right."""
+
+    def __init__(
+        self,
+        editing: Editing,
+        segment: Segment,
+        ids: Sequence[int],
+        places: Sequence[Span],
+        allowed: Sequence[bool],
+        threshold: float,
+    ) -> None:
+        self.editing, self.segment, self.engine = editing, segment, editing.engine
+        self.threshold = threshold
+        self.ids, self.places, self.allowed = tuple(ids), places, allowed
+        self.written = list(segment.context)  # the tokens before the window, edited
+        self.patches: list[Patch] = []
+        self.next_open = 0  # where the span behind the present one begins
+
+    def run(self) -> Generator[Draft, None, None]:
+        """Fill what is opened, one span after the other: each sees the edited text before it."""
+        start = 0
+        while start < len(self.ids):
+            stop = self._window_end(start)
+            spans = self._find(start, stop) if any(self.allowed[start:stop]) else []
+            changed = False
+            while spans and not changed:
+                span = spans.pop(0)
+                self.next_open = spans[0][0] if spans else stop
+                changed = yield from self._edit(start, span)
+                start = span[1]
+            if not changed:  # else the rest of the window is looked at anew
+                self.written += self.ids[start:stop]
+                start = stop
+
+    def _window_end(self, start: int) -> int:
+        """Where a window that begins here ends: at a whole character."""
+        stop = last = min(start + self.editing.window, len(self.ids))
+        while stop > start and is_cut(self.places, stop):
+            stop -= 1
+        if stop > start:
+            return stop
+        while is_cut(self.places, last):  # a character longer than a window
+            last += 1
+        return last
+
+    def _edit(self, start: int, span: Span) -> Generator[Draft, None, bool]:
+        """Decide what stands in a span, and whether it differs from what stood there."""
+        a, b = span
+        self.written += self.ids[start:a]
+        old = self._text(span)
+        new = yield from self._fill(span, old)
+        self.written += self.ids[a:b] if new == old else self.engine.tokenizer.encode(new)
+        self.patches.append(Patch(self.places[a][0], self.places[b - 1][1], new))
+        return new != old
+
+    def _find(self, start: int, stop: int) -> list[Span]:
+        """What to open of a window, in tokens of the segment."""
+        allowed = self.allowed[start:stop]
+        if self.threshold == EVERYTHING:
+            found = runs(allowed)
+        else:
+            doubted = open_spans(self._doubts(start, stop), self.threshold, allowed)
+            ids = self.ids[start:stop]
+            found = whole_words(self.engine.tokenizer, ids, doubted, allowed)
+        moved = [(start + a, start + b) for a, b in found]
+        return whole_characters(moved, self.places)
+
+    def _doubts(self, start: int, stop: int) -> list[float]:
+        canvas = self.ids[start : max(start + self.editing.length, stop)]
+        room = max(0, self.editing.length - len(canvas))
+        if self._reaches_end(start + len(canvas)):
+            canvas += (*self._closing(), *[end_id(self.engine)] * room)[:room]
+        shared = SharedPrefix(self.engine, (*self.segment.header, *self.written))
+        try:
+            if self.editing.instruction is None:
+                return preference(shared, canvas, stop - start)
+            return surprise(shared, canvas, stop - start, self.editing.seed)
+        finally:
+            shared.close()
+
+    def _fill(self, span: Span, old: str) -> Generator[Draft, None, str]:
+        """What is to stand in an opened span; the old text, unless something likelier is found."""
+        editing, (a, b) = self.editing, span
+        last = min(a + editing.length, len(self.ids))
+        after = (b, max(b, last))
+        sheet = Sheet(
+            header=self.segment.header,
+            before=tuple(self.written),
+            edge="",
+            pieces=(self._text(after),),
+            piece_ids=(self.ids[slice(*after)],),
+            closing=self._closing() if self._reaches_end(last) else (),
+            heal=self._is_forced(a),
+        )
+        tuning = Tuning(
+            rules=Rules(allow_empty=True),
+            seed=editing.seed,
+            sampler=editing.options.sampler or self.engine.sampler,
+            end=end_id(self.engine),
+            drafts=editing.options.drafts,
+            # What is itself in doubt tells nothing: a name not yet changed would keep this one.
+            scored_after=max(1, min(SCORED_AFTER, self.next_open - b)),
+        )
+        search = Search(self.engine, sheet, tuning)
+        proposed = self._propose(search, b - a)
+        known = [old] if proposed is None else [old, proposed]
+        sizes = self._sizes(b - a, None if proposed is None else len(self._encode(proposed)))
+        found = yield from search.run(sizes, [(text,) for text in known])
+        editing.steps += search.steps
+        editing.canvases += search.canvases
+        return found[0].fills[0]
+
+    def _propose(self, search: Search, size: int) -> str | None:
+        """What the causal mode would write in an opened span, if it comes back to the old text."""
+        if self.editing.instruction is None:
+            return None
+        goal = search.seams.tight.gaps[0].after[:REJOINED]
+        ids = search.shared.rejoin(goal, size + FURTHER) if goal else None
+        data = b"" if ids is None else self.engine.tokenizer.decode_bytes(ids, skip_control=True)
+        edge = search.seams.edge
+        if ids is None or not data.startswith(edge) or not is_whole(data[len(edge) :]):
+            return None
+        return data[len(edge) :].decode()
+
+    def _is_forced(self, token: int) -> bool:
+        """Whether a selection begins here in the middle of what would be one token."""
+        seam = self.ids[max(0, token - 1) : token + 1]
+        data = self.engine.tokenizer.decode_bytes(seam)
+        return len(seam) == 2 and is_whole(data) and tuple(self._encode(data.decode())) != seam
+
+    def _encode(self, text: str) -> list[int]:
+        return self.engine.tokenizer.encode(text)
+
+    def _sizes(self, size: int, proposed: int | None) -> Sizes:
+        near = {size + more for more in NEAR}
+        if size > LONG:
+            near |= set(around(size, 2 * size))
+        if proposed is not None:
+            near.add(proposed)
+        if self.threshold == EVERYTHING:
+            near.add(0)
+        choices = tuple(sorted(one for one in near if one >= 0))
+        return Sizes(first=(size,), choices=(choices,), limits=(size,), refine=False)
+
+    def _text(self, span: Span) -> str:
+        """The old text of some tokens that part no character, or end inside one of them."""
+        a, b = span
+        if a >= b:
+            return ""
+        return self.segment.text[self.places[a][0] : self.places[b - 1][1]]
+
+    def _reaches_end(self, token: int) -> bool:
+        return self.segment.is_last and token >= len(self.ids)
+
+    def _closing(self) -> tuple[int, ...]:
+        return closing_ids(self.engine, is_turn=self.editing.instruction is not None)

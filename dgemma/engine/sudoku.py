@@ -1,0 +1,191 @@
+"""Sudoku by a model: puzzles in, text out, attempts counted.
+
+The model gets each puzzle as a person would write it and the reply is read as text. Nothing checks
+a reply on the way: a new attempt is made only when a canvas did not settle, which the model itself
+reports, and its noise is the next choice of the same seed.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dgemma.canvas import NO_PINS, Pins
+from dgemma.engine.events import Done, Draft
+from dgemma.engine.job import FAULT, Job
+from dgemma.engine.options import Mode, Options, Plan
+from dgemma.errors import UsageError
+from dgemma.text import sudoku as text
+from dgemma.text.slots import Slots
+
+if TYPE_CHECKING:
+    from dgemma.engine.engine import Engine
+
+SEEDS = 1 << 64
+CANVAS_UNIT = 32  # a canvas is as many times so long as holds the reply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """What became of one puzzle, all attempts together."""
+
+    puzzle: str
+    solution: str | None  # 81 digits, right or wrong; None: the reply was no grid
+    settled: bool  # AR: the reply came to its end
+    steps: int
+    restarts: int  # attempts after the first
+    seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the solution keeps the givens and obeys the rules."""
+        return self.solution is not None and text.is_solution(self.puzzle, self.solution)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How to solve. AR has no canvas to pin or settle: pins and restarts are for diffusion."""
+
+    mode: Mode = "diffusion"
+    pinned: bool = True  # whether the givens are held in their places
+    restarts: int = 0  # most attempts after the first
+    seed: int = 0
+    drafts: bool = False  # whether to report canvases
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("diffusion", "ar"):
+            raise UsageError(f"mode {self.mode!r} is not for Sudoku; use diffusion or ar")
+        if self.restarts < 0:
+            raise UsageError(f"restarts is {self.restarts}; it must be 0 or more")
+        if not 0 <= self.seed < SEEDS:
+            raise UsageError(f"seed is {self.seed}; it must be 0 to {SEEDS - 1}")
+
+
+def solve(
+    engine: "Engine",
+    puzzles: Sequence[str],
+    *,
+    mode: Mode = "diffusion",
+    pinned: bool = True,
+    restarts: int = 0,
+    seed: int = 0,
+) -> list[Solved]:
+    """Solve puzzles of 81 digits, as many at once as the engine takes in a pass."""
+    how = How(mode=mode, pinned=pinned, restarts=restarts, seed=seed)
+    results = {
+        index: event for index, event in follow(engine, puzzles, how) if isinstance(event, Solved)
+    }
+    return [results[index] for index in range(len(puzzles))]
+
+
+def follow(
+    engine: "Engine", puzzles: Sequence[str], how: How
+) -> Iterator[tuple[int, Draft | Solved]]:
+    """Solve puzzles, and yield drafts and results, each with its puzzle's number, as they come."""
+    layout = text.reply_slots(engine.tokenizer)
+    waiting = deque(Attempt(index, puzzle) for index, puzzle in enumerate(puzzles))
+    running: dict[int, tuple[Attempt, Job]] = {}
+    try:
+        while waiting or running:
+            # No more than run at once, so that no puzzle's clock counts the time others take.
+            while waiting and len(running) < engine.max_rows:
+                attempt = waiting.popleft()
+                running[attempt.index] = attempt, engine.submit(plan(engine, attempt, layout, how))
+            engine.step()
+            for index, event in [e for pair in running.values() for e in _events(*pair)]:
+                if isinstance(event, Draft):
+                    yield index, event
+                    continue
+                attempt, _ = running.pop(index)
+                if attempt.take(event, how):
+                    waiting.append(attempt)
+                else:
+                    yield index, attempt.result(event)
+    finally:
+        for _, job in running.values():
+            engine.cancel(job)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A puzzle on its way, and what its attempts have taken so far."""
+
+    index: int
+    puzzle: str
+    restarts: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    settled: bool = False
+
+    def take(self, done: Done, how: How) -> bool:
+        """Count an attempt that came to its end, and tell whether there is to be another."""
+        self.steps += done.steps
+        self.seconds += done.seconds
+        has_ended = done.finish == "stop" if done.mode == "ar" else done.finish != FAULT
+        self.settled = has_ended and done.unsettled_blocks == 0
+        is_again = not self.settled and how.mode != "ar" and self.restarts < how.restarts
+        self.restarts += is_again
+        return is_again
+
+    def result(self, done: Done) -> Solved:
+        """The outcome, whose reply is the last attempt's."""
+        return Solved(
+            puzzle=self.puzzle,
+            solution=text.read_reply(done.text),
+            settled=self.settled,
+            steps=self.steps,
+            restarts=self.restarts,
+            seconds=self.seconds,
+        )
+
+
+def plan(engine: "Engine", attempt: Attempt, layout: Slots, how: How) -> Plan:
+    """The request of one attempt."""
+    # The noise belongs to the puzzle and the seed, not to the puzzle's place in a list.
+    seed = (how.seed + zlib.crc32(attempt.puzzle.encode())) % SEEDS
+    prompt, length = text.prompt_text(attempt.puzzle), canvas_length(layout)
+    if how.mode == "ar":
+        return engine.plan(prompt, Options(mode="ar", max_tokens=length, seed=seed, retries=0))
+    own = engine.model.config.canvas_length
+    if how.pinned and own < length:
+        raise UsageError(
+            f"givens cannot be pinned: the model's canvas holds {own} tokens, and a Sudoku takes "
+            f"{len(layout.ids)}; leave them open with --no-pin (pinned=False)"
+        )
+    options = Options(
+        seed=seed,
+        choice=attempt.restarts,
+        max_tokens=length,
+        canvas_length=min(length, own),
+        pins=givens(attempt.puzzle, layout) if how.pinned else NO_PINS,
+        # A canvas told more than the model believes settles on wrong answers too.
+        sampler=replace(engine.sampler, first_heat=1.0, last_heat=1.0),
+        retries=0,  # attempts are counted here
+        drafts=how.drafts,
+    )
+    return engine.plan(prompt, options)
+
+
+def canvas_length(layout: Slots) -> int:
+    """The shortest canvas, in whole units, that holds a reply and its end."""
+    return -(-len(layout.ids) // CANVAS_UNIT) * CANVAS_UNIT
+
+
+def givens(puzzle: str, layout: Slots) -> Pins:
+    """The givens as pins of a canvas."""
+    pins = [
+        (position, tokens[int(cell) - 1])
+        for position, tokens, cell in zip(layout.positions, layout.tokens, puzzle, strict=True)
+        if cell != "0"
+    ]
+    return Pins(tuple(p for p, _ in pins), tuple(t for _, t in pins))
+
+
+def _events(attempt: Attempt, job: Job) -> list[tuple[int, Draft | Done]]:
+    """What an attempt has to report since the last pass."""
+    if job.error is not None:
+        raise job.error
+    events = [event for event in job.events if isinstance(event, Draft | Done)]
+    job.events.clear()
+    return [(attempt.index, event) for event in events]

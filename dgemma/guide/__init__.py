@@ -1,0 +1,1 @@
+"""What narrows a canvas: grammars and schemas, holes and edits."""

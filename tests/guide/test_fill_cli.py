@@ -1,0 +1,175 @@
+"""`dgemma fill` and `dgemma edit`: bytes in, bytes out, one sentence when wrong."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dgemma.cli import main
+from dgemma.guide.holes import MARK
+from dgemma.text.tokenizer import Tokenizer
+from dgemma.weights.load import Checkpoint
+from dgemma.weights.save import save_checkpoint
+from tests.guide.small_engines import AFTER, BEFORE, HOLE, REQUEST, RIGHT, WRONG, knowing_engine
+from tests.taught import GENERATION
+from tests.text.small import TEMPLATE, make_backend
+
+Call = Callable[..., tuple[int, bytes, str]]
+HERE = ["--device", "cpu", "--dtype", "float32", "--seed", "1"]
+WHOLE = (BEFORE + HOLE + AFTER).encode()
+
+
+@pytest.fixture(scope="session")
+def knowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint on disk that knows a function and a correction."""
+    directory = tmp_path_factory.mktemp("knowing")
+    make_backend().save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    checkpoint = Checkpoint(model=knowing_engine().model, generation=GENERATION)
+    save_checkpoint(checkpoint, directory, overwrite=True)
+    return directory
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Call:
+    """Run a command line in this process; what it prints, in bytes."""
+
+    def run(*args: str | Path, stdin: bytes = b"") -> tuple[int, bytes, str]:
+        monkeypatch.setattr(sys, "argv", ["dgemma", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        with pytest.raises(SystemExit) as caught:
+            main()
+        sys.stdout.flush()
+        code = caught.value.code
+        out, err = capfdbinary.readouterr()
+        return code if isinstance(code, int) else 0, out, err.decode()
+
+    return run
+
+
+@pytest.fixture
+def holed(tmp_path: Path) -> Path:
+    path = tmp_path / "holed.py"
+    path.write_bytes(f"{BEFORE}{MARK}{AFTER}".encode())
+    return path
+
+
+# --- fill
+
+
+def test_fill_prints_the_filled_text_and_nothing_else(
+    call: Call, knowing: Path, holed: Path
+) -> None:
+    assert call("fill", holed, "-m", knowing, *HERE) == (0, WHOLE, "")
+    assert MARK in holed.read_text(encoding="utf-8")
+
+
+def test_fill_reads_stdin_and_keeps_every_byte(call: Call, knowing: Path) -> None:
+    before, after = b"\xef\xbb\xbfa\r\nb\t", b"\r\n\x00 \xe2\x96\x81 end"
+    text = before + MARK.encode() + after
+    code, out, err = call("fill", "-", "-m", knowing, *HERE, "--length", "2", stdin=text)
+    assert (code, err) == (0, "")
+    assert out.startswith(before) and out.endswith(after) and len(out) > len(before + after)
+
+
+def test_fill_writes_in_place(call: Call, knowing: Path, holed: Path) -> None:
+    assert call("fill", holed, "-m", knowing, *HERE, "--in-place") == (0, b"", "")
+    assert holed.read_bytes() == WHOLE
+
+
+def test_fill_reports_as_json(call: Call, knowing: Path, holed: Path) -> None:
+    _, out, err = call("fill", holed, "-m", knowing, *HERE, "--json", "--candidates", "2", "--show")
+    report = json.loads(out)
+    assert (report["text"].encode(), err) == (WHOLE, "")
+    [hole] = report["holes"]
+    assert report["text"][hole["start"] : hole["end"]] == hole["text"] == HOLE
+    assert hole.keys() == set("start end text score tokens settled".split())
+    assert len(report["candidates"]) == 2 and report["candidates"][0]["text"] == report["text"]
+    assert report.keys() >= set("steps canvases seconds seed form model score".split())
+
+
+def test_fill_options_reach_the_engine(call: Call, knowing: Path, holed: Path) -> None:
+    size = len(Tokenizer.load(knowing).encode(HOLE))
+    code, out, err = call("fill", holed, "-m", knowing, *HERE, "--length", str(size))
+    assert (code, out, err) == (0, WHOLE, "")
+    _, out, _ = call("fill", holed, "-m", knowing, *HERE, "--stop", "=", "--max-tokens", "4")
+    assert b"=" not in out.removesuffix(AFTER.encode())
+    _, out, err = call("fill", holed, "-m", knowing, *HERE, "--candidates", "2", "--single-line")
+    assert out.count(b"\n") == WHOLE.count(b"\n") and err.startswith("candidate 2, score -")
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "phrase"),
+    [
+        (["-"], b"no hole", "no hole"),
+        (["missing.txt"], b"", "no file missing.txt"),
+        (["-", "--in-place"], MARK.encode(), "cannot be written in place"),
+        (["-"], b"\xff" + MARK.encode(), "is not UTF-8 text"),
+        (["-", "--length", "1", "--length", "2"], MARK.encode(), "2 lengths are given for 1 holes"),
+        (["-", "--form", "other"], MARK.encode(), "form 'other' is not known"),
+        (["-", "--candidates", "0"], MARK.encode(), "candidates is 0"),
+    ],
+)
+def test_a_wrong_fill_is_one_sentence(
+    call: Call, args: list[str], stdin: bytes, phrase: str
+) -> None:
+    code, out, err = call("fill", *args, "-m", "no such model", stdin=stdin)
+    assert (code, out) == (2, b"")
+    assert err.startswith("dgemma: ") and err.count("\n") == 1 and phrase in err
+
+
+# --- edit
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Path:
+    path = tmp_path / "wrong.txt"
+    path.write_bytes(f"{WRONG}\r\n".encode())
+    return path
+
+
+def test_edit_prints_a_diff_and_applies_it_when_told(
+    call: Call, knowing: Path, wrong: Path
+) -> None:
+    args = ["edit", wrong, "--do", REQUEST, "-m", knowing, *HERE]
+    code, out, err = call(*args)
+    assert (code, err) == (0, "") and wrong.read_bytes() == f"{WRONG}\r\n".encode()
+    assert out.splitlines()[-2:] == [f"-{WRONG}".encode(), f"+{RIGHT}".encode()]
+    assert call(*args, "--apply") == (0, b"", "")
+    assert wrong.read_bytes() == f"{RIGHT}\r\n".encode()
+
+
+def test_edit_reports_as_json(call: Call, knowing: Path, wrong: Path) -> None:
+    args = ["edit", wrong, "--do", REQUEST, "-m", knowing, *HERE, "--json", "--show"]
+    _, out, err = call(*args)
+    report = json.loads(out)
+    assert (report["text"], err) == (f"{RIGHT}\r\n", "")
+    [change] = report["changed"]
+    assert change == {"start": 6, "end": 6, "old_start": 6, "old_end": 7, "old": "a", "new": ""}
+    assert report.keys() >= set("diff opened passes steps canvases seconds seed model".split())
+
+
+def test_edit_reads_stdin_and_keeps_to_its_lines(call: Call, knowing: Path) -> None:
+    text = f"first\n{WRONG}\nlast\n".encode()
+    args = ["edit", "-", "--do", REQUEST, "-m", knowing, *HERE, "--lines", "2", "--apply"]
+    code, out, err = call(*args, stdin=text)
+    assert (code, err) == (0, "")
+    assert out.startswith(b"first\n") and out.endswith(b"last\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "phrase"),
+    [
+        (["--lines", "two"], "lines are 'two'"),
+        (["--lines", "2:9"], "not in a text of 1 lines"),
+        (["--strength", "2"], "strength is 2.0"),
+        (["--passes", "0"], "passes is 0"),
+    ],
+)
+def test_a_wrong_edit_is_one_sentence(call: Call, args: list[str], phrase: str) -> None:
+    code, out, err = call("edit", "-", *args, "-m", "no such model", stdin=b"text")
+    assert (code, out) == (2, b"")
+    assert err.startswith("dgemma: ") and err.count("\n") == 1 and phrase in err
