@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from dgemma.serve import fields
+from dgemma.serve import fields, fields_fill
 
 PAGE = Path(__file__).parent / "serve.md"
 
@@ -37,12 +37,23 @@ def own(table: dict[str, fields.Field]) -> dict[str, fields.Field]:
     return {name: field for name, field in table.items() if name not in fields.COMMON}
 
 
+def changed(table: dict[str, fields.Field]) -> dict[str, fields.Field]:
+    """The fields that chat and plain completions have not, or mean otherwise."""
+    return {name: field for name, field in table.items() if fields.COMMON.get(name) != field}
+
+
 def tables() -> dict[str, list[str]]:
     notes = [row("field", "meaning"), "|---|---|"]
     return {
         "both": sorted_by_kind(fields.COMMON),
         "chat": sorted_by_kind(own(fields.CHAT)),
         "completions": sorted_by_kind(own(fields.COMPLETIONS)),
+        "fim": sorted_by_kind(changed(fields_fill.FIM)),
+        "infill": sorted_by_kind(changed(fields_fill.INFILL)),
+        "one message": sorted_by_kind(changed(fields_fill.ONE_MESSAGE)),
+        "fill": sorted_by_kind(changed(fields_fill.FILL)),
+        "edit": sorted_by_kind(changed(fields_fill.EDIT)),
+        "sudoku": sorted_by_kind(changed(fields_fill.SUDOKU)),
         "messages": notes + [row(f"`{n}`", t) for n, t in fields.MESSAGE_HARMLESS.items()],
         "extension": notes + [row(f"`{n}`", t) for n, t in fields.EXTENSION.items()],
     }

@@ -55,10 +55,10 @@ def serve(
     """Serve the model over HTTP, in OpenAI's shapes."""
     _require_extra()
     from dgemma.cli.loading import load_engine
-    from dgemma.serve.app import Settings
     from dgemma.serve.limits import Limits
-    from dgemma.serve.run import bind, make_server
+    from dgemma.serve.run import bind, bound_kernels, make_server
     from dgemma.serve.security import check_listening, names_of, read_keys
+    from dgemma.serve.service import Settings
 
     keys = read_keys(api_key_file, os.environ)
     check_listening(host, keys, allow_anonymous=allow_anonymous)
@@ -76,9 +76,12 @@ def serve(
         hosts=names_of(host, allow_host or ()),
         cors_origins=tuple(cors_origin or ()),
     )
+    bound_kernels(os.environ)
     taken = bind(host, port)  # before a long load
     server = make_server(load_engine(model, device, dtype, adapter), settings, _tell_drain)
-    print(f"dgemma: {settings.names[0]} is at {_address(taken)}/v1", file=sys.stderr, flush=True)
+    where = _address(taken)
+    told = f"dgemma: {settings.names[0]} is at {where}/v1, its web page at {where}"
+    print(told, file=sys.stderr, flush=True)
     server.run(sockets=[taken])
 
 

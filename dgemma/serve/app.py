@@ -1,36 +1,30 @@
 """The routes, and how a server is put together."""
 
-import asyncio
-import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Receive, Scope, Send
 
 from dgemma import __version__
 from dgemma.errors import UsageError
 from dgemma.serve import replies
 from dgemma.serve.asking import Asked, check_ids, read_chat, read_completion
-from dgemma.serve.call import Call, while_there
 from dgemma.serve.drain import Drain, Gate
 from dgemma.serve.faults import ApiError, from_usage, from_validation
-from dgemma.serve.limits import BodyLimit, Limits
+from dgemma.serve.fill_routes import router as fill_router
+from dgemma.serve.limits import BodyLimit
 from dgemma.serve.metrics import Metrics
-from dgemma.serve.security import Guard, Keys
-from dgemma.serve.shapes import ChatShape, Head, Shape, TextShape
-from dgemma.serve.stream import Stream
+from dgemma.serve.page_routes import router as page_router
+from dgemma.serve.security import Guard
+from dgemma.serve.service import ERRORS, STREAM, Served, Service, Settings, answer, head
+from dgemma.serve.shapes import ChatShape, Shape, TextShape
 from dgemma.serve.wire import (
     TEXT_PART,
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -41,89 +35,6 @@ from dgemma.serve.worker import Worker
 if TYPE_CHECKING:
     from dgemma.engine import Engine
 
-ENCODERS = 2  # prompts that are read at once, beside the event loop
-SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How an operator wants a server."""
-
-    names: tuple[str, ...]  # of the model, the first as it is listed
-    limits: Limits = field(default_factory=Limits)
-    keys: Keys = field(default_factory=Keys)
-    hosts: frozenset[str] = frozenset()  # names the server answers to; none: to all
-    cors_origins: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """What the routes work with."""
-
-    engine: "Engine"
-    worker: Worker
-    metrics: Metrics
-    drain: Drain
-    settings: Settings
-    encoders: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(ENCODERS))
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    async def aside(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do work that takes a while without holding up the event loop."""
-        async with self.encoders:
-            return await asyncio.to_thread(work, self.engine, *arguments)
-
-    def check_model(self, name: str | None) -> None:
-        names = self.settings.names
-        if name is not None and name not in names:
-            raise ApiError(
-                404,
-                f"the model {name[:100]!r} is not served here; use {names[0]!r} or leave it out",
-                code="model_not_found",
-                param="model",
-            )
-
-    def check_count(self, count: int) -> None:
-        most = self.settings.limits.queue
-        if count > most:
-            raise ApiError(400, f"the request asks for {count} answers; at most {most} can wait")
-
-    def card(self) -> replies.ModelCard:
-        config = self.engine.model.config
-        return replies.ModelCard(
-            id=self.settings.names[0],
-            object="model",
-            created=self.created,
-            owned_by="dgemma",
-            context_length=config.max_position_embeddings,
-            canvas_length=config.canvas_length,
-            modes=["diffusion", "ar", "hybrid"] if config.can_denoise else ["ar"],
-        )
-
-
-def service_of(request: Request) -> Service:
-    service = request.app.state.service
-    assert isinstance(service, Service)
-    return service
-
-
-Served = Annotated[Service, Depends(service_of)]
-REASONS = {
-    400: "The request is wrong; the sentence says how",
-    401: "The API key is missing or not known",
-    403: "The server does not go by the name it was called by",
-    404: "There is no such model or path",
-    408: "The body did not arrive in time",
-    413: "The body is too large",
-    429: "The queue is full; see Retry-After",
-    500: "The engine failed",
-    503: "The server is stopping, or the request waited too long; see Retry-After",
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": replies.ErrorReply, "description": reason}
-    for status, reason in REASONS.items()
-}
-STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 router = APIRouter(responses=ERRORS)
 
 
@@ -134,12 +45,12 @@ router = APIRouter(responses=ERRORS)
 )
 async def chat(request: Request, body: ChatBody, service: Served) -> Response:
     """Answer a conversation."""
-    head = _head("chatcmpl", service, body)
+    start = head("chatcmpl", service, body)
 
     def shape(asked: Asked) -> Shape:
-        return ChatShape(head, service.engine.tokenizer, one_call=asked.one_call)
+        return ChatShape(start, service.engine.tokenizer, one_call=asked.one_call)
 
-    return await _answer(request, service, body, read_chat, shape)
+    return await answer(request, service, body, read_chat, shape)
 
 
 @router.post(
@@ -149,12 +60,12 @@ async def chat(request: Request, body: ChatBody, service: Served) -> Response:
 )
 async def completions(request: Request, body: CompletionBody, service: Served) -> Response:
     """Go on with a text."""
-    head = _head("cmpl", service, body)
+    start = head("cmpl", service, body)
 
     def shape(asked: Asked) -> Shape:
-        return TextShape(head, service.engine.tokenizer)
+        return TextShape(start, service.engine.tokenizer)
 
-    return await _answer(request, service, body, read_completion, shape)
+    return await answer(request, service, body, read_completion, shape)
 
 
 @router.get("/v1/models")
@@ -209,42 +120,6 @@ async def metrics(service: Served) -> Response:
     return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _answer(
-    request: Request,
-    service: Service,
-    body: Body,
-    read: Callable[..., Asked],
-    shape_of: Callable[[Asked], Shape],
-) -> Response:
-    """Queue a request; answer when it is done, or, for a stream, when it begins."""
-    service.check_model(body.model)
-    owner = request.state.owner
-    service.worker.check_room(owner, 1)  # before the work of reading the prompt
-    asked = await service.aside(read, body)
-    service.check_count(len(asked.plans))
-    call, shape = Call(service.worker, asked, owner), shape_of(asked)
-    headers = {"x-dgemma-ignored": ", ".join(body.ignored)} if body.ignored else {}
-    try:
-        await while_there(request, call.begin())
-        if body.stream:
-            return Live(call, Stream(call, shape, body, service.engine), headers)
-        ended = await while_there(request, call.finish())
-    except BaseException:
-        call.close()
-        raise
-    return JSONResponse(shape.whole(ended), headers=headers)
-
-
-def _head(kind: str, service: Service, body: Body) -> Head:
-    return Head(
-        id=f"{kind}-{secrets.token_hex(12)}",
-        created=int(time.time()),
-        model=body.model or service.settings.names[0],
-        ignored=tuple(body.ignored),
-        choices_per_prompt=body.n,
-    )
-
-
 def _tokens(engine: "Engine", body: TokenizeBody) -> replies.Tokens:
     tokenizer = engine.tokenizer
     encode = tokenizer.encode_control if body.parse_special else tokenizer.encode
@@ -266,22 +141,6 @@ def _piece(token: int, data: bytes) -> replies.Piece:
 def _status(status: str, service: Service) -> replies.Status:
     worker = service.worker
     return replies.Status(status=status, running=len(worker.running), waiting=worker.num_waiting)
-
-
-class Live(StreamingResponse):
-    """A stream of events. Its answers are cancelled when it ends, even before its first line."""
-
-    def __init__(self, call: Call, stream: Stream, headers: dict[str, str]) -> None:
-        super().__init__(
-            stream.lines(), media_type="text/event-stream", headers={**SSE_HEADERS, **headers}
-        )
-        self.call = call
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.call.close()
 
 
 class App(FastAPI):
@@ -318,7 +177,8 @@ def make_app(engine: "Engine", settings: Settings) -> App:
     app.state.service = Service(
         engine=engine, worker=worker, metrics=metrics, drain=drain, settings=settings
     )
-    app.include_router(router)
+    for part in (router, fill_router, page_router):
+        app.include_router(part)
     _add_handlers(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limits=settings.limits)

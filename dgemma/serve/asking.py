@@ -8,22 +8,28 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dgemma.errors import UsageError
+from dgemma.serve.errands import fill_errand, new_seed
 from dgemma.serve.faults import ApiError
-from dgemma.serve.heat import COLD, tempered
+from dgemma.serve.guest import Errand
+from dgemma.serve.sentinels import Around, find_hole
+from dgemma.serve.structure import calls_guide, check_none, text_guide
 from dgemma.serve.wire import Body, ChatBody, CompletionBody
 
 if TYPE_CHECKING:
-    from dgemma.engine import Engine, Options
+    from dgemma.engine import Engine, FillOptions, Options
     from dgemma.engine.options import Plan
+    from dgemma.guide.matcher import Guide
     from dgemma.sampler import Rule, Sampler
     from dgemma.text.chat import Prompt
+
+SEEDS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A request, ready for the engine. Plan number i answers as choice i."""
 
-    plans: tuple["Plan", ...]
+    plans: "tuple[Plan | Errand, ...]"
     wants_logprobs: bool
     max_seconds: float | None
     one_call: bool = False  # calls after the first are left out
@@ -33,18 +39,18 @@ def read_chat(engine: "Engine", body: ChatBody) -> Asked:
     from dgemma.text.messages import read_messages, read_tools
 
     messages, tools = read_messages(body.messages), read_tools(body.tools)
-    strict = [tool.name for tool in tools if tool.strict]
-    if strict:
+    offered = () if body.tool_choice == "none" else tools
+    guide = calls_guide(engine, body, tools)
+    held = text_guide(engine, body.dgemma, body.response_format)
+    if held is not None and offered:
         raise ApiError(
             400,
-            f"strict is refused for {strict[0]!r}: arguments cannot be held to a schema yet",
-            param="tools",
+            "an answer cannot be held to a form while tools may be called; use tool_choice none",
         )
-    offered = tools if body.tool_choice == "auto" else ()
     prompt = engine.prompt(messages, offered, thinking=bool(body.wants_thought))
     limit = body.max_tokens or body.max_completion_tokens
     return Asked(
-        plans=_plans(engine, body, [prompt], limit),
+        plans=plans_for(engine, body, [prompt], limit, guide or held),
         wants_logprobs=body.logprobs,
         max_seconds=body.dgemma.max_seconds,
         one_call=not body.parallel_tool_calls,
@@ -52,12 +58,82 @@ def read_chat(engine: "Engine", body: ChatBody) -> Asked:
 
 
 def read_completion(engine: "Engine", body: CompletionBody) -> Asked:
-    prompts = [_plain(engine, prompt) for prompt in body.prompts]
+    plans: list[Plan | Errand] = []
+    guide = text_guide(engine, body.dgemma, body.response_format)
+    for prompt in body.prompts:
+        hole = _hole(prompt, body.suffix)
+        if hole is None:
+            plans += plans_for(engine, body, [_plain(engine, prompt)], body.max_tokens, guide)
+        elif guide is not None:
+            raise ApiError(400, "a hole cannot be held to a form; leave out the suffix or the form")
+        elif body.logprobs is not None:
+            raise ApiError(400, "a hole is filled without logprobs; leave them out", param="suffix")
+        else:
+            plans += fills_for(engine, body, hole)
     return Asked(
-        plans=_plans(engine, body, prompts, body.max_tokens),
+        plans=tuple(plans),
         wants_logprobs=body.logprobs is not None,
         max_seconds=body.dgemma.max_seconds,
     )
+
+
+def _hole(prompt: str | Sequence[int], suffix: str) -> Around | None:
+    """The hole of a request: in front of its suffix, or between sentinels inside its prompt."""
+    if suffix and not isinstance(prompt, str):
+        raise ApiError(400, "a suffix needs a prompt of text, not of token ids", param="suffix")
+    if not isinstance(prompt, str):
+        return None
+    return Around(prompt, suffix) if suffix else find_hole(prompt)
+
+
+def fills_for(engine: "Engine", body: Body, hole: Around) -> list[Errand]:
+    """An errand for each answer wanted."""
+    from dgemma.guide.holes import Holed
+
+    options = fill_options(engine, body)
+    assert options.seed is not None
+    holed = Holed((hole.before, hole.after))
+    return [
+        fill_errand(engine, holed, replace(options, seed=(options.seed + choice) % SEEDS))
+        for choice in range(body.n)
+    ]
+
+
+def fill_options(engine: "Engine", body: Body) -> "FillOptions":
+    """What a request chooses for its holes; what has no meaning there is refused."""
+    from dgemma.engine import FillOptions
+    from dgemma.engine.fill import check_fill
+    from dgemma.engine.search import least_after
+
+    check_errand(engine, body)
+    length = engine.model.config.canvas_length
+    most = max(1, length - least_after(length))
+    options = FillOptions(
+        max_tokens=min(body.max_tokens or most, most),
+        stop=tuple(body.stop),
+        seed=new_seed(body.seed),
+        sampler=sampler_for(engine, body),
+        drafts=body.dgemma.drafts,
+    )
+    check_fill(options)
+    return options
+
+
+def check_errand(engine: "Engine", body: Body) -> None:
+    """Refuse what fills and edits cannot honour: their canvases have lengths of their own."""
+    asked = body.dgemma
+    if not engine.model.config.can_denoise:
+        raise UsageError("this checkpoint has no denoiser, so it can neither fill nor edit")
+    if asked.mode != "diffusion":
+        raise ApiError(400, f"mode {asked.mode} cannot fill or edit; use diffusion", param="dgemma")
+    refused = [name for name in ("heat", "canvas_length", "retries") if getattr(asked, name)]
+    if refused:
+        raise ApiError(400, f"dgemma.{refused[0]} is refused: it is not for fills", param="dgemma")
+    if body.diffusing:
+        raise ApiError(400, "a fill cannot replace its text; leave out diffusing")
+    check_none(asked)
+    if (asked.drafts or asked.pace) and not body.stream:
+        raise ApiError(400, "drafts and pace need stream to be true", param="dgemma")
 
 
 def _plain(engine: "Engine", prompt: str | Sequence[int]) -> "Prompt":
@@ -77,10 +153,14 @@ def check_ids(engine: "Engine", ids: Sequence[int]) -> None:
         raise UsageError(f"{strange[0]} is no token id of this model; they go from 0 to {most}")
 
 
-def _plans(
-    engine: "Engine", body: Body, prompts: Sequence["Prompt"], limit: int | None
+def plans_for(
+    engine: "Engine",
+    body: Body,
+    prompts: Sequence["Prompt"],
+    limit: int | None,
+    guide: "Guide | None" = None,
 ) -> tuple["Plan", ...]:
-    options = _options(engine, body)
+    options = replace(_options(engine, body), guide=guide)
     plans = []
     for prompt in prompts:
         max_tokens = _fitting(engine, len(prompt.ids), options, limit)
@@ -100,7 +180,9 @@ def _fitting(engine: "Engine", prompt: int, options: "Options", limit: int | Non
     room = engine.model.config.max_position_embeddings - prompt
     if options.mode != "ar":
         length = options.canvas_length or engine.model.config.canvas_length
-        room = (room // length - (options.mode == "hybrid")) * length
+        # Behind a thought that ends anywhere one canvas more may be begun.
+        spare = options.mode == "hybrid" or options.guide is not None
+        room = (room // length - spare) * length
     return min(wanted, room) if room > 0 else wanted  # if nothing fits, the engine says so
 
 
@@ -120,7 +202,7 @@ def _options(engine: "Engine", body: Body) -> "Options":
         mode=asked.mode,
         seed=body.seed,
         stop=tuple(body.stop),
-        sampler=_sampler(engine, body),
+        sampler=sampler_for(engine, body),
         heat=_heat(body),
         canvas_length=asked.canvas_length,
         drafts=asked.drafts or (body.diffusing and has_canvas),
@@ -136,10 +218,10 @@ def _heat(body: Body) -> float:
     if asked.mode == "diffusion":
         return asked.heat or 0.0  # refused by the engine if it is given
     given = temperature if asked.heat is None else asked.heat
-    return given if given is not None and given >= COLD else 0.0
+    return given or 0.0
 
 
-def _sampler(engine: "Engine", body: Body) -> "Sampler | None":
+def sampler_for(engine: "Engine", body: Body) -> "Sampler | None":
     """The checkpoint's sampler with what was asked for changed; None if nothing was."""
     asked, temperature = body.dgemma, body.temperature
     changes = {
@@ -152,7 +234,7 @@ def _sampler(engine: "Engine", body: Body) -> "Sampler | None":
         return None
     sampler = replace(engine.sampler, **changes)
     sampler = sampler if rule is None else replace(sampler, rule=rule)
-    return sampler if temperature is None else tempered(sampler, temperature)
+    return sampler if temperature is None else replace(sampler, temperature=temperature)
 
 
 def _rule(engine: "Engine", body: Body) -> "Rule | None":

@@ -68,22 +68,24 @@ COMMON: dict[str, Field] = {
     "best_of": _refused("answers are not ranked; ask for n", 1),
 }
 
+FORMAT = _honoured("text, json_object or json_schema; the answer fits, or there is none")
+
 CHAT: dict[str, Field] = {
     **COMMON,
     "messages": _honoured("system, developer, user, assistant and tool; text parts"),
     "max_completion_tokens": _honoured("as max_tokens"),
     "tools": _honoured("functions the model may call"),
-    "tool_choice": _honoured("auto or none; required and a named function are refused"),
+    "tool_choice": _honoured("auto, none, required, or the function to call"),
     "parallel_tool_calls": _honoured("false: calls after the first are left out"),
     "reasoning_effort": _honoured("none, minimal, instant: no thought; other levels: one"),
     "chat_template_kwargs": _honoured("enable_thinking"),
     "logprobs": _honoured("of each token of the reply, from the causal pass"),
+    "response_format": FORMAT,
     "prediction": _harmless("a hint for speed; the answer does not depend on it"),
     "verbosity": _harmless("the model has no such setting"),
     "reasoning_summary": _harmless("the thought is given whole"),
     "reasoning_summary_wait": _harmless("the thought comes before the answer"),
     "top_logprobs": _refused("only the tokens of the answer are scored", 0),
-    "response_format": _refused("structured output is not available yet", {"type": "text"}),
     "functions": _refused("this form is outdated; use tools", []),
     "function_call": _refused("this form is outdated; use tool_choice", "auto", "none"),
     "modalities": _refused("answers are text", ["text"], []),
@@ -93,10 +95,11 @@ CHAT: dict[str, Field] = {
 
 COMPLETIONS: dict[str, Field] = {
     **COMMON,
-    "prompt": _honoured("text to go on with, up to 16 of them, or token ids"),
+    "prompt": _honoured("text to go on with, up to 16 of them, or token ids; see sentinels"),
+    "suffix": _honoured("text behind the hole that is filled; diffusion alone"),
     "logprobs": _honoured("0: of each token of the answer, from the causal pass; more is refused"),
+    "response_format": FORMAT,
     "echo": _refused("the prompt is not repeated", False),
-    "suffix": _refused("filling in is not available yet", ""),
 }
 
 # Of the object `dgemma` in a request; absent: as the checkpoint says.
@@ -108,11 +111,14 @@ EXTENSION: dict[str, str] = {
     "settle_steps": "steps its likeliest tokens must have stayed the same by then",
     "max_steps": "most steps of a canvas, 1 to 512",
     "first_heat": "temperature of a canvas's first step, falling evenly towards...",
-    "last_heat": "...this one; `temperature` multiplies both",
+    "last_heat": "...this one; `temperature` changes neither",
     "heat": "AR and hybrid: temperature of single tokens, as `temperature`; 0, the default: none",
     "canvas_length": "tokens of a canvas, up to the model's own",
     "retries": "how often a canvas that went wrong is done again, 0 to 8; 2 by default",
     "max_seconds": "deadline from arrival, up to the server's; what there is by then is the answer",
+    "regex": "a regular expression that the answer matches as a whole",
+    "grammar": "a context-free grammar of the answer in Lark's notation, from its rule `start`",
+    "choices": "texts of which the answer is one, up to 256",
     "drafts": "with stream: the canvas after each step",
     "pace": "with stream: text comes word by word, so many characters a second",
 }

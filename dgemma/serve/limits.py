@@ -17,6 +17,8 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 256  # characters
 MAX_CHOICES = 8
 MAX_PROMPTS = 16
+MAX_CONSTRAINT = 1 << 16  # characters of a schema, or of whatever else a text is held to
+MAX_LABELS = 256  # texts to choose from
 MAX_STEPS = 512  # per canvas; noise is made for all of them at once
 
 

@@ -1,20 +1,32 @@
 """A server on a socket, until a signal ends it."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.serve.app import Service, Settings, make_app
+from dgemma.serve.app import make_app
 from dgemma.serve.drain import Server
+from dgemma.serve.service import Service, Settings
 
 if TYPE_CHECKING:
     from dgemma.engine import Engine
 
 LAST_SECONDS = 5  # for what is left when the drain's time is over
 MAX_HEADERS = 32 << 10  # bytes
+KERNELS = 128  # of different shapes
+
+
+def bound_kernels(environment: MutableMapping[str, str]) -> None:
+    """Keep fewer kernels of the CPU's matrix library than the 1024 it keeps by itself.
+
+    It compiles one for each shape, and a server meets many: they come to half a GiB and save
+    nothing. Works before the library's first use.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        environment.setdefault(name, str(KERNELS))
 
 
 def bind(host: str, port: int) -> socket.socket:

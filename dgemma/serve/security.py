@@ -19,7 +19,8 @@ from dgemma.serve.faults import ApiError
 ENVIRONMENT = "DGEMMA_API_KEYS"
 MIN_KEY = 8  # characters
 ANONYMOUS = "anonymous"
-OPEN_PATHS = frozenset({"/health", "/ready"})  # for those who watch the server
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})  # for those who watch the server, and the page
+PAGE = "/page/"  # its files, which hold no secrets; what it asks for needs a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Guard:
             raise ApiError(403, "this server does not go by that name; see --allow-host")
 
     def _owner(self, path: str, headers: Mapping[bytes, str]) -> str:
-        if not self.keys or path in OPEN_PATHS:
+        if not self.keys or path in OPEN_PATHS or path.startswith(PAGE):
             return ANONYMOUS
         scheme, _, key = headers.get(b"authorization", "").partition(" ")
         owner = self.keys.owner(key.strip()) if scheme.lower() == "bearer" else None

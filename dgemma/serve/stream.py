@@ -72,7 +72,7 @@ class Stream:
             yield self._line({**self.shape.bare(index), "dgemma": retry_data(item)})
         elif isinstance(item, Finished):
             self.ended[index] = item
-            for chunk in self.shape.ending(index, item):
+            for chunk in [*self._mended(index), *self.shape.ending(index, item)]:
                 yield self._line(chunk)
 
     async def _text(self, index: int, text: "Text") -> AsyncIterator[Chunk]:
@@ -97,6 +97,15 @@ class Stream:
             answer, thought = self.roughs[index].draw(draft)
             chunks += self.shape.text(index, thought, is_thought=True) if thought else []
             chunks += self.shape.text(index, answer, is_thought=False)
+        return chunks
+
+    def _mended(self, index: int) -> list[Chunk]:
+        """What was promised, where the last draft showed something else."""
+        rough, chunks = self.roughs[index], []
+        if self.body.diffusing and rough.shown[1] != rough.thought:
+            chunks += self.shape.text(index, rough.thought, is_thought=True)
+        if self.body.diffusing and rough.shown[0] != rough.answer:
+            chunks += self.shape.text(index, rough.answer, is_thought=False)
         return chunks
 
     def _line(self, chunk: Chunk) -> str:

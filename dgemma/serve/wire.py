@@ -18,6 +18,7 @@ from dgemma.serve.faults import shown
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Share = Annotated[float, Field(gt=0, le=1e6)]
+Constraint = Annotated[str, Field(min_length=1, max_length=limits.MAX_CONSTRAINT)]
 
 
 def _as_list(value: object) -> object:
@@ -74,7 +75,28 @@ RawPrompt = Annotated[
         }
     ),
 ]
-ToolChoice = Annotated[Any, WithJsonSchema({"enum": ["auto", "none"]})]
+ToolChoice = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["auto", "none", "required"]},
+                {
+                    "type": "object",
+                    "required": ["type", "function"],
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "required": ["name"],
+                            "properties": {"name": {"type": "string"}},
+                        },
+                    },
+                },
+            ]
+        }
+    ),
+]
 TEXT_PART = {
     "type": "object",
     "required": ["type", "text"],
@@ -95,6 +117,47 @@ class TemplateOptions(BaseModel):
     enable_thinking: bool | None = None
 
 
+class NamedSchema(BaseModel):
+    """The schema of a response format, as OpenAI has it."""
+
+    model_config = STRICT
+
+    form: dict[str, Any] | bool = Field(alias="schema")
+    name: str = Field(default="", max_length=256)  # harmless, as are the others
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What an answer must look like."""
+
+    model_config = STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # as llama.cpp has it
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise fields.refusal(
+                "response_format",
+                "response_format needs json_schema if its type says so, only then",
+            )
+        if self.schema_ is not None and self.type != "json_object":
+            raise fields.refusal(
+                "response_format", "response_format has a schema of its own only as json_object"
+            )
+        return self
+
+    @property
+    def form(self) -> dict[str, Any] | bool:
+        """The schema that a text must fit."""
+        if self.json_schema is not None:
+            return self.json_schema.form
+        return {"type": "object"} if self.schema_ is None else self.schema_
+
+
 class Extension(BaseModel):
     """What only this server knows. Absent: as the checkpoint says."""
 
@@ -112,6 +175,11 @@ class Extension(BaseModel):
     canvas_length: int | None = Field(default=None, ge=1)
     retries: int | None = Field(default=None, ge=0, le=8)
     max_seconds: float | None = Field(default=None, gt=0)
+    regex: Constraint | None = None
+    grammar: Constraint | None = None
+    choices: list[Constraint] | None = Field(
+        default=None, min_length=1, max_length=limits.MAX_LABELS
+    )
     drafts: bool = False
     pace: float | None = Field(default=None, gt=0)
 
@@ -177,13 +245,15 @@ class ChatBody(Body):
     ) = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     logprobs: bool = False
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.tool_choice not in ("auto", "none"):
+        if self.tool_choice not in ("auto", "none", "required") and self.named_tool is None:
             raise fields.refusal(
                 "tool_choice",
-                "tool_choice is refused: a call cannot be forced yet; use auto or none",
+                f"tool_choice is {shown(self.tool_choice)}; it must be auto, none, required or "
+                '{"type": "function", "function": {"name": ...}}',
             )
         if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
             raise fields.refusal(
@@ -195,6 +265,14 @@ class ChatBody(Body):
                 "reasoning_effort", "reasoning_effort and enable_thinking differ; give one of them"
             )
         return self
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one tool that must be called."""
+        match self.tool_choice:
+            case {"type": "function", "function": {"name": str(name), **more}, **others}:
+                return None if more or others else name
+        return None
 
     @property
     def wants_thought(self) -> bool | None:
@@ -210,7 +288,9 @@ class CompletionBody(Body):
     table: ClassVar[dict[str, fields.Field]] = fields.COMPLETIONS
 
     prompt: RawPrompt
+    suffix: str = ""
     logprobs: int | None = Field(default=None, ge=0, le=0)
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -220,7 +300,7 @@ class CompletionBody(Body):
         if not (is_texts or is_ids) or not 1 <= len(prompts) <= limits.MAX_PROMPTS:
             kinds = f"a text, 1 to {limits.MAX_PROMPTS} texts, or token ids"
             raise fields.refusal("prompt", f"prompt is {shown(self.prompt)}; it must be {kinds}")
-        if not all(prompts):
+        if not all(prompts) and not (is_texts and self.suffix):
             raise fields.refusal("prompt", "prompt is empty; give at least one token")
         return self
 

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dgemma.serve.faults import ApiError
+from dgemma.errors import UsageError
+from dgemma.serve.faults import ApiError, from_usage
+from dgemma.serve.guest import Errand, Guest
 from dgemma.serve.limits import Limits
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.waiting import FairQueue
@@ -38,6 +40,7 @@ class Finished:
 
     done: "Done"
     logprobs: tuple[float, ...] | None  # of done.ids, where they were asked for
+    result: Any = None  # what came of an errand
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,14 @@ if TYPE_CHECKING:
 class Ticket:
     """One answer on its way through the queue and the engine."""
 
-    plan: "Plan"
+    plan: "Plan | Errand"
     owner: str
     deliver: "Callable[[Item], None]"
     deadline: float  # on the clock of time.monotonic
     wants_logprobs: bool = False
     arrived: float = field(default_factory=time.monotonic)
-    job: "Job | None" = None
+    job: "Job | None" = None  # of a plan that runs
+    guest: Guest | None = None  # of an errand that runs
     is_cancelled: bool = False
     has_text: bool = False
 
@@ -141,12 +145,16 @@ class Worker:
                 self._admit()
                 self._step()
                 self._report()
+                self._visit()
             except Exception:
                 # A bug here must not end the thread: whoever is affected is told, others go on.
                 logger.exception("the engine thread failed")
                 self._failures += 1
                 for ticket in list(self.running):
                     self._end(ticket, Failed(ApiError(500, "the engine failed; try again")))
+        for ticket in self.running:
+            if ticket.guest is not None:
+                ticket.guest.leave()  # its thread should not outlive this one
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False: the thread should end."""
@@ -164,7 +172,8 @@ class Worker:
                 self._queue.remove(ticket.owner, ticket)
         for ticket in late:
             self._let_go(ticket, f"the request waited {now - ticket.arrived:.1f} seconds in vain")
-        for ticket in [ticket for ticket in self.running if self._is_lost(ticket)]:
+        overdue = [t for t in self.running if t.guest is not None and t.deadline <= now]
+        for ticket in [t for t in self.running if self._is_lost(t) or t in overdue]:
             self._take_out(ticket)
             self._let_go(ticket, "the answer was cut off")
 
@@ -188,13 +197,24 @@ class Worker:
                 if ticket is None or not self._fits(ticket):
                     break
                 self._queue.pop()
-            left = max(ticket.deadline - time.monotonic(), 1e-3)
-            options = replace(ticket.plan.options, max_seconds=left)
-            ticket.job = self.engine.submit(replace(ticket.plan, options=options))
+            try:
+                self._let_in(ticket)
+            except Exception as error:  # a grammar that cannot be begun, say; nobody else's fault
+                self._deliver(ticket, Failed(_told(error)))
+                continue
             self.running.append(ticket)
             self._deliver(ticket, Started())
         self.metrics.queued.set(self.num_waiting)
         self.metrics.running.set(len(self.running))
+
+    def _let_in(self, ticket: Ticket) -> None:
+        plan = ticket.plan
+        if isinstance(plan, Errand):
+            ticket.guest = Guest(self.engine, plan, lambda event: self._deliver(ticket, event))
+            return
+        left = max(ticket.deadline - time.monotonic(), 1e-3)
+        options = replace(plan.options, max_seconds=left)
+        ticket.job = self.engine.submit(replace(plan, options=options))
 
     def _fits(self, ticket: Ticket) -> bool:
         taken = sum(other.plan.room for other in self.running)
@@ -237,7 +257,8 @@ class Worker:
 
         for ticket in list(self.running):
             job = ticket.job
-            assert job is not None, "a running ticket has a job"
+            if job is None:
+                continue
             while job.events:
                 event = job.events.popleft()
                 if isinstance(event, Done):
@@ -249,6 +270,19 @@ class Worker:
                 logger.error("a request failed in the engine", exc_info=job.error)
                 self._end(ticket, Failed(ApiError(500, "the engine failed on this request")))
 
+    def _visit(self) -> None:
+        """Let each errand go on from the pass it has waited for."""
+        for ticket in [ticket for ticket in self.running if ticket.guest is not None]:
+            guest = ticket.guest
+            assert guest is not None
+            guest.resume()
+            if guest.outcome is not None:
+                done, result = guest.outcome
+                self._count(ticket, done)
+                self._end(ticket, Finished(done, None, result))
+            elif guest.is_over:
+                self._end(ticket, Failed(_told(guest.error)))
+
     def _note_text(self, ticket: Ticket, event: "Item") -> None:
         from dgemma.engine import Text
 
@@ -257,9 +291,7 @@ class Worker:
             self.metrics.first_block.observe(time.monotonic() - ticket.arrived)
 
     def _finish(self, ticket: Ticket, done: "Done") -> None:
-        seconds = time.monotonic() - ticket.arrived
-        self.metrics.count(done, seconds)
-        self._mean_seconds += 0.1 * (done.seconds - self._mean_seconds)
+        self._count(ticket, done)
         if done.finish == "fault":
             error = ApiError(500, f"the model failed on this request: {done.fault}", code="fault")
             self._end(ticket, Failed(error))
@@ -272,13 +304,17 @@ class Worker:
             return
         self._end(ticket, Finished(done, logprobs))
 
+    def _count(self, ticket: Ticket, done: "Done") -> None:
+        self.metrics.count(done, time.monotonic() - ticket.arrived)
+        self._mean_seconds += 0.1 * (done.seconds - self._mean_seconds)
+
     def _logprobs(self, ticket: Ticket, done: "Done") -> tuple[float, ...]:
         """Causal log-probabilities of the reply: known in AR, else a pass over prompt and reply."""
         from dgemma.engine.score import score
 
         if done.mode == "ar":
             return done.logprobs[: len(done.ids)]
-        if not done.ids:
+        if not done.ids or isinstance(ticket.plan, Errand):
             return ()
         return score(self.engine.model, ticket.plan.prompt.ids, [done.ids])[0].logprobs
 
@@ -290,6 +326,8 @@ class Worker:
         self.running.remove(ticket)
         if ticket.job is not None:
             self.engine.cancel(ticket.job)
+        if ticket.guest is not None:
+            ticket.guest.leave()
         self.metrics.prefix_bytes.set(self.engine.prefixes.num_bytes)
         self.metrics.prefixes.set(len(self.engine.prefixes))
         self.metrics.running.set(len(self.running))
@@ -299,3 +337,11 @@ class Worker:
             ticket.deliver(item)
         except RuntimeError:  # its event loop is closed: nobody will read it
             ticket.is_cancelled = True
+
+
+def _told(error: Exception | None) -> ApiError:
+    """Why an errand failed, as its client may know it."""
+    if isinstance(error, UsageError):
+        return from_usage(error)
+    logger.error("a request failed in the engine", exc_info=error)
+    return ApiError(500, "the engine failed on this request")

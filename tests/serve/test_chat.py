@@ -12,6 +12,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tests.serve.conftest import MODEL, Running
 from tests.taught import ANSWERS, CANVAS, LONG, SHORT, THOUGHT
 
+# For what the model was not taught: it does not settle, however many steps it has.
+BRIEF = {"dgemma": {"max_steps": 6, "retries": 0}}
+STEADY = {"dgemma": {"max_steps": 12, "retries": 1}}
+
 
 def say(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
@@ -69,12 +73,13 @@ def test_a_stream_has_no_usage_that_nobody_asked_for(shared: Running) -> None:
 
 def test_several_answers_are_those_of_their_choice(shared: Running) -> None:
     odd = "what?"  # nothing it was taught, so that choices differ
-    many = chat(shared, odd, seed=3, n=3, max_tokens=CANVAS)
+    asked: dict[str, Any] = {"seed": 3, "max_tokens": CANVAS, "extra_body": BRIEF}
+    many = chat(shared, odd, n=3, **asked)
     assert [choice.index for choice in many.choices] == [0, 1, 2]
     texts = [choice.message.content for choice in many.choices]
     assert len(set(texts)) > 1
-    assert texts[0] == chat(shared, odd, seed=3, max_tokens=CANVAS).choices[0].message.content
-    stream = chunks(shared, odd, seed=3, n=3, max_tokens=CANVAS)
+    assert texts[0] == chat(shared, odd, **asked).choices[0].message.content
+    stream = chunks(shared, odd, n=3, **asked)
     assert [joined(stream, index) for index in range(3)] == texts
     assert many.usage is not None
     assert many.usage.prompt_tokens < 2 * len(odd) + 20, "a prompt counts once"
@@ -118,7 +123,8 @@ def test_a_thought_is_told_apart(shared: Running) -> None:
 
 def test_thinking_is_written_into_the_prompt(shared: Running) -> None:
     def prompt_tokens(**fields: Any) -> int:
-        usage = chat(shared, SHORT, max_tokens=1, **fields).usage
+        extra = {**BRIEF, **fields.pop("extra_body", {})}
+        usage = chat(shared, SHORT, max_tokens=1, extra_body=extra, **fields).usage
         assert usage is not None
         return usage.prompt_tokens
 
@@ -152,7 +158,8 @@ def test_log_probabilities_are_those_of_the_causal_pass(shared: Running, mode: s
 
 def test_temperature_scales_the_draw(shared: Running) -> None:
     def text(**fields: Any) -> str | None:
-        return chat(shared, "what?", seed=7, max_tokens=CANVAS, **fields).choices[0].message.content
+        asked = {"seed": 7, "max_tokens": CANVAS, "extra_body": BRIEF, **fields}
+        return chat(shared, "what?", **asked).choices[0].message.content
 
     assert text(temperature=1) == text()
     assert text(temperature=0) == text(temperature=0.01), "near zero is zero"
@@ -218,7 +225,7 @@ def test_eight_requests_at_once_get_what_each_gets_alone(shared: Running) -> Non
     questions = [LONG, SHORT, "what?", "then", LONG, "who?", THOUGHT, "0123"]
 
     def ask(seed: int) -> str | None:
-        fields = {"seed": seed, "max_tokens": 3 * CANVAS}
+        fields = {"seed": seed, "max_tokens": 3 * CANVAS, "extra_body": STEADY}
         if seed % 2:
             return joined(chunks(shared, questions[seed], **fields))
         return chat(shared, questions[seed], **fields).choices[0].message.content
@@ -231,20 +238,19 @@ def test_eight_requests_at_once_get_what_each_gets_alone(shared: Running) -> Non
 def test_plain_text_is_gone_on_with(shared: Running) -> None:
     client = shared.client()
     engine = shared.service.engine
-    answer = client.completions.create(model=MODEL, prompt="the ", max_tokens=8, seed=2, logprobs=0)
+    asked: Any = {"model": MODEL, "max_tokens": 8, "seed": 2, "extra_body": BRIEF}
+    answer = client.completions.create(prompt="the ", logprobs=0, **asked)
     assert answer.object == "text_completion"
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and len(logprobs.tokens or []) == answer.usage.completion_tokens  # type: ignore[union-attr]
     ids = [2, *engine.tokenizer.encode("the ")]
     assert engine.plain("the ").ids == tuple(ids)
-    same = client.completions.create(model=MODEL, prompt=ids, max_tokens=8, seed=2)
+    same = client.completions.create(prompt=ids, **asked)
     assert same.choices[0].text == answer.choices[0].text
-    both = client.completions.create(model=MODEL, prompt=["the ", "a"], n=2, max_tokens=8, seed=2)
+    both = client.completions.create(prompt=["the ", "a"], n=2, **asked)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert both.choices[0].text == answer.choices[0].text
-    stream = client.completions.create(
-        model=MODEL, prompt="the ", max_tokens=8, seed=2, stream=True
-    )
+    stream = client.completions.create(prompt="the ", stream=True, **asked)
     assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import httpx
 import openai
+import pytest
 
+from dgemma.cli import main
 from tests.serve.conftest import wait_for
 from tests.taught import ANSWERS, LONG
 
@@ -70,36 +72,17 @@ def test_a_served_directory_answers_and_drains_on_a_signal(checkpoint: Path) -> 
         assert "finishing" in process.stderr.read()
 
 
-def test_a_second_signal_quits_at_once(checkpoint: Path) -> None:
-    with serving("-m", str(checkpoint), "--device", "cpu", "--dtype", "float32") as (process, url):
-        body = {
-            "messages": [{"role": "user", "content": LONG}],
-            "stream": True,
-            "dgemma": {"pace": 0.5},
-        }
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as told:
-            lines = told.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            wait_for(lambda: httpx.get(f"{url}/ready", timeout=30).status_code == 503)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == -signal.SIGTERM
+def test_wrong_calls_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DGEMMA_API_KEYS", raising=False)
 
+    def call(*options: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", ["dgemma", "serve", *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().err
 
-def call(*options: str) -> tuple[int, str]:
-    environment = {**os.environ, "DGEMMA_API_KEYS": ""}
-    done = subprocess.run(
-        [*COMMAND, *options],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=120,
-    )
-    return done.returncode, done.stderr
-
-
-def test_wrong_calls_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     code, told = call("--host", "0.0.0.0")
     assert code == 2 and "a key is needed" in told
     code, told = call("--max-rows", "0")

@@ -186,11 +186,3 @@ def test_a_completion_of_an_editor_is_answered(shared: Running) -> None:
     other = shared.post("/v1/completions", CONTINUE_COMPLETION)
     assert other.status_code == 200, other.text
     assert all(chunk["object"] == "text_completion" for chunk in chunks(other.text))
-
-
-def test_filling_in_is_refused_by_name_until_it_is_there(shared: Running) -> None:
-    response = shared.post("/v1/completions", {**CONTINUE_COMPLETION, "suffix": "):\n"})
-    assert response.status_code == 400
-    assert "suffix is refused" in response.json()["error"]["message"]
-    for path in ("/v1/fim/completions", "/v1/edit/completions", "/infill"):
-        assert shared.post(path, {"prompt": "x"}).status_code == 404

@@ -14,14 +14,20 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from dgemma.engine import Engine
-from dgemma.serve.app import Settings
 from dgemma.serve.limits import Limits
-from tests.serve.conftest import MODEL, Running, running
+from dgemma.serve.service import Settings
+from tests.serve.conftest import MODEL, Running, load, running
 
 OPERATIONS = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/fim/completions",
+    "POST /infill",
+    "POST /v1/edit/completions",
+    "POST /v1/apply/completions",
+    "POST /v1/dgemma/fill",
+    "POST /v1/dgemma/edit",
+    "POST /v1/dgemma/sudoku",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "POST /tokenize",
@@ -30,18 +36,19 @@ OPERATIONS = [
     "GET /ready",
     "GET /metrics",
 ]
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
+CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def not_a_failure(context: Any, response: Any, case: Any) -> bool | None:
+    """No 5xx, but for a deadline that was too short: in the queue, or for a hole to be whole."""
+    is_late = response.status_code == 503 and response.json()["error"]["code"] == "timeout"
+    return None if is_late else not_a_server_error(context, response, case)
 
 
 @pytest.fixture(scope="module")
 def hasty(checkpoint: Path) -> Iterator[Running]:
     """A server that gives a request little time, so that drawn ones end."""
-    engine = Engine.load(checkpoint, device="cpu", dtype="float32")
+    engine = load(checkpoint)
     with running(engine, Settings(names=(MODEL,), limits=Limits(seconds=0.2, rows=128))) as server:
         yield server
 
@@ -52,11 +59,11 @@ def test_every_answer_is_one_the_document_lists(hasty: Running, operation: str) 
     document = schemathesis.openapi.from_url(f"{hasty.url}/openapi.json")
 
     @settings(
-        max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(case=document[path][method].as_strategy())
     def draw(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS)
+        case.call_and_validate(checks=[not_a_failure, *CHECKS])
 
     draw()
 

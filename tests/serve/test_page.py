@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dgemma.engine import Draft
 from dgemma.serve.app import router
+from dgemma.serve.fill_routes import router as fill_router
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.stream import draft_data
 from tests.serve.conftest import Running
@@ -23,7 +24,7 @@ def test_the_tables_are_the_servers_own() -> None:
 
 
 def test_every_route_and_number_is_on_the_page() -> None:
-    for route in router.routes:
+    for route in [*router.routes, *fill_router.routes]:
         path = str(route.path).replace("{name:path}", "NAME")  # type: ignore[attr-defined]
         assert f"`{path}`" in PAGE or f" {path}`" in PAGE, path
     for family in Metrics().registry.collect():

@@ -315,6 +315,20 @@ def test_a_signal_lets_running_requests_finish(serve: Serve, pool: ThreadPoolExe
         wait_for(lambda: server.get("/health").status_code == 0)
 
 
+def test_a_second_signal_quits_at_once(serve: Serve, pool: ThreadPoolExecutor) -> None:
+    server = serve()
+    slow = {"dgemma": {"pace": 0.5}}
+    running = ask(server, pool, LONG, seed=1, stream=True, **slow)
+    wait_for(lambda: bool(server.service.drain.in_flight))
+    server.server.handle_exit(signal.SIGTERM, None)
+    wait_for(lambda: server.get("/ready").status_code == 503)
+    begun = time.monotonic()
+    server.server.handle_exit(signal.SIGTERM, None)
+    with pytest.raises(httpx.RemoteProtocolError):
+        running.result(timeout=30)
+    assert time.monotonic() - begun < 5, "the text would take a minute and a half"
+
+
 def test_a_drain_does_not_wait_for_ever(serve: Serve, pool: ThreadPoolExecutor) -> None:
     server = serve(limits={"drain_seconds": 0.3, "rows": 1})
     brake, worker = Brake(server.service.engine), server.service.worker

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dgemma.engine import Engine
-from dgemma.serve.app import Settings
+from dgemma.serve.service import Settings
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.messages import read_tools
 from dgemma.weights.random import random_model
@@ -34,7 +34,7 @@ def caller() -> Iterator[Running]:
     ids = [*tokenizer.encode_control(CALLS), tokenizer.control_ids["<|tool_response>"]]
     ids += [GENERATION.stop_ids[0]] * (-len(ids) % CANVAS)
     model = random_model(taught_config(), seed=0)
-    for _ in memorize(model, [(torch.tensor(prompt.ids), torch.tensor(ids))], 150):
+    for _ in memorize(model, [(torch.tensor(prompt.ids), torch.tensor(ids))], 100):
         pass
     engine = Engine(model, tokenizer, template, GENERATION)
     with running(engine, Settings(names=("caller",))) as server:

@@ -1,0 +1,96 @@
+"""Prompts that mark their own hole, and messages that mark what is to be edited.
+
+Editors spell the hole with the sentinels of the model they were made for, inside one prompt. Here
+they are plain text that is split on; none of them is a token of this model.
+"""
+
+import re
+from dataclasses import dataclass
+
+from dgemma.errors import UsageError
+
+# Prefix, suffix and middle of each family; the text between them is taken as it is.
+FAMILIES = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("<PRE> ", " <SUF>", " <MID>"),  # CodeLlama
+)
+CODESTRAL = ("[SUFFIX]", "[PREFIX]")  # the suffix comes first
+MARK = "<|fill|>"
+FILE_MARKS = re.compile(r"<\|(?:repo_name|file_sep|file_separator)\|>|<(?:reponame|file_sep)>")
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The texts before and behind a hole."""
+
+    before: str
+    after: str
+
+
+def find_hole(prompt: str) -> Around | None:
+    """The hole of a prompt with sentinels; None if it has none, or not all of them in order."""
+    for family in FAMILIES:
+        found = _between(prompt, *family)
+        if found is not None:
+            return found
+    opens, turns = CODESTRAL
+    head, _, rest = prompt.partition(opens)
+    after, turned, before = rest.partition(turns)
+    if turned and not head.strip():
+        return Around(before, after)
+    before, marked, after = prompt.partition(MARK)
+    return Around(before, after) if marked and MARK not in after else None
+
+
+def _between(prompt: str, prefix: str, suffix: str, middle: str) -> Around | None:
+    if any(prompt.count(mark) != 1 for mark in (prefix, suffix, middle)):
+        return None
+    context, _, rest = prompt.partition(prefix)
+    before, parted, rest = rest.partition(suffix)
+    after, ended, tail = rest.partition(middle)
+    if not (parted and ended) or tail.strip():
+        return None
+    return Around(FILE_MARKS.sub("\n", context).lstrip("\n") + before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a file that may change, and what was changed lately."""
+
+    before: str
+    old: str
+    after: str
+    history: str
+
+    @property
+    def text(self) -> str:
+        return self.before + self.old + self.after
+
+
+def read_region(message: str) -> Region:
+    """A next-edit message in Mercury's form."""
+    file = _inside(message, "current_file_content")
+    file = re.sub(r"\A\n?current_file_path:[^\n]*\n", "", file)
+    before, opened, rest = file.partition("<|code_to_edit|>\n")
+    old, closed, after = rest.partition("<|/code_to_edit|>")
+    if not (opened and closed):
+        raise UsageError("the message has no <|code_to_edit|> ... <|/code_to_edit|> on lines apart")
+    history = _inside(message, "edit_diff_history", wanted=False).strip("\n")
+    return Region(before, old.replace("<|cursor|>", ""), after.removeprefix("\n"), history)
+
+
+def read_update(message: str) -> tuple[str, str]:
+    """The file and the snippet of an apply message in Mercury's form."""
+    original = _inside(message, "original_code").removeprefix("\n")
+    return original, _inside(message, "update_snippet").strip("\n")
+
+
+def _inside(message: str, tag: str, *, wanted: bool = True) -> str:
+    _, opened, rest = message.partition(f"<|{tag}|>")
+    text, closed, _ = rest.partition(f"<|/{tag}|>")
+    if wanted and not (opened and closed):
+        raise UsageError(f"the message has no <|{tag}|> ... <|/{tag}|>; docs/serve.md shows one")
+    return text if closed else ""
