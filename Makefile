@@ -13,8 +13,9 @@ demo: $(READY)  ## a minute with the built-in model
 out/tiny/model.safetensors: $(READY)
 	$(BIN)/python -m examples.tiny_model out/tiny
 
+# Two processes of one thread each: tiny models gain nothing from a second thread.
 test: $(READY) lint  ## lint, types and all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

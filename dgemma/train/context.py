@@ -89,7 +89,7 @@ class PackedContext:
         self.positions_T = batch.position.flatten()
         shapes = {kind: config.attention(self.kinds.index(kind)) for kind in set(self.kinds)}
         # Outside the compiled pass, which would compute sines anew in every layer.
-        self.turns = {
+        self.turns: dict[str, tuple[Tensor, Tensor]] = {
             kind: turns(self.positions_T, frequencies(shape, self.positions_T.device))
             for kind, shape in shapes.items()
         }

@@ -70,7 +70,7 @@ def pick(p_TV: Tensor, draw_T: Tensor) -> Tensor:
     be written to memory, at a sixth of a training step's time.
     """
     size = math.gcd(p_TV.shape[1], CHUNK)
-    p_TCW = p_TV.unflatten(-1, (-1, size))
+    p_TCW = p_TV.view(len(p_TV), -1, size)
     place_T = draw_T * p_TCW.sum(-1).sum(-1)
     chunk_T, before_T = _find(p_TCW.sum(-1), place_T)
     own_TW = p_TCW.gather(1, chunk_T[:, None, None].expand(-1, 1, size))[:, 0]

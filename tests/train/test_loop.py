@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,15 @@ def test_reports_are_the_same_however_a_run_was_cut(tmp_path: Path) -> None:
     assert run(again) == expected
 
 
-def test_a_second_signal_acts_at_once() -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal; a process that runs tests for another one may ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_acts_at_once(interruptible: None) -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
