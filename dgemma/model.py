@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dgemma.config import ModelConfig
 from dgemma.ops.experts import mix, stacked_choices, top
 from dgemma.ops.norm import rms_norm
-from dgemma.ops.rope import frequencies, rotate, turns
+from dgemma.ops.rope import rotate, turns_by_kind
 from dgemma.ops.routed import routed_experts
 
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosine and sine for each kind of layer
@@ -244,12 +244,7 @@ class Gemma(nn.Module):
         return self.norm(x_TD)  # type: ignore[no-any-return]
 
     def turns(self, positions_T: Tensor) -> Turns:
-        kinds = self.config.layer_types
-        shapes = {kind: self.config.attention(kinds.index(kind)) for kind in set(kinds)}
-        return {
-            kind: turns(positions_T, frequencies(s, positions_T.device))
-            for kind, s in shapes.items()
-        }
+        return turns_by_kind(self.config, positions_T)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         return self.embed_tokens(tokens_T)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dgemma.config import AttentionShape
+from dgemma.config import AttentionShape, ModelConfig
 
 
 @cache
@@ -29,6 +29,16 @@ def turns(positions_T: Tensor, frequencies_P: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position and pair, computed once a pass for all layers."""
     angles_TP = positions_T.float()[:, None] * frequencies_P
     return angles_TP.cos(), angles_TP.sin()
+
+
+def turns_by_kind(config: ModelConfig, positions_T: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """The turns of each kind of layer."""
+    kinds = config.layer_types
+    shapes = {kind: config.attention(kinds.index(kind)) for kind in set(kinds)}
+    return {
+        kind: turns(positions_T, frequencies(shape, positions_T.device))
+        for kind, shape in shapes.items()
+    }
 
 
 def rotate(x_TNH: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:

@@ -68,8 +68,7 @@ def _redraw(stats: RowStats, p_TV: Tensor, query: Query) -> RowStats:
     # Beside the largest, which no power makes vanish.
     share_TV = p_TV.float() / p_TV.amax(-1, keepdim=True).float()
     hot_TV = share_TV.pow_(1 / query.temperature_T.clamp(min=COLDEST)[:, None])
-    hot_TCW = hot_TV.view(len(hot_TV), -1, gcd(hot_TV.shape[-1], CHUNK))
-    draw_T = _draw(hot_TCW, hot_TCW.sum(-1).double().cumsum(-1), query.uniform_T)
+    draw_T = draw(hot_TV, query.uniform_T)
     is_cold_T = query.temperature_T < COLDEST
     return replace(stats, draw_T=torch.where(is_cold_T, stats.top_T, draw_T))
 
@@ -168,6 +167,12 @@ def _argmax(x_TCW: Tensor) -> Tensor:
     """Index of the largest entry. Chunk maxima first: the plain argmax is not vectorised on CPU."""
     chunk_T = x_TCW.amax(-1).argmax(-1)
     return chunk_T * x_TCW.shape[-1] + _chunk(x_TCW, chunk_T).argmax(-1)
+
+
+def draw(p_TV: Tensor, uniform_T: Tensor) -> Tensor:
+    """A token of each row, as often as its share; the shares need not add up to 1."""
+    p_TCW = p_TV.view(len(p_TV), -1, gcd(p_TV.shape[-1], CHUNK))
+    return _draw(p_TCW, p_TCW.sum(-1).double().cumsum(-1), uniform_T)
 
 
 def _draw(p_TCW: Tensor, cdf_TC: Tensor, uniform_T: Tensor) -> Tensor:

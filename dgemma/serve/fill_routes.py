@@ -66,12 +66,8 @@ async def infill(request: Request, body: InfillBody, service: Served) -> Respons
 )
 async def next_edit(request: Request, body: OneMessageBody, service: Served) -> Response:
     """The next edit of a region of a file, in Mercury's form."""
-    start = head("edit", service, body)
-
-    def shape(asked: Asked) -> Shape:
-        return ChatShape(start, service.engine.tokenizer)
-
-    return await answer(request, service, body, read_next_edit, shape)
+    shape = ChatShape(head("edit", service, body), service.engine.tokenizer)
+    return await answer(request, service, body, read_next_edit, lambda asked: shape)
 
 
 @router.post(
@@ -81,12 +77,8 @@ async def next_edit(request: Request, body: OneMessageBody, service: Served) -> 
 )
 async def apply(request: Request, body: OneMessageBody, service: Served) -> Response:
     """A file with an update applied, in Mercury's form."""
-    start = head("apply", service, body)
-
-    def shape(asked: Asked) -> Shape:
-        return ChatShape(start, service.engine.tokenizer)
-
-    return await answer(request, service, body, read_apply, shape)
+    shape = ChatShape(head("apply", service, body), service.engine.tokenizer)
+    return await answer(request, service, body, read_apply, lambda asked: shape)
 
 
 @router.post(

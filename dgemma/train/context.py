@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dgemma.config import ModelConfig
-from dgemma.ops.rope import frequencies, turns
+from dgemma.ops.rope import turns_by_kind
 from dgemma.train.rows import FIELDS, NOTHING
 
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -89,10 +89,7 @@ class PackedContext:
         self.positions_T = batch.position.flatten()
         shapes = {kind: config.attention(self.kinds.index(kind)) for kind in set(self.kinds)}
         # Outside the compiled pass, which would compute sines anew in every layer.
-        self.turns: dict[str, tuple[Tensor, Tensor]] = {
-            kind: turns(self.positions_T, frequencies(shape, self.positions_T.device))
-            for kind, shape in shapes.items()
-        }
+        self.turns = turns_by_kind(config, self.positions_T)
         make = flex_mask if is_flex else dense_mask
         self.masks: dict[str, Any] = {k: make(batch, s.window) for k, s in shapes.items()}
 
