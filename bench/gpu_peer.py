@@ -1,34 +1,25 @@
 """transformers on our weights: milliseconds per denoising step, by the difference of two lengths.
 
-    python bench/gpu_peer.py [--layers 30] [--prompt 512] [--cache dynamic static] [--rounds 3]
-
-The peer's model is built without memory of its own and given the very tensors of ours, so that both
-fit on one device. Its steps run inside its own `generate`, with its own cache and, for the static
-one, its own compilation; stopping is off. Between the peer's rounds ours takes as many steps. The
-last line is JSON.
+Run by `bench/gpu_step.py --peer`. The peer's model is built without memory of its own and given the
+very tensors of ours, so that both fit on one device. Its steps run inside its own `generate`, with
+its own cache and, for the static one, its own compilation; stopping is off. Between the peer's
+rounds ours takes as many steps.
 """
 
-import argparse
 import contextlib
-import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import date
 from typing import Any
 
 import torch
-from gpu_step import DEVICE, HALF, MAX_STEPS, Bench
-from shapes import EXAMPLE, shallow
+from gpu_ours import DEVICE, Bench, wait
+from shapes import EXAMPLE
 from torch import nn
 
 from dgemma.config import config_to_json
-from dgemma.graph.step import Shape, Stepper
 from dgemma.model import Gemma
-from dgemma.ops.fast import switched
-from dgemma.stack import Stack
-from dgemma.weights.random import random_model
 
 FEW, MANY = 4, 20
 
@@ -85,8 +76,7 @@ def generate_s(peer: Any, prompt_1T: torch.Tensor, steps: int, cache: str) -> fl
         confidence_threshold=1e-12,
         **options,
     )
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - begin
 
 
@@ -95,54 +85,35 @@ def their_ms(peer: Any, prompt_1T: torch.Tensor, cache: str) -> float:
     return 1000 * (many - few) / (MANY - FEW)
 
 
-def our_ms(bench: Bench, stepper: Stepper) -> float:
-    row = bench.row()
-    with switched(True):
-        for _ in range(FEW):
-            row = bench.forward(stepper, row)
-        begin = time.perf_counter()
-        for _ in range(MANY - FEW):
-            row = bench.forward(stepper, row)
-        return 1000 * (time.perf_counter() - begin) / (MANY - FEW)
+def our_ms(bench: Bench) -> float:
+    bench.row = bench.fresh()
+    for _ in range(FEW):
+        bench.step()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(MANY - FEW):
+        bench.step()
+    wait()
+    return 1000 * (time.perf_counter() - begin) / (MANY - FEW)
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--cache", nargs="+", choices=["dynamic", "static"], default=["dynamic"])
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+def beside(bench: Bench, caches: Sequence[str], rounds: int = 5) -> dict[str, Any]:
+    """Both, in turn, on the same weights behind a prompt of the same length."""
     import transformers
 
-    model = random_model(shallow(arguments.layers), seed=0, device=DEVICE, dtype=HALF)
-    model.runner = stack = Stack(model)  # joins weights: before the peer takes them
-    bench = Bench(model, arguments.prompt)
-    stepper = Stepper(model, stack, Shape(bench.length, MAX_STEPS, bench.row().sampler.rule))
-    peer = peer_of(model)
-    generator = torch.Generator(DEVICE).manual_seed(5)
-    prompt_1T = torch.randint(
-        bench.vocab, (1, arguments.prompt), device=DEVICE, generator=generator
-    )
-    facts: dict[str, object] = {
-        "bench": "gpu_peer",
-        "date": str(date.today()),
-        "transformers": transformers.__version__,
-        "prompt": arguments.prompt,
-    }
-    for cache in arguments.cache:
+    peer = peer_of(bench.model)
+    length = bench.cache.length
+    prompt_1T = torch.randint(bench.vocab, (1, length), device=DEVICE)
+    facts: dict[str, Any] = {"transformers": transformers.__version__, "prompt": length}
+    for cache in caches:
         begin = time.perf_counter()
         their_ms(peer, prompt_1T, cache)
-        our_ms(bench, stepper)
         warm = time.perf_counter() - begin
-        pairs = [
-            (their_ms(peer, prompt_1T, cache), our_ms(bench, stepper))
-            for _ in range(arguments.rounds)
-        ]
+        our_ms(bench)
+        pairs = [(their_ms(peer, prompt_1T, cache), our_ms(bench)) for _ in range(rounds)]
         ratios = [theirs / ours for theirs, ours in pairs]
         facts[cache] = {
-            "warm_s": warm,
+            "their_warm_s": round(warm, 1),
             "their_ms": statistics.median(theirs for theirs, _ in pairs),
             "our_ms": statistics.median(ours for _, ours in pairs),
             "ratio": statistics.median(ratios),
@@ -150,8 +121,4 @@ def main() -> None:
             "ratio_max": max(ratios),
         }
         print(cache, facts[cache], flush=True)
-    print(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    main()
+    return facts

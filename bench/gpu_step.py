@@ -1,245 +1,152 @@
-"""A denoising step of the released shapes on a GPU: plain, captured, and with our kernels.
+"""Denoising steps, commits and single tokens of the released shapes on a GPU, beside their floors.
 
-    python bench/gpu_step.py [--layers 30] [--prompt 512] [--steps 24] [--profile] [--out FILE]
+    python bench/gpu_step.py [--quant none fp8 nvfp4] [--context 512 2048] [--long 32768]
+                             [--peer dynamic static] [--layers 30] [--steps 24] [--out FILE]
 
-Random bf16 weights route evenly, so every expert is read: the worst case, valid for time per step
-and not for steps per block. Ways are measured in turn, one process, the same weights. A step is
-timed from its launch to the host's knowing its flags. The floor is the bytes that must be read over
-the measured copy bandwidth. The last line is JSON.
+Random weights, by default such that tokens spread evenly and every expert of every layer is read:
+the worst case, valid for the time of a step and not for the number of steps. Their logits are flat,
+so that each step also takes the dense soft embedding; `sure` is the same with logits as sure as
+those of a canvas that is about to settle.
+Bytes and arithmetic are those of `dgemma.cost`; the floor is what no implementation can undercut
+at the copy bandwidth measured here and the device's arithmetic. With `--peer`, transformers runs on
+the very same tensors, in turn with ours (`bench/gpu_peer.py`). The last line is JSON.
 """
 
 import argparse
+import gc
 import json
-import statistics
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
-from gpu_check import copy_bandwidth, largest
+from gpu_agreement import accepted, agreement
+from gpu_check import copy_bandwidth
+from gpu_ours import DEVICE, SURE, Bench, Times, built, prefill, routing
+from gpu_peer import beside
+from gpu_profile import profile
 from shapes import shallow
-from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.canvas import NO_PINS, Noise
 from dgemma.config import ModelConfig
-from dgemma.denoise import Row, commit, start, step
+from dgemma.cost.devices import BF16, DEVICES, FOUR_BIT, FP8, Device, Format
+from dgemma.cost.predict import STEPS_PER_BLOCK, cost, floor
+from dgemma.cost.table import Pass, ops, passes
 from dgemma.device import describe_device
-from dgemma.graph.step import Shape, Stepper
-from dgemma.graph.token import Teller
-from dgemma.model import Gemma
-from dgemma.ops.fast import switched
-from dgemma.sampler import Sampler
-from dgemma.stack import Stack
-from dgemma.weights.fp8 import quantize_experts
-from dgemma.weights.random import random_model
+from dgemma.graph.steppers import Fast
 
-DEVICE = torch.device("cuda")
-HALF = torch.bfloat16
-MAX_STEPS = 48
+FORMATS: dict[str, Format] = {"none": BF16, "fp8": FP8, "nvfp4": FOUR_BIT}
+PROMPT = 8192
+Facts = dict[str, Any]
 
 
-def wall_ms(work: Callable[[], object], repeats: int, warm: int = 3) -> list[float]:
-    times = []
-    for _ in range(repeats + warm):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - begin))
-    return times[warm:]
+class Beside:
+    """A precision's passes next to what they have to move and to compute on this device."""
+
+    def __init__(self, config: ModelConfig, kind: Format, here: Device) -> None:
+        self.config, self.kind, self.here = config, kind, here
+
+    def __call__(self, run: Pass, times: Times) -> Facts:
+        spent = cost(self.config, run, self.kind)
+        least = 1000 * floor(ops(self.config, run), self.kind, self.here)
+        moved = spent.weight_bytes + spent.moved_bytes
+        return {
+            **times.facts(),
+            "gb": round(moved / 1e9, 2),
+            "gb_s": round(moved / times.ms / 1e6),
+            "tflop_s": round(spent.flop / times.ms / 1e9, 1),
+            "flop_per_byte": round(spent.flop / moved, 1),
+            "floor_ms": round(least, 2),
+            "of_floor": round(least / times.ms, 3),
+        }
 
 
-def spread(times: list[float]) -> dict[str, float]:
-    return {"ms": statistics.median(times), "min": min(times), "max": max(times)}
+def claim(step: Times, commit: Times, token: Times, length: int) -> Facts:
+    """Committed tokens a second by steps per block, and how many times those of one by one."""
+    alone = 1000 / token.ms
+    found: Facts = {"ar_tok_s": round(alone)}
+    for steps in STEPS_PER_BLOCK:
+        rate = 1000 * length / (steps * step.ms + commit.ms)
+        found[f"{steps}_steps_tok_s"], found[f"{steps}_over_ar"] = round(rate), rate / alone
+    return found
 
 
-def bytes_read(config: ModelConfig, model: Gemma) -> int:
-    """Weights of one step: all of them, and the embedding twice (head and soft embedding)."""
-    size = sum(weight.numel() * weight.element_size() for weight in model.state_dict().values())
-    return size + 2 * config.vocab_size * config.hidden_size
-
-
-class Bench:
-    """A model, a committed prompt, and a canvas on it."""
-
-    def __init__(self, model: Gemma, prompt: int) -> None:
-        self.model, config = model, model.config
-        self.length, self.vocab = config.canvas_length, config.vocab_size
-        room = Room(tokens=prompt + 3 * self.length, span=512 + self.length)
-        dtype = model.embed_tokens.weight.dtype
-        self.cache = KVCache(config, room, dtype, DEVICE)
-        generator = torch.Generator(DEVICE).manual_seed(5)
-        tokens_T = torch.randint(self.vocab, (prompt,), device=DEVICE, generator=generator)
-        commit(model, self.cache, tokens_T, chunk=512)
-
-    def row(self, sampler: Sampler | None = None) -> Row:
-        noise = Noise(seed=1).block(0, MAX_STEPS, self.length, self.vocab, DEVICE)
-        return start(sampler or Sampler(max_steps=MAX_STEPS), noise, NO_PINS)
-
-    def plain_ms(self, repeats: int) -> list[float]:
-        context = Pass([Span(self.cache, self.length, commit=False)])
-        with switched(False):
-            (row,) = step(self.model, context, [self.row()])
-            return wall_ms(lambda: step(self.model, context, [row]), repeats)
-
-    def captured_ms(self, repeats: int) -> list[float]:
-        """The plain step as one graph."""
-        context = Pass([Span(self.cache, self.length, commit=False)])
-        with switched(False):
-            (row,) = step(self.model, context, [self.row()])
-            step(self.model, context, [row])
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step(self.model, context, [row])
-            return wall_ms(graph.replay, repeats)
-
-    def kernel_ms(self, stack: Stack, repeats: int) -> tuple[dict[str, object], Stepper]:
-        """Steps of the engine's kind, flags and all; and the graph alone."""
-        with switched(True):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            row = self.row()
-            stepper = Stepper(self.model, stack, Shape(self.length, MAX_STEPS, row.sampler.rule))
-            row = self.forward(stepper, row)
-            row = self.forward(stepper, row)
-            torch.cuda.synchronize()
-            ready = time.perf_counter() - begin
-            times, sparse = [], 0
-            for _ in range(min(repeats, MAX_STEPS - 3)):
-                begin = time.perf_counter()
-                row = self.forward(stepper, row)
-                times.append(1000 * (time.perf_counter() - begin))
-                sparse += stepper.memory.seen_2[1].item()
-            graphs = {
-                f"{name}_graph_ms": statistics.median(wall_ms(graph.replay, repeats))
-                for name, graph in stepper.graphs.captured.items()
-                if name != "step"
-            }
-            graphs["step_graph_ms"] = statistics.median(
-                wall_ms(lambda: self._replay(stepper), repeats)
-            )
-        facts = {**spread(times), "ready_s": ready, "sparse_steps": sparse, **graphs}
-        return facts, stepper
-
-    def _replay(self, stepper: Stepper) -> None:
-        stepper.memory.index_1.zero_()
-        stepper.graphs.captured["step"].replay()
-
-    def forward(self, stepper: Stepper, row: Row) -> Row:
-        after = stepper.step(row, self.cache)
-        assert after is not None
-        return after
-
-    def token_ms(self, stack: Stack, repeats: int) -> dict[str, float]:
-        """A token of the autoregressive mode, with the choice of the next on the device."""
-        teller, token = Teller(self.model, stack), 7
-
-        def tell() -> int:
-            logits_V = teller.tell(token, self.cache)
-            assert logits_V is not None
-            return int(logits_V.argmax())
-
-        length = self.cache.length
-        with switched(True):
-            facts = spread(wall_ms(tell, repeats))
-        self.cache.truncate(length)
-        return facts
-
-    def pass_ms(self, count: int, on: bool, repeats: int) -> list[float]:
-        """A causal pass of so many tokens as Python runs it."""
-        tokens_T = torch.randint(self.vocab, (count,), device=DEVICE)
-        with switched(on):
-            context = Pass([Span(self.cache, count, commit=True)])
-            return wall_ms(lambda: self.model.encode(tokens_T, context), repeats)
-
-
-def agreement(layers: int, prompt: int) -> dict[str, float]:
-    """Logits of few layers: the plain path and the kernels against float32 on the same weights."""
-    model = random_model(shallow(layers), seed=0, device=DEVICE, dtype=HALF)
-    exact = random_model(shallow(layers), seed=0, device=DEVICE, dtype=torch.float32)
-    exact.load_state_dict({name: w.float() for name, w in model.state_dict().items()})
-    stack = Stack(model)
-    found: dict[str, Tensor] = {}
-    for name, (of, runner, on) in {
-        "exact": (exact, None, False),
-        "plain": (model, None, False),
-        "kernels": (model, stack, True),
-    }.items():
-        of.runner = runner
-        with switched(on):
-            bench = Bench(of, prompt)
-            context = Pass([Span(bench.cache, bench.length, commit=False)])
-            tokens_L = bench.row().canvas.tokens_L
-            soft_LD = of.embed(tokens_L.flip(0)) / 2
-            found[name] = of.logits(of.denoise(tokens_L, soft_LD, context))
-    top_L = found["exact"].argmax(-1)
-    facts = {}
-    for name in ("plain", "kernels"):
-        facts[f"{name}_logit_error"] = largest(found[name], found["exact"])
-        off = found[name] - found["exact"]
-        facts[f"{name}_logit_rms"] = off.square().mean().sqrt().item()
-        facts[f"{name}_top_1"] = (found[name].argmax(-1) == top_L).float().mean().item()
+def show(name: str, facts: Any) -> Any:
+    print(f"{name:28} {json.dumps(facts)}", flush=True)
     return facts
 
 
-def profile(stepper: Stepper, rows: int = 24) -> tuple[int, str]:
-    """Kernels of one replay, and the greatest of them."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as watch
-
-    stepper.memory.index_1.zero_()
-    torch.cuda.synchronize()
-    with watch(activities=[ProfilerActivity.CUDA]) as seen:
-        stepper.graphs.captured["step"].replay()
-        torch.cuda.synchronize()
-    totals: dict[str, list[float]] = {}
-    for event in seen.events():
-        total = totals.setdefault(event.name[:60], [0, 0.0])
-        total[0] += 1
-        total[1] += event.device_time
-    order = sorted(totals.items(), key=lambda item: -item[1][1])[:rows]
-    lines = [f"{micros:9.0f} us {int(count):5} x {name}" for name, (count, micros) in order]
-    return int(sum(count for count, _ in totals.values())), "\n".join(lines)
-
-
-def coverage(bench: Bench) -> float:
-    """Share of experts that some token of a canvas goes to, first layer."""
-    entered = bench.model.enter(bench.row().canvas.tokens_L, None)
-    ids_TK, _ = bench.model.layers[0].router(entered)
-    return len(ids_TK.unique()) / bench.model.config.num_experts
-
-
-def plain_facts(bench: Bench, repeats: int) -> dict[str, object]:
+def at_context(bench: Bench, context: int, beside: Beside, steps: int) -> Facts:
+    """All passes behind a prompt of this length."""
+    step, commit, token = passes(beside.config, context)
+    found, told, done = bench.steps(steps), bench.tokens(steps), bench.commits(8)
     return {
-        "coverage": coverage(bench),
-        "plain": spread(bench.plain_ms(8)),
-        "plain_captured": spread(bench.captured_ms(repeats)),
-        "plain_commit": spread(bench.pass_ms(256, False, 5)),
+        "step": beside(step, found),
+        "token": beside(token, told),
+        "commit": beside(commit, done),
+        "commit_and_first": bench.firsts(8).facts(),
+        "claim": claim(found, done, told, bench.length),
     }
 
 
-def other_facts(bench: Bench, stack: Stack, repeats: int) -> dict[str, object]:
-    """Causal passes as Python runs them, and the step with one thing after the other."""
-    facts: dict[str, object] = {
-        "token": bench.token_ms(stack, repeats),
-        "kernel_commit": spread(bench.pass_ms(256, True, 8)),
-        "kernel_pass_2048": spread(Bench(bench.model, 16).pass_ms(2048, True, 4)),
-    }
-    stack.overlap = False
-    facts["kernels_without_overlap"], _ = bench.kernel_ms(stack, repeats)
+def measured(quant: Any, arguments: argparse.Namespace, here: Device) -> Facts:
+    """All there is to know of one precision."""
+    config = shallow(arguments.layers)
+    beside_floor = Beside(config, FORMATS[quant], here)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = built(config, quant, even=not arguments.uneven)
+    begin = time.perf_counter()
+    fast, facts = Fast.of(model), {}
+    if fast is None:
+        return show(f"{quant}", {"failed": "not all kernels passed their check here"})
+    for context in arguments.context:
+        bench = Bench(model, fast, context)
+        if not facts:
+            bench.step()
+            facts["ready_s"] = round(time.perf_counter() - begin, 2)
+        found = at_context(bench, context, beside_floor, arguments.steps)
+        facts[str(context)] = found
+        for name, value in found.items():
+            show(f"{quant} {context} {name}", value)
+    facts |= show(f"{quant} routing", routing(bench))
+    bench.heat = (SURE, SURE)
+    facts["sure"] = show(f"{quant} sure", bench.steps(arguments.steps).facts())
+    memory(facts)
+    facts["prefill"] = show(f"{quant} prefill {PROMPT}", prefill(model, PROMPT, PROMPT).facts())
+    if arguments.long and quant != "none":
+        long = Bench(model, fast, arguments.long)
+        facts["long"] = show(f"{quant} {arguments.long} step", long.steps(8).facts())
+    if quant == "none" and arguments.peer:
+        facts["peer"] = beside(bench, arguments.peer)
+    if (
+        arguments.profile
+    ):  # last, and of no use beside times: what is watched is slower from then on
+        facts["launches"], table = profile(bench.step)
+        print(table, profile(lambda: fast.tell(7, bench.cache))[1], sep="\n\n", flush=True)
     return facts
+
+
+def memory(facts: Facts) -> None:
+    """The most that was reserved, and what the device holds beside it: context and libraries."""
+    free, total = torch.cuda.mem_get_info()
+    facts["peak_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
+    facts["beside_gb"] = round((total - free - torch.cuda.memory_reserved()) / 1e9, 2)
+    show("memory", {name: facts[name] for name in ("peak_gb", "beside_gb")})
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quant", nargs="+", choices=list(FORMATS), default=["none"])
+    parser.add_argument("--context", nargs="+", type=int, default=[512, 2048])
+    parser.add_argument("--long", type=int, default=0, help="a context for fewer bits alone")
+    parser.add_argument("--peer", nargs="+", choices=["dynamic", "static"], default=[])
     parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--quant", choices=["fp8"], help="experts in 8 bits; kernels only")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="kernels only")
+    parser.add_argument("--uneven", action="store_true", help="routing as weights are drawn")
+    parser.add_argument("--agreement", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="one precision; times are off then")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -247,45 +154,22 @@ def parse() -> argparse.Namespace:
 @torch.inference_mode()
 def main() -> None:
     arguments = parse()
-    arguments.quick |= arguments.quant is not None
-    facts: dict[str, object] = {
+    copy = copy_bandwidth()
+    here = replace(DEVICES["h200"], bandwidth=copy)
+    facts: Facts = {
         "bench": "gpu_step",
         "date": str(date.today()),
         "device": describe_device(DEVICE),
         "torch": torch.__version__,
         "layers": arguments.layers,
-        "prompt": arguments.prompt,
-        "quant": arguments.quant or "none",
+        "copy_gb_s": round(copy),
     }
-    copy = facts["copy_gb_s"] = copy_bandwidth()
-    if not arguments.quick:
-        facts["agreement"] = agreement(3, arguments.prompt)
-        print(json.dumps(facts["agreement"]), flush=True)
-        torch.cuda.empty_cache()
-    model = random_model(shallow(arguments.layers), seed=0, device=DEVICE, dtype=HALF)
-    bench = Bench(model, arguments.prompt)
-    if not arguments.quick:
-        facts |= plain_facts(bench, arguments.steps)
-    if arguments.quant:
-        quantize_experts(model)
-        torch.cuda.empty_cache()
-    stack = Stack(model)
-    model.runner = stack
-    facts["kernels"], stepper = bench.kernel_ms(stack, arguments.steps)
-    print(json.dumps(facts["kernels"]), flush=True)
-    if arguments.profile:
-        facts["launches"], table = profile(stepper)
-        print(table, flush=True)
-    if arguments.quick:
-        facts["token"] = bench.token_ms(stack, arguments.steps)
-    else:
-        facts |= other_facts(bench, stack, arguments.steps)
-    size = bytes_read(model.config, model)
-    facts["gbytes"], facts["floor_ms"] = size / 1e9, size / copy / 1e6
-    facts["peak_gib"] = torch.cuda.max_memory_allocated(DEVICE) / 2**30
-    # Beside transformers on shared weights: to come.
-    for key, value in facts.items():
-        print(f"{key:24} {value}")
+    if arguments.agreement:
+        facts["agreement"] = show("agreement", agreement(3, 512))
+        facts["accepted"] = show("accepted", accepted())
+    for quant in arguments.quant:
+        facts[quant] = measured(quant, arguments, here)
+        gc.collect()
     line = json.dumps(facts)
     if arguments.out is not None:
         arguments.out.write_text(line + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """How to cut the kernels' work: tries what is named, each part for some seconds.
 
-    python bench/gpu_sweep.py canvas attention fp8 [--seconds 30]
+    python bench/gpu_sweep.py canvas fp8 [--seconds 30]
 
-What is found goes by hand into `ops/kernels/tiles.py` and `ops/kernels/attention.py`.
+What is found goes by hand into `ops/kernels/tiles.py`. Attention has its own: gpu_attention.py.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from gpu_check import (
     CANVAS,
-    DEVICE,
     HALF,
     INNER,
     NUM_EXPERTS,
@@ -29,7 +28,7 @@ from gpu_check import (
 from torch import Tensor
 
 from dgemma.ops.fp8 import quantize
-from dgemma.ops.kernels import attention, experts
+from dgemma.ops.kernels import experts
 from dgemma.ops.kernels.tiles import Tile
 from dgemma.weights.fp8 import quantize_stacked
 
@@ -123,49 +122,11 @@ def expert_tiles(name: str, tokens: int) -> Iterator[Tile]:
                 )
 
 
-def attention_searches() -> dict[str, Search]:
-    return {
-        f"attention {width} 256+{past}": _attention_search(kv_heads, width, past)
-        for kv_heads, width, past in ((8, 256, 1023), (2, 512, 1023), (2, 512, 16384))
-    }
-
-
-def _attention_search(kv_heads: int, width: int, past: int) -> Search:
-    q_LNH = normal(CANVAS, 16, width, scale=width**-0.5)
-    k_SMH, v_SMH = (normal(past + CANVAS, kv_heads, width) for _ in range(2))
-    where = [0, 0, 0, k_SMH.data_ptr(), v_SMH.data_ptr(), past + CANVAS]
-    place_6 = torch.tensor(where, device=DEVICE)
-
-    def work(form: attention.Cut) -> object:
-        assert len(k_SMH) == len(v_SMH)  # both stay alive
-        return attention.attention(q_LNH, place_6, kv_heads, None, form)
-
-    return Search(work, lambda: cuts(width), 4e-9 * (k_SMH.numel() + q_LNH.numel()))
-
-
-def cuts(width: int) -> Iterator[attention.Cut]:
-    """The likeliest first; only the number of parts costs no compilation."""
-    shapes = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2), (128, 32, 8, 2)]
-    shapes += [(64, 64, 8, 2), (64, 32, 8, 2), (128, 32, 8, 3), (64, 64, 8, 3)]
-    for (queries, keys, warps, stages), slices in itertools.product(shapes, (1, 2, 4)):
-        for parts in (2, 4, 1, 3, 8):
-            if width > 256 or slices < 4:
-                yield attention.Cut(
-                    queries=queries,
-                    keys=keys,
-                    warps=warps,
-                    stages=stages,
-                    slices=slices,
-                    parts=parts,
-                )
-
-
 SEARCHES: dict[str, Callable[[], dict[str, Search]]] = {
     "canvas": lambda: expert_searches(CANVAS),
     "fp8": fp8_searches,
     "one": lambda: expert_searches(1),
     "many": lambda: expert_searches(4096),
-    "attention": attention_searches,
 }
 
 

@@ -9,7 +9,7 @@ T tokens of a pass, D width, N/M query/key heads, H head width, E experts, K of 
 I expert width, V vocabulary.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from dgemma.ops.experts import mix, stacked_choices, top
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate, turns_by_kind
 from dgemma.ops.routed import routed_experts
+
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.experts import Buckets
 
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosine and sine for each kind of layer
 
@@ -127,9 +130,9 @@ class Experts(nn.Module):
             return routed_experts(x_TD, ids_TK, share_TK, self.gate_up_proj, self.down_proj)
         return mix(self.choices(x_TD, ids_TK), share_TK).to(x_TD.dtype)
 
-    def choices(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+    def choices(self, x_TD: Tensor, ids_TK: Tensor, into: "Buckets | None" = None) -> Tensor:
         """What each choice of each token gives, [T * K, D], not yet weighted."""
-        return stacked_choices(x_TD, ids_TK, self.gate_up_proj, self.down_proj)
+        return stacked_choices(x_TD, ids_TK, self.gate_up_proj, self.down_proj, into)
 
 
 class Layer(nn.Module):

@@ -1,9 +1,9 @@
 """A model's layers in few launches: products with joined weights, and a kernel between any two.
 
-Computes what `Gemma.stack` does. Where no kernel is at hand each stretch is done by its definition,
-so the wiring is the same everywhere and can be tested without a GPU. Weights that belong together
-are laid behind one another in memory, and the model's modules keep views of them: nothing is stored
-twice.
+Computes what `Gemma.stack` does, with weights outside the experts in 16 bits or in 8. Where no
+kernel is at hand each stretch is done by its definition, so the wiring is the same everywhere and
+can be tested without a GPU. Weights that belong together are laid behind one another in memory,
+and the model's modules keep views of them: nothing is stored twice.
 
 T tokens of a pass, L of them in one span, D width, X outputs of joined products, A choices.
 """
@@ -14,13 +14,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.cache import Pass
 from dgemma.model import Attention, Context, Gemma, Layer, Turns
+from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product
 from dgemma.ops.fast import is_on
-from dgemma.ops.fused import CloseWeights, JoinWeights, close, gated, join, route
+from dgemma.ops.fp8 import quantize
+from dgemma.ops.fused import (
+    CloseWeights,
+    Joined,
+    JoinWeights,
+    Routed,
+    RouterWeights,
+    close,
+    join,
+    join_few,
+    routed,
+)
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate
 
@@ -34,13 +45,12 @@ class Fused:
 
     index: int
     attention: Attention
-    qkv_XD: Tensor
-    dense_XD: Tensor  # gate and up
-    down: nn.Linear
-    router_ED: Tensor
-    scale_E: Tensor
-    top_k: int
-    choices: Callable[[Tensor, Tensor], Tensor]  # of the experts
+    qkv: Weight
+    out: Weight
+    dense: Weight  # gate and up
+    down: Weight
+    router: RouterWeights
+    choices: Callable[..., Tensor]  # of the experts
     joining: JoinWeights
     closing: CloseWeights
 
@@ -80,27 +90,41 @@ class Stack:
     def __call__(self, x_TD: Tensor, context: Context, turns: Turns) -> Tensor | None:
         if torch.is_grad_enabled() or not isinstance(context, Pass):
             return None
-        if not is_on(x_TD):
+        if not is_on(x_TD, "attention"):
             return self.run(x_TD, turns, ByContext(context, self.eps))
         places = Places.of(context)
         return None if places is None else self.run(x_TD, turns, ByTable(places, self))
 
     def run(self, x_TD: Tensor, turns: Turns, attend: "Attend") -> Tensor:
         """All layers, and the last norm."""
+        few, dtype = is_few(x_TD), x_TD.dtype
         normed_TD = rms_norm(x_TD, self.first_D, self.eps)
-        for layer in self.layers:
-            heads_TX = attend(layer, F.linear(normed_TD, layer.qkv_XD), turns)
-            attended_TD = layer.attention.o_proj(heads_TX)
-            joined = join(x_TD, attended_TD, layer.joining, self.eps)
+        is_8 = not few and self.layers[0].qkv.is_8
+        normed: Rows = quantize(normed_TD) if is_8 else normed_TD
+        for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
+            heads_TX = attend(layer, product(normed, layer.qkv, dtype), turns)
+            attended_TD = product(heads_TX, layer.out, dtype)
+            joined, found = self._read(layer, x_TD, attended_TD, few)
             with self._beside(x_TD):
-                dense_TD = layer.down(gated(F.linear(joined.dense_TD, layer.dense_XD)))
-            logits_TE = F.linear(joined.router_TD, layer.router_ED)
-            ids_TK, share_TK = route(logits_TE, layer.scale_E, layer.top_k)
-            out_AD = layer.choices(joined.expert_TD, ids_TK)
+                hidden = gated_product(joined.dense_TD, layer.dense, dtype)
+                dense_TD = product(hidden, layer.down, dtype)
+            found = routed(joined.router_TD, layer.router) if found is None else found
+            out_AD = layer.choices(joined.expert_TD, found.ids_TK, found.into)
             self._join(x_TD)
-            mixed = (out_AD, share_TK)
-            x_TD, normed_TD = close(joined.x_TD, dense_TD, mixed, layer.closing, self.eps)
-        return normed_TD
+            mixed = (out_AD, found.share_TK)
+            eight = not few and after is not None and after.qkv.is_8
+            x_TD, normed = close(joined.x_TD, dense_TD, mixed, layer.closing, self.eps, eight=eight)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def _read(
+        self, layer: Fused, x_TD: Tensor, attended_TD: Tensor, few: bool
+    ) -> tuple[Joined, Routed | None]:
+        """The stream behind attention, and where each token goes, if that is known already."""
+        if few:
+            return join_few(x_TD, attended_TD, layer.joining, layer.router, self.eps)
+        eight = layer.dense.is_8
+        return join(x_TD, attended_TD, layer.joining, self.eps, eight=eight), None
 
     @contextmanager
     def _beside(self, x_TD: Tensor) -> Iterator[None]:
@@ -180,12 +204,18 @@ def _heads(layer: Fused, queries: int) -> "Heads":
 
 
 def can_fuse(model: Gemma) -> bool:
-    """Whether the products outside the experts are plain ones, neither packed nor adapted."""
-    return all(
-        type(module) is nn.Linear
-        for layer in layers_of(model)
-        for module in (*_qkv(layer), *_gate_up(layer), layer.mlp.down_proj, layer.router.proj)
-    ) and all(hasattr(layer.experts, "choices") for layer in layers_of(model))
+    """Whether the products outside the experts are plain ones, or all in 8 bits; none adapted.
+
+    What is joined has to be of one kind; a layer's other products may be of another.
+    """
+    return all(_can_join(layer) for layer in layers_of(model))
+
+
+def _can_join(layer: Layer) -> bool:
+    groups = (_qkv(layer), _gate_up(layer), [layer.self_attn.o_proj], [layer.mlp.down_proj])
+    kinds = [{type(module) for module in group} for group in groups]
+    is_known = all(kind in ({nn.Linear}, {Fp8Linear}) for kind in kinds)
+    return is_known and type(layer.router.proj) is nn.Linear and hasattr(layer.experts, "choices")
 
 
 def layers_of(model: Gemma) -> list[Layer]:
@@ -197,12 +227,11 @@ def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
     return Fused(
         index=index,
         attention=layer.self_attn,
-        qkv_XD=join_weights(_qkv(layer)),
-        dense_XD=join_weights(_gate_up(layer)),
-        down=layer.mlp.down_proj,
-        router_ED=router.proj.weight,
-        scale_E=router.per_expert_scale,
-        top_k=router.top_k,
+        qkv=join_weights(_qkv(layer)),
+        out=_weight(layer.self_attn.o_proj),
+        dense=join_weights(_gate_up(layer)),
+        down=_weight(layer.mlp.down_proj),
+        router=RouterWeights(router.proj.weight, router.per_expert_scale, router.top_k),
         choices=layer.experts.choices,
         joining=JoinWeights(
             layer.post_attention_layernorm.weight,
@@ -220,20 +249,43 @@ def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
     )
 
 
-def _qkv(layer: Layer) -> list[nn.Linear]:
+# A product's module, of either kind.
+Product = nn.Linear | Fp8Linear
+
+
+def _qkv(layer: Layer) -> list[Product]:
     part = layer.self_attn
     return [p for p in (part.q_proj, part.k_proj, part.v_proj) if p is not None]
 
 
-def _gate_up(layer: Layer) -> list[nn.Linear]:
+def _gate_up(layer: Layer) -> list[Product]:
     return [layer.mlp.gate_proj, layer.mlp.up_proj]
 
 
+def _weight(source: Product) -> Weight:
+    return source.stored if isinstance(source, Fp8Linear) else Weight(source.weight)
+
+
 @torch.no_grad()
-def join_weights(products: list[nn.Linear]) -> Tensor:
+def join_weights(products: list[Product]) -> Weight:
     """One weight that holds those of several products, which from then on are parts of it."""
-    joined_XD = torch.cat([product.weight for product in products])
-    parts = torch.split(joined_XD, [len(product.weight) for product in products])
-    for product, part in zip(products, parts, strict=True):
-        product.weight = nn.Parameter(part, requires_grad=product.weight.requires_grad)
-    return joined_XD
+    numbers_XD = _cat([part.weight for part in products])
+    factors_X1 = [part.weight_scale for part in products if isinstance(part, Fp8Linear)]
+    factor_X1 = torch.cat(factors_X1) if factors_X1 else None
+    end = 0
+    for part in products:
+        own = slice(end, end := end + len(part.weight))
+        if isinstance(part, Fp8Linear):
+            assert factor_X1 is not None
+            part.weight, part.weight_scale = numbers_XD[own], factor_X1[own]
+        else:
+            wants = part.weight.requires_grad
+            part.weight = nn.Parameter(numbers_XD[own], requires_grad=wants)
+    return Weight(numbers_XD, None if factor_X1 is None else factor_X1[:, 0])
+
+
+def _cat(weights: list[Tensor]) -> Tensor:
+    """Concatenation, byte by byte where the type has no arithmetic."""
+    if weights[0].dtype.itemsize > 1:
+        return torch.cat(weights)
+    return torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)

@@ -173,6 +173,8 @@ def test_info_tells_what_would_run(call: Call, checkpoint: Path) -> None:
     assert facts["device"].startswith("cpu") and facts["fast_paths"]
     assert (facts["model"], facts["family"]) == (str(checkpoint), "diffusion_gemma")
     assert (facts["layers"], facts["canvas"], facts["vocabulary"]) == (2, 16, 403)
+    assert set(facts["kernels"]) == {"experts", "attention", "layer", "row_stats"}
+    assert all(told.startswith("plain: ") for told in facts["kernels"].values())
     plain = call("info", "-m", checkpoint, "--device", "cpu")
     assert plain.code == 0 and "diffusion_gemma" in plain.out and "vocabulary" in plain.out
 

@@ -18,6 +18,9 @@ Model = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Quant = Annotated[
+    str, typer.Option(help="Weights in memory: auto, none (16 or 32 bits), int8, fp8 or nvfp4.")
+]
 Adapter = Annotated[
     Path | None, typer.Option(help="A LoRA adapter to put on the model: a directory or file.")
 ]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, Adapter, Device, Dtype, Model, app
+from dgemma.cli.app import FAILED, Adapter, Device, Dtype, Model, Quant, app
 
 
 @app.command()
@@ -12,6 +12,7 @@ def chat(
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quant: Quant = "auto",
     adapter: Adapter = None,
     mode: Annotated[str, typer.Option(help="diffusion, ar or hybrid (AR thought).")] = "diffusion",
     system: Annotated[str, typer.Option(help="A system message.")] = "",
@@ -26,6 +27,6 @@ def chat(
 
     settings = Settings(mode=mode, seed=seed, thinking=thinking, max_tokens=max_tokens)
     check_options(settings.options())  # before a long load
-    engine = load_engine(model, device, dtype, adapter)
+    engine = load_engine(model, device, dtype, adapter, quant)
     if not talk(Conversation(engine, settings, system)):
         raise typer.Exit(FAILED)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, app
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
 from dgemma.cli.texts import STDIN, print_text, read_text, write_text
 from dgemma.errors import UsageError
 
@@ -28,6 +28,7 @@ def edit(
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quant: Quant = "auto",
     adapter: Adapter = None,
     lines: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only these lines, counted from 1.")
@@ -58,7 +59,7 @@ def edit(
     check_edit(options)  # before a long load
     if options.lines is not None:
         line_spans(text, *options.lines)
-    edited = _run(load_engine(model, device, dtype, adapter), text, do, options)
+    edited = _run(load_engine(model, device, dtype, adapter, quant), text, do, options)
     name = "stdin" if file == STDIN else Path(file).as_posix().lstrip("/")
     if apply and not (as_json and file == STDIN):
         write_text(file, edited.text)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, Adapter, AsJson, Device, Dtype, Model, app
+from dgemma.cli.app import FAILED, Adapter, AsJson, Device, Dtype, Model, Quant, app
 
 
 @app.command("eval")
@@ -14,6 +14,7 @@ def evaluate(
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quant: Quant = "auto",
     adapter: Adapter = None,
     tasks: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
     heldout: Annotated[Path, typer.Option(help="Directory of held-out files.")] = Path(
@@ -50,7 +51,7 @@ def evaluate(
         out=out,
         markdown=markdown,
     )
-    report = run(load_engine(model, device, dtype, adapter), model, settings)
+    report = run(load_engine(model, device, dtype, adapter, quant), model, settings)
     if as_json:
         print(json.dumps(report.to_json(), ensure_ascii=False))
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, app
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
 from dgemma.cli.texts import STDIN, print_text, read_text, write_text
 from dgemma.errors import UsageError
 
@@ -24,6 +24,7 @@ def fill(
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quant: Quant = "auto",
     adapter: Adapter = None,
     length: Annotated[
         list[int] | None,
@@ -64,7 +65,7 @@ def fill(
         drafts=show,
     )
     check_fill(options)  # before a long load
-    filled = _run(load_engine(model, device, dtype, adapter), holed, options)
+    filled = _run(load_engine(model, device, dtype, adapter, quant), holed, options)
     if in_place:
         write_text(file, filled.text)
     if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, app
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def generate(
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quant: Quant = "auto",
     adapter: Adapter = None,
     mode: Annotated[str, typer.Option(help="diffusion, ar or hybrid (AR thought).")] = "diffusion",
     heat: Annotated[float, typer.Option(help="AR temperature; 0 is greedy.")] = 0.0,
@@ -75,7 +76,7 @@ def generate(
     constraint = read_options(schema, regex, grammar, choices)
     if constraint and stop:
         raise UsageError("--stop would cut a text that is held to a grammar; leave it out")
-    engine = load_engine(model, device, dtype, adapter)
+    engine = load_engine(model, device, dtype, adapter, quant)
     guide = engine.guide(**constraint) if constraint else None
     options = replace(options, sampler=_sampler(engine, rule, steps), guide=guide)
     request = engine.plain(text) if plain else _chat(engine, text, system, thinking)

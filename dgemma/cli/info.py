@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dgemma.cli.app import AsJson, Device, Dtype, Model, app
+from dgemma.cli.app import AsJson, Device, Dtype, Model, Quant, app
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 
 @app.command()
 def info(
-    model: Model = "nano", device: Device = "auto", dtype: Dtype = "auto", as_json: AsJson = False
+    model: Model = "nano",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quant: Quant = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Tell what would run, and where. Needs a checkpoint's config only, not its weights."""
     facts = {**_machine(device, dtype), **_model(model)}
+    facts["weights"] = _weights(model, device, dtype, quant)
+    facts["kernels"] = _kernels(model, device, dtype)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
         return
@@ -63,6 +69,37 @@ def _fast_paths(where: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
         "experts": "one grouped product" if is_grouped else "one product per expert",
         "row_stats": "in place",
     }
+
+
+def _kernels(model: str, device: str, dtype: str) -> dict[str, str]:
+    """Which of our kernels run on this device, and why the others do not."""
+    from dgemma.config import load_config
+    from dgemma.device import choose_device, choose_dtype
+    from dgemma.graph.record import report
+    from dgemma.weights.download import find_checkpoint
+
+    where = choose_device(device)
+    try:
+        config = load_config(find_checkpoint(model))
+    except UsageError:
+        config = None
+    told = report(config, choose_dtype(dtype, where), where)
+    return {str(family): way for family, way in told.items()}
+
+
+def _weights(model: str, device: str, dtype: str, quant: str) -> str:
+    """The form a model would be loaded in, and why; or why it would not be."""
+    from dgemma.weights.download import find_checkpoint
+    from dgemma.weights.served import Wanted, decide
+
+    try:
+        wanted = Wanted(device=device, dtype=dtype, quant=quant)
+        decided = decide(find_checkpoint(model), wanted)
+    except UsageError as error:
+        return f"refused: {error}"
+    kind = str(decided.dtype).removeprefix("torch.")
+    form = {"none": kind, "own": "packed as stored"}.get(decided.choice.quant, decided.choice.quant)
+    return f"{form} ({decided.choice.why})"
 
 
 def _model(model: str) -> dict[str, Any]:

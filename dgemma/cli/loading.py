@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 WORTH_SHOWING = 1 << 30  # bytes
 
 
-def load_engine(model: str, device: str, dtype: str, adapter: Path | None = None) -> "Engine":
+def load_engine(
+    model: str, device: str, dtype: str, adapter: Path | None = None, quant: str = "auto"
+) -> "Engine":
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,4 +27,11 @@ def load_engine(model: str, device: str, dtype: str, adapter: Path | None = None
         def on_tensor(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total, visible=total > WORTH_SHOWING)
 
-        return Engine.load(model, device=device, dtype=dtype, adapter=adapter, progress=on_tensor)
+        return Engine.load(
+            model,
+            device=device,
+            dtype=dtype,
+            quant=quant,
+            adapter=adapter,
+            progress=on_tensor,
+        )

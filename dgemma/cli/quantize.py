@@ -27,7 +27,8 @@ def quantize(
 
     Tensor by tensor: the model is never in memory as a whole. Prints what each layer's weights
     lost, and for models below 300M parameters how far the answers moved. Head, embedding, router
-    and norms stay in bfloat16. Loading it here gives 16- or 32-bit weights again.
+    and norms stay in bfloat16. On a GPU with 8-bit floats it is run as it is; elsewhere loading it
+    gives 16- or 32-bit weights again.
     """
     from dgemma.weights.layouts import SCHEMES
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, Device, Dtype, Model, app
+from dgemma.cli.app import Adapter, Device, Dtype, Model, Quant, app
 from dgemma.errors import DgemmaError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def serve(
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quant: Quant = "auto",
     adapter: Adapter = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
@@ -78,7 +79,7 @@ def serve(
     )
     bound_kernels(os.environ)
     taken = bind(host, port)  # before a long load
-    server = make_server(load_engine(model, device, dtype, adapter), settings, _tell_drain)
+    server = make_server(load_engine(model, device, dtype, adapter, quant), settings, _tell_drain)
     where = _address(taken)
     told = f"dgemma: {settings.names[0]} is at {where}/v1, its web page at {where}"
     print(told, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, Adapter, AsJson, Device, Dtype, Model, app
+from dgemma.cli.app import FAILED, Adapter, AsJson, Device, Dtype, Model, Quant, app
 from dgemma.errors import UsageError
 from dgemma.text.sudoku import CELLS, parse
 
@@ -35,6 +35,7 @@ def sudoku(
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quant: Quant = "auto",
     adapter: Adapter = None,
     mode: Annotated[str, typer.Option(help="diffusion or ar.")] = "diffusion",
     pin: Annotated[
@@ -65,7 +66,7 @@ def sudoku(
         seed=secrets.randbits(32) if seed is None else seed,
         drafts=show and mode != "ar",
     )
-    engine = load_engine(model, device, dtype, adapter)
+    engine = load_engine(model, device, dtype, adapter, quant)
     results = _run(engine, cells, how, show=show)
     if as_json:
         print(json.dumps([_report(one, how) for one in results]))

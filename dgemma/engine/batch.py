@@ -1,5 +1,7 @@
 """One forward pass for many requests: some commit tokens, some step a canvas, some do both.
 
+A request that is alone in it is served by a captured pass, where there is one for what it wants.
+
 T tokens of the pass, V vocabulary.
 """
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from dgemma.cache import KVCache, Pass, Span
 from dgemma.denoise import Row, enter_rows, move_rows
+from dgemma.graph.steppers import Fast
 from dgemma.model import Gemma
 
 
@@ -31,8 +34,28 @@ class Outcome:
 
 
 @torch.inference_mode()
-def run(model: Gemma, works: Sequence[Work]) -> list[Outcome]:
+def run(model: Gemma, works: Sequence[Work], fast: Fast | None = None) -> list[Outcome]:
     """Run all works in one pass: commits first, so that a row's canvas sees what it just wrote."""
+    if fast is not None and len(works) == 1:
+        outcome = _captured(fast, works[0])
+        if outcome is not None:
+            return [outcome]
+    return _run_together(model, works)
+
+
+def _captured(fast: Fast, work: Work) -> Outcome | None:
+    """What a captured pass makes of a request; None, and nothing done, if none serves it."""
+    tokens, row, cache = work.tokens, work.row, work.cache
+    if row is not None:
+        after = fast.first(tokens, row, cache) if tokens else fast.step(row, cache)
+        return None if after is None else Outcome(after, None)
+    if not work.wants_logits:
+        return Outcome(None, None) if fast.commit(tokens, cache) else None
+    logits_V = fast.tell(tokens[0], cache) if len(tokens) == 1 else None
+    return None if logits_V is None else Outcome(None, logits_V)
+
+
+def _run_together(model: Gemma, works: Sequence[Work]) -> list[Outcome]:
     committing = [work for work in works if work.tokens]
     rows = [work.row for work in works if work.row is not None]
     spans = [Span(work.cache, len(work.tokens), commit=True) for work in committing]

@@ -12,16 +12,16 @@ from typing import Unpack
 
 from dgemma.cache import KVCache, Room
 from dgemma.config import GenerationConfig
-from dgemma.device import choose_device, choose_dtype
-from dgemma.engine.batch import run
+from dgemma.engine.batch import Work, run
 from dgemma.engine.choice import Reading, choose
 from dgemma.engine.edit import Edited, EditOptions, edit, warm_canvas
 from dgemma.engine.events import Done, Draft, Event
 from dgemma.engine.fill import Filled, FillOptions, fill
-from dgemma.engine.job import PREFILL_CHUNK, Job
+from dgemma.engine.job import PREFILL_CHUNK, Job, prefill_chunk
 from dgemma.engine.options import Options, Plan, make_plan
 from dgemma.engine.score import Score, score
 from dgemma.errors import CheckpointError, UsageError
+from dgemma.graph.steppers import Fast
 from dgemma.guide.calls import grammar_of
 from dgemma.guide.grammar import Constraint
 from dgemma.guide.holes import Holed
@@ -32,10 +32,10 @@ from dgemma.prefix import PrefixStore
 from dgemma.sampler import released_sampler
 from dgemma.text.chat import ChatTemplate, Message, Prompt, Tool
 from dgemma.text.tokenizer import StopIds, Tokenizer
-from dgemma.weights.adapter import attach, load_adapter
+from dgemma.weights.adapter import load_adapter
 from dgemma.weights.download import find_checkpoint
-from dgemma.weights.load import Progress, load_model
-from dgemma.weights.pack import pack
+from dgemma.weights.load import Progress
+from dgemma.weights.served import Wanted, Where, load_served
 
 DEFAULTS = Options()
 FILL_DEFAULTS = FillOptions()
@@ -45,7 +45,10 @@ PREFIX_BYTES = 2 << 30  # memory for the keys and values of finished requests
 
 
 class Engine:
-    """Answers requests. `jobs`, `waiting` and `prefixes` are all that changes."""
+    """Answers requests. `jobs`, `waiting` and `prefixes` are all that changes.
+
+    `fast` holds the model's captured passes, where its device has them.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,8 @@ class Engine:
         self.stop_ids = StopIds.read(generation.stop_ids)
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_rows = max_rows
+        self.max_rows, self.chunk = max_rows, prefill_chunk(self.device)
+        self.fast = Fast.of(model)
         self.prefixes = PrefixStore(prefix_bytes)
         self.jobs: list[Job] = []
         self.waiting: deque[Job] = deque()
@@ -77,26 +81,23 @@ class Engine:
         cls,
         model: str | Path = "nano",
         *,
-        device: str = "auto",
-        dtype: str = "auto",
         adapter: str | Path | None = None,
         prefix_bytes: int = PREFIX_BYTES,
         progress: Progress | None = None,
+        **where: Unpack[Where],
     ) -> "Engine":
-        """Load a checkpoint: a directory, a downloaded hub id, or `nano`, the built-in model."""
+        """Load a checkpoint: a directory, a downloaded hub id, or `nano`, the built-in model.
+
+        `device`, `dtype` and `quant` (the form of its weights in memory) are `auto` or as told.
+        """
         directory = find_checkpoint(str(model))
-        where = choose_device(device)
         tokenizer = Tokenizer.load(directory)
         has_template = (directory / "chat_template.jinja").is_file()
         template = ChatTemplate.load(directory, tokenizer) if has_template else None
         lora = None if adapter is None else load_adapter(Path(adapter))
-        checkpoint = load_model(
-            directory, device=where, dtype=choose_dtype(dtype, where), on_tensor=progress
-        )
-        if lora is not None:
-            attach(checkpoint.model, lora)
-        served = pack(checkpoint.model)
-        return cls(served, tokenizer, template, checkpoint.generation, prefix_bytes=prefix_bytes)
+        checkpoint = load_served(directory, Wanted(**where), lora, progress)
+        found, generation = checkpoint.model, checkpoint.generation
+        return cls(found, tokenizer, template, generation, prefix_bytes=prefix_bytes)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, thinking: bool = False
@@ -258,8 +259,9 @@ class Engine:
             self.jobs.append(self.waiting.popleft())
         if not self.jobs:
             return
-        works = [job.work() for job in self.jobs]
-        for job, work, outcome in zip(self.jobs, works, run(self.model, works), strict=True):
+        works = self._works()
+        outcomes = run(self.model, works, self.fast)
+        for job, work, outcome in zip(self.jobs, works, outcomes, strict=True):
             try:
                 job.take(work, outcome)
             except Exception as error:
@@ -267,6 +269,12 @@ class Engine:
                 job.error = error
         for job in [job for job in self.jobs if job.is_over]:
             self.cancel(job)
+
+    def _works(self) -> list[Work]:
+        """What every request brings to the next pass; long prompts share out what it may hold."""
+        prompts = sum(len(job.pending) > PREFILL_CHUNK for job in self.jobs)
+        chunk = max(PREFILL_CHUNK, self.chunk // max(1, prompts))
+        return [job.work(chunk) for job in self.jobs]
 
     def cancel(self, job: Job) -> None:
         """Take a request out; what it has committed is remembered."""
@@ -302,7 +310,7 @@ class Engine:
         plan = job.plan
         if job.past is not None:
             return job.past.branch(plan.room - job.past.length)
-        room = Room(tokens=plan.room, span=PREFILL_CHUNK + plan.canvas_length)
+        room = Room(tokens=plan.room, span=self.chunk + plan.canvas_length)
         found = self.prefixes.take(plan.prompt.ids, room)
         if found is not None:
             return found[0]

@@ -5,6 +5,7 @@ A job commits its prompt in chunks; then it steps canvases (diffusion), or appen
 committed in the pass that takes the next canvas's first step.
 """
 
+import math
 import time
 from collections import deque
 from dataclasses import replace
@@ -22,13 +23,15 @@ from dgemma.engine.guard import NOT_A_NUMBER, fault
 from dgemma.engine.guided import THOUGHT_CLOSES, THOUGHT_OPENS, Guided
 from dgemma.engine.options import Plan
 from dgemma.engine.reader import Reader
+from dgemma.graph.check import LONGEST
 from dgemma.guide.edits import next_place
 from dgemma.guide.matcher import GuideFault
 from dgemma.ops.row_stats import Query, row_stats
 from dgemma.text.reply import ENDINGS
 from dgemma.text.tokenizer import StopIds, Tokenizer
 
-PREFILL_CHUNK = 512  # tokens a request may commit in one pass
+PREFILL_CHUNK = 512  # tokens a request may commit in one pass, at least...
+GPU_CHUNK = LONGEST  # ...and at most where a pass has to be large to be worth its launches
 AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
 FAULT = "fault"
@@ -76,9 +79,9 @@ class Job:
         self.committed = self.pending[: cache.length]
         del self.pending[: cache.length]
 
-    def work(self) -> Work:
-        """What this job wants of the next pass."""
-        tokens = tuple(self.pending[:PREFILL_CHUNK])
+    def work(self, chunk: int = PREFILL_CHUNK) -> Work:
+        """What this job wants of the next pass, in which it may commit so many tokens."""
+        tokens = tuple(self.pending[:chunk])
         if len(tokens) < len(self.pending):
             return Work(self.cache, tokens)
         if self.is_ar:
@@ -134,13 +137,16 @@ class Job:
 
     def _take_token(self, logits_V: Tensor) -> None:
         self.steps += 1
-        if bool(logits_V.isnan().any()):
-            self._fail(NOT_A_NUMBER, FAULT)
+        if self.guided is not None and bool(logits_V.isnan().any()):
+            self._fail(NOT_A_NUMBER, FAULT)  # before the grammar moves on
             return
         try:
             token, logprob = self._choose(logits_V)
         except GuideFault as fault:
             self._fail(str(fault), FAULT)
+            return
+        if math.isnan(logprob):  # as it is if any logit is
+            self._fail(NOT_A_NUMBER, FAULT)
             return
         if token not in self.stops.ids:
             self.logprobs.append(logprob)
@@ -245,7 +251,9 @@ class Job:
                 held_T=token[None],
             )
             token = row_stats(logits_V[None].clone(), None, query)[0].draw_T[0]
-        return int(token), float(logprob_V[token])
+        # Read in one go: each waits for the device.
+        number, logprob = torch.stack([token.double(), logprob_V[token].double()]).tolist()
+        return int(number), logprob
 
     def _token_noise(self) -> Tensor:
         block, position = divmod(len(self.logprobs), AR_BLOCK_LENGTH)
@@ -317,6 +325,11 @@ class Job:
             prefill_seconds=(self.prefilled or now) - self.begun,
             seed=self.plan.noise.seed,
         )
+
+
+def prefill_chunk(device: torch.device) -> int:
+    """Tokens of one prompt that a pass takes; all prompts together, where it is more than least."""
+    return GPU_CHUNK if device.type == "cuda" else PREFILL_CHUNK
 
 
 def token_noise(plan: Plan, block: int, config: ModelConfig) -> BlockNoise:

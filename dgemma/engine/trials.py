@@ -19,7 +19,7 @@ from dgemma.canvas import Canvas
 from dgemma.denoise import commit
 from dgemma.engine.events import Done, Draft
 from dgemma.engine.guard import NOT_A_NUMBER
-from dgemma.engine.job import PREFILL_CHUNK, Job
+from dgemma.engine.job import Job
 from dgemma.engine.options import Options, Plan
 from dgemma.engine.score import Encoded, Score, score_after
 from dgemma.errors import DgemmaError
@@ -59,7 +59,7 @@ class SharedPrefix:
 
     def __init__(self, engine: "Engine", ids: Sequence[int]) -> None:
         self.engine, self.ids = engine, tuple(ids)
-        span = PREFILL_CHUNK + engine.model.config.canvas_length
+        span = engine.chunk + engine.model.config.canvas_length
         room = Room(tokens=len(self.ids), span=span)
         found = engine.prefixes.take(self.ids, room)
         self.cache = (
@@ -68,7 +68,7 @@ class SharedPrefix:
             else found[0]
         )
         rest = torch.tensor(self.ids[self.cache.length :], device=engine.device)
-        self.last_1D = commit(engine.model, self.cache, rest, PREFILL_CHUNK)
+        self.last_1D = commit(engine.model, self.cache, rest, engine.chunk)
         self.cache.mark()
 
     def close(self) -> None:

@@ -1,69 +1,102 @@
-"""One token after the other, the autoregressive mode, on memory that never moves.
+"""Commits on memory that never moves: a whole block, or one token after the other (the AR mode).
 
-The host writes the token, its position and where the keys lie into one piece of memory; the device
-commits it and leaves the logits of what comes next.
+The host writes the tokens, their first position and where the keys lie into one piece of memory;
+the device commits them and, for single tokens, leaves the logits of what comes next.
 
-V vocabulary, X layers.
+T tokens of a commit, D width, V vocabulary, X layers.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dgemma.cache import KVCache, Pass, Span
-from dgemma.graph.capture import Graphs
+from dgemma.graph.capture import Graphs, Pool
 from dgemma.model import Gemma
-from dgemma.ops.fast import is_on
+from dgemma.ops.dense import head_logits
+from dgemma.ops.fast import has_all
 from dgemma.stack import ByTable, Places, Stack
 
 
-class Teller:
-    """Commits single tokens of any row."""
+class Committer:
+    """Commits so many tokens at a time, of any row."""
 
     @torch.inference_mode(False)
-    def __init__(self, model: Gemma, stack: Stack) -> None:
-        self.model, self.stack = model, stack
-        weight, size = model.embed_tokens.weight, 6 * model.config.num_hidden_layers + 2
-        self.given = torch.zeros(size, dtype=torch.long, device=weight.device)
-        is_cuda = weight.device.type == "cuda"
+    def __init__(self, model: Gemma, stack: Stack, count: int, pool: Pool | None = None) -> None:
+        self.model, self.stack, self.count = model, stack, count
+        self.device = model.embed_tokens.weight.device
+        # The places come first: kernels like the addresses they are given to be even.
+        self.end, is_cuda = 6 * model.config.num_hidden_layers, self.device.type == "cuda"
+        size = self.end + 1 + count
+        self.given = torch.zeros(size, dtype=torch.long, device=self.device)
+        self.offsets_T = torch.arange(count, device=self.device)
         self.staged = torch.zeros(size, dtype=torch.long, pin_memory=is_cuda)
         self.copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        vocab = model.config.vocab_size
-        self.logits_1V = torch.zeros(1, vocab, dtype=torch.float32, device=weight.device)
-        self.graphs = Graphs()
+        self.kept = [self.given]
+        self.graphs = Graphs(pool)
 
     @torch.inference_mode()
-    def tell(self, token: int, cache: KVCache) -> Tensor | None:
-        """Commit a token; the logits behind it, [V], until the next call.
-
-        None, and nothing is committed, if the row's keys lie in more places than can be read.
-        """
-        if not is_on(self.logits_1V):
-            context = Pass([Span(cache, 1, commit=True)])
-            hidden_1D = self.model.encode(self.given.new_tensor([token]), context)
-            self.logits_1V.copy_(self.model.logits(hidden_1D))
+    def commit(self, tokens: Sequence[int], cache: KVCache) -> bool:
+        """Commit tokens; False, and nothing is, if the keys lie in more places than can be read."""
+        assert len(tokens) == self.count
+        if not has_all(self.device):
+            context = Pass([Span(cache, self.count, commit=True)])
+            self._read(self.model.encode(self.given.new_tensor(tokens), context))
             context.close()
-            return self.logits_1V[0]
-        cache.reserve(1)
-        places = cache.places(cache.length, 1)
+            return True
+        cache.reserve(self.count)
+        places = cache.places(cache.length, self.count)
         if places is None:
-            return None
-        self._give(token, cache.length, places)
-        self.graphs.run("token", self._work, [self.given, self.logits_1V])
-        cache.length += 1
-        return self.logits_1V[0]
+            return False
+        self._give([*(n for row in places for n in row), cache.length, *tokens])
+        self.graphs.run("commit", self._work, self.kept)
+        cache.length += self.count
+        return True
 
-    def _give(self, token: int, position: int, places: list[list[int]]) -> None:
+    def _give(self, numbers: list[int]) -> None:
         if self.copied is not None:
             self.copied.synchronize()  # what was staged last has been read
-        self.staged.numpy()[:] = [token, position, *(n for row in places for n in row)]
+        self.staged.numpy()[:] = numbers
         self.given.copy_(self.staged, non_blocking=True)
         if self.copied is not None:
             self.copied.record()
 
     def _work(self) -> None:
-        model = self.model
-        table_1X6 = self.given[2:].view(1, -1, 6)
-        turns = model.turns(self.given[1:2])
-        attend = ByTable(Places([1], [True], table_1X6), self.stack)
-        hidden_1D = self.stack.run(model.embed(self.given[:1]), turns, attend)
-        self.logits_1V.copy_(model.logits(hidden_1D))
+        model, (table, start_1, tokens_T) = self.model, self._parts()
+        turns = model.turns(start_1 + self.offsets_T)
+        attend = ByTable(Places([self.count], [True], table.view(1, -1, 6)), self.stack)
+        self._read(self.stack.run(model.embed(tokens_T), turns, attend))
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Places, first position and tokens, in the memory that was given."""
+        places, start_1, tokens_T = torch.split(self.given, [self.end, 1, self.count])
+        return places, start_1, tokens_T
+
+    def _read(self, hidden_TD: Tensor) -> None:
+        """Nothing of a block is read but its keys."""
+
+
+class Teller(Committer):
+    """Commits single tokens, and tells what comes next."""
+
+    @torch.inference_mode(False)
+    def __init__(self, model: Gemma, stack: Stack, pool: Pool | None = None) -> None:
+        super().__init__(model, stack, 1, pool)
+        vocab = model.config.vocab_size
+        self.logits_1V = torch.zeros(1, vocab, dtype=torch.float32, device=self.device)
+        self.kept = [*self.kept, self.logits_1V]
+
+    def tell(self, token: int, cache: KVCache) -> Tensor | None:
+        """Commit a token; the logits behind it, [V], until the next call.
+
+        None, and nothing is committed, if the row's keys lie in more places than can be read.
+        """
+        return self.logits_1V[0] if self.commit([token], cache) else None
+
+    def _read(self, hidden_TD: Tensor) -> None:
+        if not has_all(self.device):
+            self.logits_1V.copy_(self.model.logits(hidden_TD))
+            return
+        table_VD, cap = self.model.embed_tokens.weight, self.model.config.final_logit_softcapping
+        head_logits(hidden_TD, table_VD, cap, self.logits_1V)

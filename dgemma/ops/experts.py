@@ -4,6 +4,7 @@ T tokens, K experts per token, A = T * K assignments, E experts, D width, I expe
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from dgemma.ops.fast import is_on
 from dgemma.ops.linear import Linear, linear
+
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.experts import Buckets
 
 FEW = 4  # taken one at a time when compiled
 
@@ -67,13 +71,19 @@ def mix(out_AD: Tensor, share_TK: Tensor) -> Tensor:
     return torch.einsum("tk,tkd->td", share_TK, out_TKD)
 
 
-def stacked_choices(x_TD: Tensor, ids_TK: Tensor, gate_up_EID: Tensor, down_EDI: Tensor) -> Tensor:
-    """The same with stacked weights, by our kernels where they fit."""
-    if is_on(x_TD):
+def stacked_choices(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    gate_up_EID: Tensor,
+    down_EDI: Tensor,
+    into: "Buckets | None" = None,
+) -> Tensor:
+    """The same with stacked weights, by our kernels where they fit; `into`: if sorted already."""
+    if is_on(x_TD, "experts"):
         from dgemma.ops.kernels import experts as kernels
 
         if kernels.fits(x_TD, gate_up_EID, down_EDI):
-            return kernels.choices(x_TD, ids_TK, gate_up_EID, down_EDI)
+            return kernels.choices(x_TD, ids_TK, gate_up_EID, down_EDI, into)
     return choices(x_TD, ids_TK, grouped_linear(gate_up_EID), grouped_linear(down_EDI))
 
 

@@ -6,7 +6,7 @@ their way, row by row ("dynamic"); sums are float32.
 T tokens, K experts per token, A choices, E experts, D width, I expert width, O outputs.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,20 @@ from dgemma.ops.experts import GroupedLinear, choices, one_by_one
 from dgemma.ops.fast import is_on
 from dgemma.ops.linear import Linear
 
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.experts import Buckets
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST = 1e-12  # a row of zeros has a factor too
+CAPABILITY = (8, 9)  # of a GPU that has them
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Whether there is arithmetic for these numbers; on a CPU it is done by definition."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 class Quantized(NamedTuple):
@@ -41,14 +52,24 @@ def quantize(x: Tensor) -> Quantized:
     return Quantized((x.float() / factor[..., None]).to(E4M3), factor)
 
 
-def fp8_choices(x_TD: Tensor, ids_TK: Tensor, gate_up: Quantized, down: Quantized) -> Tensor:
+def fp8_choices(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    into: "Buckets | None" = None,
+) -> Tensor:
     """What each choice of each token gives, [A, D], not yet weighted."""
     # The copy engine wants rows of a multiple of 16 bytes.
     is_aligned = all(weight.numbers.shape[2] % 16 == 0 for weight in (gate_up, down))
-    if is_on(x_TD) and is_aligned:
+    if is_on(x_TD, "experts") and is_aligned:
         from dgemma.ops.kernels import experts as kernels
+        from dgemma.ops.kernels import experts_1
 
-        return kernels.choices_8(quantize(x_TD), ids_TK, gate_up, down, x_TD.dtype)
+        if len(x_TD) <= experts_1.FEW:  # rows stay in 16 bits: there is nothing to save
+            factors = (gate_up.factor, down.factor)
+            return experts_1.choices(x_TD, ids_TK, gate_up.numbers, down.numbers, factors)
+        return kernels.choices_8(quantize(x_TD), ids_TK, gate_up, down, x_TD.dtype, into)
     return choices(x_TD, ids_TK, fp8_grouped(gate_up), fp8_grouped(down))
 
 

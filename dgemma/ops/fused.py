@@ -2,18 +2,24 @@
 
 A kernel keeps float32 inside a stretch, where the definition rounds after every op.
 
-T tokens, D width, E experts, K of them per token.
+T tokens, D width, E experts, K of them per token, S parts of the router's depth.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.ops.experts import gated as plain_gated
+from dgemma.ops.dense import Rows
 from dgemma.ops.experts import mix, top
 from dgemma.ops.fast import is_on
+from dgemma.ops.fp8 import Quantized, quantize
 from dgemma.ops.norm import rms_norm
+
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.experts import Buckets
+    from dgemma.ops.kernels.router import Parts
 
 
 class JoinWeights(NamedTuple):
@@ -27,9 +33,23 @@ class Joined(NamedTuple):
     """The stream behind attention, and what is read of it."""
 
     x_TD: Tensor
-    dense_TD: Tensor
+    dense_TD: Rows
     expert_TD: Tensor
     router_TD: Tensor
+
+
+class RouterWeights(NamedTuple):
+    weight_ED: Tensor
+    scale_E: Tensor
+    top_k: int
+
+
+class Routed(NamedTuple):
+    """The experts of each token, their shares, and, where a kernel made them, the buckets."""
+
+    ids_TK: Tensor
+    share_TK: Tensor
+    into: "Buckets | None" = None
 
 
 class CloseWeights(NamedTuple):
@@ -40,27 +60,53 @@ class CloseWeights(NamedTuple):
     next_D: Tensor  # norm of what comes next
 
 
-def join(x_TD: Tensor, attended_TD: Tensor, weights: JoinWeights, eps: float) -> Joined:
-    """Add what attention found, and norm it for three readers."""
+def join(
+    x_TD: Tensor, attended_TD: Tensor, weights: JoinWeights, eps: float, *, eight: bool = False
+) -> Joined:
+    """Add what attention found, and norm it for three readers; `eight`: for an 8-bit dense part."""
     if is_on(x_TD):
         from dgemma.ops.kernels import layer
 
-        return Joined(*layer.join(x_TD, attended_TD, weights, eps))
+        x_TD, dense, *rest = layer.join(x_TD, attended_TD, weights, eps, eight=eight)
+        return Joined(x_TD, _rows(dense), *rest)
     x_TD = x_TD + rms_norm(attended_TD, weights.post_D, eps)
+    dense_TD = rms_norm(x_TD, weights.dense_D, eps)
     return Joined(
         x_TD,
-        rms_norm(x_TD, weights.dense_D, eps),
+        quantize(dense_TD) if eight else dense_TD,
         rms_norm(x_TD, weights.expert_D, eps),
         rms_norm(x_TD, None, eps) * weights.router_D * x_TD.shape[-1] ** -0.5,
     )
 
 
+def join_few(
+    x_TD: Tensor, attended_TD: Tensor, weights: JoinWeights, router: RouterWeights, eps: float
+) -> tuple[Joined, Routed]:
+    """`join` and `routed` for very few rows, with a launch less; only where there are kernels."""
+    from dgemma.ops.kernels import vector
+    from dgemma.ops.kernels.router import Parts
+
+    read, part_1TE = vector.join(x_TD, attended_TD, weights, router.weight_ED, eps)
+    joined = Joined(*read, router_TD=read[0])
+    return joined, _choose(Parts(part_1TE), router.scale_E, router.top_k)
+
+
+def routed(x_TD: Tensor, router: RouterWeights) -> Routed:
+    """The likeliest experts of each token, given what the router reads."""
+    if is_on(x_TD):
+        from dgemma.ops.kernels.router import parts
+
+        return _choose(parts(x_TD, router.weight_ED), router.scale_E, router.top_k)
+    return Routed(*route(F.linear(x_TD, router.weight_ED), router.scale_E, router.top_k))
+
+
 def route(logits_TE: Tensor, scale_E: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The likeliest experts of each token, and their shares."""
     if is_on(logits_TE):
-        from dgemma.ops.kernels import layer
+        from dgemma.ops.kernels.router import Parts
 
-        return layer.route(logits_TE, scale_E, top_k)
+        found = _choose(Parts(logits_TE[None]), scale_E, top_k)
+        return found.ids_TK, found.share_TK
     p_TE = logits_TE.softmax(-1, dtype=torch.float32)
     share_TK, ids_TK = top(p_TE, top_k)
     share_TK = share_TK / share_TK.sum(-1, keepdim=True)
@@ -73,26 +119,32 @@ def close(
     mixed: tuple[Tensor, Tensor],
     weights: CloseWeights,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+    *,
+    eight: bool = False,
+) -> tuple[Tensor, Rows]:
     """Mix the experts, add both parts to the stream, scale it, and norm it for what comes next.
 
-    `mixed`: what each choice gave, [T * K, D], and its share, [T, K].
+    `mixed`: what each choice gave, [T * K, D], and its share, [T, K]. `eight`: what comes next is
+    an 8-bit product.
     """
     if is_on(x_TD):
         from dgemma.ops.kernels import layer
 
-        return layer.close(x_TD, dense_TD, mixed, weights, eps)
+        x_TD, after = layer.close(x_TD, dense_TD, mixed, weights, eps, eight=eight)
+        return x_TD, _rows(after)
     dense_TD = rms_norm(dense_TD, weights.dense_D, eps)
     mixed_TD = rms_norm(mix(*mixed).to(x_TD.dtype), weights.expert_D, eps)
     x_TD = x_TD + rms_norm(dense_TD + mixed_TD, weights.both_D, eps)
     x_TD = x_TD * weights.scalar
-    return x_TD, rms_norm(x_TD, weights.next_D, eps)
+    next_TD = rms_norm(x_TD, weights.next_D, eps)
+    return x_TD, quantize(next_TD) if eight else next_TD
 
 
-def gated(gate_up_TX: Tensor) -> Tensor:
-    """gelu(gate) * up, for a projection that holds the gate half first."""
-    if is_on(gate_up_TX):
-        from dgemma.ops.kernels import layer
+def _choose(found: "Parts", scale_E: Tensor, top_k: int) -> Routed:
+    from dgemma.ops.kernels.router import choose
 
-        return layer.gated(gate_up_TX)
-    return plain_gated(gate_up_TX)
+    return Routed(*choose(found, scale_E, top_k))
+
+
+def _rows(found: Tensor | tuple[Tensor, Tensor]) -> Rows:
+    return Quantized(*found) if isinstance(found, tuple) else found

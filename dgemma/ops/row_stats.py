@@ -57,7 +57,7 @@ class RowStats:
 
 def row_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
     """Statistics and probabilities of each position. `raw_TV` is consumed: these replace it."""
-    measure = _by_kernels if is_on(raw_TV) else _by_groups
+    measure = _by_kernels if is_on(raw_TV, "row_stats") else _by_groups
     stats, p_TV = measure(raw_TV, softcap, query)
     return (stats if query.temperature_T is None else _redraw(stats, p_TV, query)), p_TV
 

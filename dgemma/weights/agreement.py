@@ -1,5 +1,6 @@
 """How far the answers of two models of one shape lie apart: on the same tokens, in the same run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def is_small(config: ModelConfig) -> bool:
 
 
 @torch.inference_mode()
-def agreement(first: Gemma, second: Gemma, seed: int) -> Agreement:
+def agreement(
+    first: Gemma, second: Gemma, seed: int, device: torch.device | str = "cpu"
+) -> Agreement:
     """A random prompt, and a canvas that follows the first model's likeliest tokens from noise.
 
     Without a canvas mode: every position of the prompt.
@@ -47,16 +50,17 @@ def agreement(first: Gemma, second: Gemma, seed: int) -> Agreement:
     config, generator = first.config, torch.Generator().manual_seed(seed)
     if config.layer_types != second.config.layer_types:
         raise UsageError("only models of one shape can be compared")
-    prompt_T = torch.randint(config.vocab_size, (PROMPT,), generator=generator)
+    prompt_T = torch.randint(config.vocab_size, (PROMPT,), generator=generator).to(device)
     readers = [_Reader(model, prompt_T) for model in (first, second)]
     if not config.can_denoise:
-        return _agreement([reader.prompt_logits for reader in readers])
+        return between([reader.prompt_logits for reader in readers])
     canvas_L = torch.randint(config.vocab_size, (config.canvas_length,), generator=generator)
+    canvas_L = canvas_L.to(device)
     pairs = []
     for _ in range(STEPS):
         pairs.append([reader.logits(canvas_L) for reader in readers])
         canvas_L = pairs[-1][0].argmax(-1)
-    return _agreement([torch.cat(each) for each in zip(*pairs, strict=True)])
+    return between([torch.cat(each) for each in zip(*pairs, strict=True)])
 
 
 class _Reader:
@@ -76,7 +80,8 @@ class _Reader:
         return self.model.logits(self.model.denoise(canvas_L, None, run))
 
 
-def _agreement(logits: list[Tensor]) -> Agreement:
+def between(logits: Sequence[Tensor]) -> Agreement:
+    """The distance of the second's distributions from the first's, position by position."""
     log_p_TV, log_q_TV = (each.double().log_softmax(-1) for each in logits)
     kl_T = (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1)
     same_T = log_p_TV.argmax(-1) == log_q_TV.argmax(-1)

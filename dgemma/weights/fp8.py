@@ -1,16 +1,20 @@
-"""Turns a model's experts, nine tenths of its weights, into 8-bit floats, layer by layer.
+"""A layer's experts, nine tenths of its weights, in 8-bit floats.
 
-Modules are swapped from outside, in place: never more than one layer is there twice. The router,
-norms, attention, the dense part, head and embedding stay as they are. The model can then no longer
-be trained or saved.
+From 16-bit weights, or exactly the numbers of a checkpoint that has them so. `packed` puts them
+into a model.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from dgemma.model import Experts, Gemma
+from dgemma.model import Experts
 from dgemma.ops.experts import mix
 from dgemma.ops.fp8 import E4M3, Quantized, fp8_choices, quantize
+
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.experts import Buckets
 
 
 class Fp8Experts(nn.Module):
@@ -23,14 +27,25 @@ class Fp8Experts(nn.Module):
 
     def __init__(self, source: Experts) -> None:
         super().__init__()
-        for name in ("gate_up", "down"):
-            weight, factor = quantize_stacked(getattr(source, f"{name}_proj"))
+        self._hold(quantize_stacked(source.gate_up_proj), quantize_stacked(source.down_proj))
+
+    @classmethod
+    def packed(cls, gate_up: Quantized, down: Quantized) -> "Fp8Experts":
+        """Exactly the numbers of a checkpoint."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._hold(gate_up, down)
+        return made
+
+    def _hold(self, gate_up: Quantized, down: Quantized) -> None:
+        for name, (weight, factor) in (("gate_up", gate_up), ("down", down)):
             self.register_buffer(f"{name}_proj", weight)
             self.register_buffer(f"{name}_scale", factor)
 
-    def choices(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+    def choices(self, x_TD: Tensor, ids_TK: Tensor, into: "Buckets | None" = None) -> Tensor:
         gate_up = Quantized(self.gate_up_proj, self.gate_up_scale)
-        return fp8_choices(x_TD, ids_TK, gate_up, Quantized(self.down_proj, self.down_scale))
+        down = Quantized(self.down_proj, self.down_scale)
+        return fp8_choices(x_TD, ids_TK, gate_up, down, into)
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
         return mix(self.choices(x_TD, ids_TK), share_TK).to(x_TD.dtype)
@@ -44,11 +59,3 @@ def quantize_stacked(weight_EOD: Tensor) -> Quantized:
     for index, weight_OD in enumerate(weight_EOD):
         numbers[index], factor[index] = quantize(weight_OD)
     return Quantized(numbers, factor)
-
-
-def quantize_experts(model: Gemma) -> Gemma:
-    """Swap every layer's experts for their 8-bit form, in place."""
-    model.requires_grad_(False)
-    for layer in model.layers:
-        layer.experts = Fp8Experts(layer.experts)  # type: ignore[arg-type]
-    return model

@@ -27,6 +27,7 @@ TEXT_PREFIX: dict[Family, str] = {
 }
 VISION_PREFIX: dict[Family, str] = {"diffusion_gemma": "model.encoder.", "gemma4": "model."}
 ENCODER_PREFIX = "model.encoder.language_model."
+LAYERS = "layers."
 LAYER_SCALAR = ".layer_scalar"
 SELF_CONDITIONING = "self_conditioning."
 # The reference keeps these as buffers, and its parameter counts leave them out.
@@ -46,6 +47,11 @@ def skeleton(config: ModelConfig) -> Gemma:
     """The model without storage: names, shapes and a place to put weights."""
     with torch.device("meta"):
         return Gemma(config)
+
+
+def layer_of(parameter: str) -> int | None:
+    """The number of the layer that a parameter is in; None if it is in none."""
+    return int(parameter.split(".")[1]) if parameter.startswith(LAYERS) else None
 
 
 def stored_names(config: ModelConfig) -> dict[str, Entry]:

@@ -5,15 +5,15 @@ the other tensors matter. Scales keep the stream near unit size and spread the l
 """
 
 import hashlib
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from dgemma.config import ModelConfig
-from dgemma.model import Gemma
-from dgemma.weights.load import fill
-from dgemma.weights.names import LAYER_SCALAR, skeleton
+from dgemma.model import Gemma, Layer
+from dgemma.weights.names import LAYER_SCALAR, layer_of, skeleton
 
 SPREAD = 0.1  # of weights that multiply, around their mean
 LOGIT_SCALE = 2.0  # embedding rows have this length; as many as the logits' deviation
@@ -30,16 +30,30 @@ def random_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    on_layer: Callable[[Layer], None] | None = None,
 ) -> Gemma:
-    """A model whose weights depend on the seed, their names and shapes, and the kind of device."""
+    """A model whose weights depend on the seed, their names and shapes, and the kind of device.
+
+    `on_layer` may change each layer as soon as it stands, such as into fewer bits, so that a model
+    needs no more memory than it has in the end.
+    """
     model = skeleton(config)
-    weights = {}
+    parts: dict[int | None, dict[str, Tensor]] = {}
     for name, weight in model.state_dict().items():
-        generator = torch.Generator(device).manual_seed(name_seed(seed, name))
-        mean, deviation = _scale(name, tuple(weight.shape))
-        empty = torch.empty(weight.shape, dtype=dtype, device=device)
-        weights[name] = draw(empty, mean, deviation, generator)
-    return fill(model, weights)
+        parts.setdefault(layer_of(name), {})[name] = weight
+    for number, shapes in parts.items():
+        weights = {}
+        for name, weight in shapes.items():
+            generator = torch.Generator(device).manual_seed(name_seed(seed, name))
+            mean, deviation = _scale(name, tuple(weight.shape))
+            empty = torch.empty(weight.shape, dtype=dtype, device=device)
+            weights[name] = draw(empty, mean, deviation, generator)
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.requires_grad_(False)
+        if number is not None and on_layer is not None:
+            del weights
+            on_layer(cast(Layer, model.layers[number]))
+    return model.eval()
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:

@@ -1,5 +1,7 @@
 """Attention by kernel: keys in one place or two, every length, canvas or causal, any window."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,10 @@ CASES = [
     (20, 4, 2, 16, 6, 25, 12, 2),
     (1, 4, 2, 16, 3, 9, 0, 4),
     (1, 2, 2, 16, 30, 1, 8, 2),
+    (40, 4, 2, 16, 17, 70, 20, 1),
+    (1, 4, 1, 32, 33, 8, None, 9),
 ]
+PLAIN = kernels.Cut(queries=16, keys=16, warps=4, stages=2)
 
 
 def mask(length: int, past: int, own: int, window: int | None) -> list[Tensor | None]:
@@ -29,22 +34,49 @@ def mask(length: int, past: int, own: int, window: int | None) -> list[Tensor | 
 
 @pytest.mark.parametrize("case", CASES)
 def test_attention_agrees_with_its_definition(case: tuple[int, ...]) -> None:
-    length, heads, kv_heads, width, past, own, window, parts = case
+    width, parts = case[3], case[7]
+    form = replace(PLAIN, parts=parts, slices=2 if width > 16 else 1, edges=parts != 2)
+    got, want = both(case[:7], form)
+    torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
+
+
+def both(
+    case: tuple[int, ...], form: kernels.Cut | None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """What the kernel gives, and the definition."""
+    length, heads, kv_heads, width, past, own, window = case
     generator = torch.Generator().manual_seed(sum(x or 0 for x in case))
-    q = torch.randn(length, heads, width, generator=generator)
-    buffers = [torch.randn(2, n + 9, kv_heads, width, generator=generator) for n in (past, own)]
+    q = torch.randn(length, heads, width, generator=generator).to(dtype)
+    sizes = [(2, n + 9, kv_heads, width) for n in (past, own)]
+    buffers = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
     masks = mask(length, past, own, window)
     segments = [
         Segment(k[4 : 4 + n], v[4 : 4 + n], m)
         for (k, v), n, m in zip(buffers, (past, own), masks, strict=True)
         if n
     ]
-    slices = 2 if width > 16 else 1
-    form = kernels.Cut(queries=16, keys=16, warps=4, stages=2, parts=parts, slices=slices)
     numbers = [[s.k_SMH.data_ptr(), s.v_SMH.data_ptr(), len(s.k_SMH)] for s in segments]
     place = torch.tensor([*([0, 0, 0] if len(numbers) == 1 else numbers[0]), *numbers[-1]])
     got = kernels.attention(q, place, kv_heads, window, form)
-    torch.testing.assert_close(got, attention_reference(q, segments), atol=4e-6, rtol=1e-5)
+    return got, attention_reference(q, segments)
+
+
+def test_parts_may_wait_in_16_bits() -> None:
+    case = (20, 4, 2, 32, 7, 53, 12)
+    want = both(case, PLAIN, torch.float32)[1]
+    errors = []
+    for half in (False, True):
+        got, _ = both(case, replace(PLAIN, parts=3, half=half), torch.float16)
+        errors.append((got.float() - want).square().mean().sqrt())
+    # The inputs' rounding is in both.
+    assert errors[1] < 1.1 * errors[0] < 2e-3
+
+
+def test_one_token_has_a_cut_of_its_own() -> None:
+    got, want = both((1, 4, 2, 32, 40, 23, 0), None)
+    torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
+    assert kernels.cut(2, 8, 256).parts == 16
+    assert kernels.cut(8, 2, 512).parts == 66
 
 
 def test_the_default_cut_shares_out_the_keys_of_a_canvas() -> None:

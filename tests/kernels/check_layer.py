@@ -1,10 +1,13 @@
 """The small kernels of a layer beside their definitions."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from dgemma.ops import fused
+from dgemma.ops.dense import gated
 from dgemma.ops.fast import switched
 from dgemma.ops.kernels import layer as kernels
 from dgemma.ops.norm import rms_norm
@@ -37,7 +40,7 @@ def test_norms_and_sums_agree(width: int) -> None:
         lambda: (rms_norm(x, weights[0], EPS), rms_norm(x, None, EPS)),
         lambda: fused.join(x, y, joining, EPS),
         lambda: fused.close(x, z, (out, share), closing, EPS),
-        lambda: (fused.gated(y),),
+        lambda: (gated(y),),
     ):
         got, want = both(work)
         assert len(got) == len(want)
@@ -81,3 +84,25 @@ def test_heads_are_normed_turned_and_written_to_their_slots(has_value: bool) -> 
     before[0, 4:7] = rotate(rms_norm(k, shape.k_weight, EPS), *turns)
     before[1, 4:7] = rms_norm(v, None, EPS)
     torch.testing.assert_close(buffers, before, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [40, 64])
+def test_rows_written_in_8_bits_are_those_written_whole(width: int) -> None:
+    """Most of them: the interpreter's rounding to 8 bits has no carry (3.9)."""
+    x, y, z = (normal(seed, 5, width) for seed in range(3))
+    weights = [1 + 0.1 * normal(seed, width) for seed in range(10, 15)]
+    out, share = normal(4, 15, width), normal(5, 5, 3).softmax(-1)
+    closing = (*weights[:3], torch.tensor([0.7]), weights[4])
+    works: list[tuple[Callable[..., object], int]] = [
+        (lambda **how: kernels.join(x, y, tuple(weights[:4]), EPS, **how), 1),
+        (lambda **how: kernels.close(x, z, (out, share), closing, EPS, **how), 1),
+        (lambda **how: (x, kernels.gated(y, **how)), 1),
+    ]
+    for work, place in works:
+        whole, (numbers, factor) = work()[place], work(eight=True)[place]
+        greatest = whole.abs().amax(-1)
+        torch.testing.assert_close(factor, greatest / 448, atol=0, rtol=1e-5)
+        assert numbers.dtype == torch.float8_e4m3fn
+        off = (numbers.float() * factor[:, None] - whole).abs()
+        is_near = off <= whole.abs() / 15.9 + factor[:, None] * 2**-9
+        assert is_near.float().mean() > 0.9

@@ -55,6 +55,17 @@ def test_the_ends_of_the_uniform_numbers_draw_likely_tokens() -> None:
     assert got.entropy_T.abs().max() < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
+def test_rows_that_are_no_numbers_say_so_and_name_tokens_that_exist() -> None:
+    raw, query = case(5000, 3.0, rows=3)
+    raw[0] = float("nan")
+    raw[1, 4000] = float("nan")
+    _, got = ask(raw, 30.0, query)
+    assert got.entropy_T.isnan().tolist() == [True, True, False]
+    for token_T in (got.draw_T, got.top_T):
+        assert ((token_T >= 0) & (token_T < 5000)).all()
+
+
 def test_of_equal_peaks_the_first_is_taken() -> None:
     raw = torch.zeros(1, 5000)
     raw[0, [4100, 2500, 2600]] = 7.0
@@ -111,3 +122,24 @@ def test_the_sparse_mean_is_the_dense_one_where_its_mass_says_so() -> None:
     assert (mass[4:] < 0.998).all()
     torch.testing.assert_close(sparse[:4], dense[:4], atol=2e-3, rtol=1e-3)
     assert (sparse[4:] - dense[4:]).abs().max() > 0.01
+
+
+def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
+    """One row with a few, one with some in every chunk, one with more than there is place for."""
+    vocab = 20 * kernels.CHUNK + 100
+    raw, query = case(vocab, 0.1, rows=3)
+    raw[0, [7, 9000, 9001, vocab - 1]] += 20.0
+    raw[1, 50 :: kernels.CHUNK // 4] += 20.0
+    raw[2, ::20] += 20.0
+    marks, merged = ask(raw, None, query)
+    ids, p, count, mass = kernels.survivors(raw, None, query.heat_T, marks, merged)
+    want = (raw.double() / query.heat_T[:, None].double()).softmax(-1)
+    for row in range(2):
+        likely = (want[row] >= kernels.SPARE).nonzero()[:, 0]
+        assert ids[row, : count[row]].tolist() == likely.tolist()
+        torch.testing.assert_close(
+            p[row, : count[row]].double(), want[row, likely], rtol=1e-4, atol=0
+        )
+        assert abs(mass[row] - want[row, likely].sum()) < 1e-4
+    assert count[:2].tolist() == [4, 81]
+    assert mass[2] == 0  # seen from the marks

@@ -14,14 +14,16 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from dgemma.ops.kernels import attention, experts, layer, row_stats
+from dgemma.ops.kernels import attention, experts, layer, router, row_stats, vector, wide_attention
 from dgemma.ops.kernels.tiles import TABLE, TABLE_8
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes that one program may use there
 SPILLED = 256  # bytes of a thread's registers that may go to memory
 HALF, FLOAT, INT, LONG, DOUBLE = "*bf16", "*fp32", "*i32", "*i64", "*fp64"
+EIGHT = "*fp8e4nv"
 WIDTH, INNER, EXPERTS, TOP_K = 2816, 704, 128, 8
 Types = dict[str, str]
 
@@ -51,7 +53,7 @@ def expert_cases() -> list[Case]:
             types["weights"] = block if tile.tma else f"*{kind}"
             options = {k: v for k, v in experts._options(tile).items() if k.isupper()}
             options["HAS_SCALES"] = kind != "bf16"
-            constants = {"D": WIDTH, "I": INNER, "TOP": TOP_K, **options}
+            constants = {"D": WIDTH, "I": INNER, "TOP": TOP_K, "E": 128, "P": 128, **options}
             kernel = experts._gate_up if part == "gate_up" else experts._down
             case = Case(f"{part} {name}", kernel, types, constants, tile.warps, tile.stages)
             found.append(case)
@@ -70,24 +72,39 @@ def expert_cases() -> list[Case]:
 
 def stats_cases() -> list[Case]:
     sizes = {"CAP": 30.0, "W": row_stats.CHUNK, "CHUNKS": 128, "C": 128, "S": 128, "LEAST": 1e-5}
+    sizes |= {"EACH": 4, "EVEN": True}
     row = {"raw_TV": HALF, "heat_T": FLOAT, "vocab": "i32"}
-    marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "top_TC": INT}
+    marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT}
     totals = {"peak_T": FLOAT, "total_T": FLOAT}
     merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
     floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT}
-    likely = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT}
+    likely = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
+    groups = {"count_TG": INT, "mass_TG": FLOAT}
     mean = {"table_VD": HALF, "soft_TD": HALF, **likely}
     return [
         Case("marks", row_stats._marks, {**row, **marks, "chunks": "i32"}, sizes),
         Case("merge", row_stats._merge, {**row, **marks, **merge, **floats, **totals}, sizes, 8),
         Case("probabilities", row_stats._probabilities, {**row, **totals}, sizes),
         Case(
+            "likely",
+            row_stats._likely,
+            {**row, **totals, "peak_TC": FLOAT, "entropy_T": FLOAT, **groups},
+            {**sizes, "EACH": row_stats.AT_ONCE, "MOST": row_stats._most_entropy(1 << 18)},
+            8,
+        ),
+        Case(
             "survivors",
             row_stats._survivors,
-            {**row, **totals, **likely, "peak_TC": FLOAT, "mass_T": FLOAT},
-            sizes,
+            {**row, **totals, **likely, "peak_TC": FLOAT, **groups, "mass_T": FLOAT},
+            {**sizes, "EACH": row_stats.AT_ONCE, "G": 32},
+            8,
         ),
-        Case("soft mean", row_stats._soft_mean, mean, {"D": WIDTH, "S": 128, "BLOCK": 512}),
+        Case(
+            "soft mean",
+            row_stats._soft_mean,
+            mean,
+            {"D": WIDTH, "S": 128, "BLOCK": 256, "EACH": 16},
+        ),
     ]
 
 
@@ -95,9 +112,13 @@ def attention_cases() -> list[Case]:
     types = {"q_LNH": HALF, "place_6": LONG, "out_PLNH": FLOAT, "log_PLN": FLOAT, "length": "i32"}
     types["parts"] = "i32"
     found = []
-    # Each width once, and each kind once: what takes long here is these.
-    for keys, width, is_causal in ((8, 256, False), (2, 512, True)):
-        form = attention.cut(256 * 16 // keys, keys, width)
+    # Each width and each kind once, and a single token: what takes long here is these.
+    for length, keys, width, is_causal in (
+        (256, 8, 256, False),
+        (256, 2, 512, True),
+        (1, 8, 256, True),
+    ):
+        form = attention.cut(length * 16 // keys, keys, width)
         constants = {
             "N": 16,
             "M": keys,
@@ -107,59 +128,107 @@ def attention_cases() -> list[Case]:
             "BM": form.queries,
             "BN": form.keys,
             "SLICES": form.slices,
+            "EDGES": form.edges,
         }
-        name = f"attention {width}{' causal' if is_causal else ''}"
+        name = f"attention {length} {width}{' causal' if is_causal else ''}"
         case = Case(name, attention._attend, types, constants, form.warps, form.stages)
         found.append(case)
     merge = {"out_PLNH": FLOAT, "log_PLN": FLOAT, "out_LNH": HALF, "rows": "i32"}
-    found.append(Case("merge parts", attention._merge, merge, {"H": 512, "PARTS": 4}, 2))
-    return found
+    sizes = {"H": 512, "BLOCK": 512, "ROWS": 4, "PARTS": 4}
+    wide = {"N": 16, "M": 2, "H": 512, "CAUSAL": True, "WINDOW": 0, "BM": 64, "BN": 64}
+    found.append(Case("wide attention", wide_attention._attend, types, wide, 8))
+    return [*found, Case("merge parts", attention._merge, merge, sizes)]
 
 
 def layer_cases() -> list[Case]:
     wide = {"D": WIDTH, "K": TOP_K, "BLOCK": 4096, "HAS_WEIGHT": True}
+    late, soon = {"EIGHT": False, "EARLY": False}, {"EIGHT": True, "EARLY": True}
     halves = "x_TD attended_TD post_D dense_D expert_D router_D out_TD dense_TD expert_TD router_TD"
-    join = {**dict.fromkeys(halves.split(), HALF), "eps": "fp32"}
+    join = {**dict.fromkeys(halves.split(), HALF), "eps": "fp32", "factor_T": FLOAT}
     halves = "x_TD dense_TD out_AD dense_D expert_D both_D scalar next_D out_TD next_TD"
     close = {**dict.fromkeys(halves.split(), HALF), "share_TK": FLOAT, "eps": "fp32"}
+    close["factor_T"] = FLOAT
     norm = {"x_TD": HALF, "weight_D": HALF, "out_TD": HALF, "eps": "fp32"}
-    route = {"logits_TE": HALF, "scale_E": HALF, "ids_TK": INT, "share_TK": FLOAT}
     halves = "qkv_TX q_weight_H k_weight_H q_TNH"
     heads = {**dict.fromkeys(halves.split(), HALF), "cos_TP": FLOAT, "sin_TP": FLOAT}
     heads |= {"place_6": LONG, "length": "i32", "eps": "fp32"}
-    sliding = {"X": 8192, "N": 16, "M": 8, "H": 256, "HAS_VALUE": True}
-    full = {"X": 9216, "N": 16, "M": 2, "H": 512, "HAS_VALUE": False}
-    gated = {"gate_up_TX": HALF, "out_TI": HALF}
+    sliding = {"X": 8192, "N": 16, "M": 8, "H": 256, "HAS_VALUE": True, **late}
+    full = {"X": 9216, "N": 16, "M": 2, "H": 512, "HAS_VALUE": False, **soon}
+    gated = {"gate_up_TX": HALF, "out_TI": HALF, "factor_T": FLOAT}
     return [
-        Case("norm", layer._norm, norm, wide, 8),
-        Case("join", layer._join, join, wide, 8),
-        Case("close", layer._close, close, wide, 8),
+        Case("norm", layer._norm, norm, {**wide, **late}, 8),
+        Case("join", layer._join, join, {**wide, **late}, 8),
+        Case("join 8", layer._join, {**join, "dense_TD": EIGHT}, {**wide, **soon}, 8),
+        Case("close", layer._close, close, {**wide, **late}, 8),
+        Case("close 8", layer._close, {**close, "next_TD": EIGHT}, {**wide, **soon}, 8),
+        Case("gated", layer._gated, gated, {"I": 2112, "BLOCK": 1024, **late}),
         Case(
-            "route",
-            layer._route,
-            route,
-            {"E": EXPERTS, "K": TOP_K, "BLOCK": EXPERTS, "KS": TOP_K},
-            1,
+            "gated 8",
+            layer._gated,
+            {**gated, "out_TI": EIGHT},
+            {"I": 2112, "BLOCK": 4096, **soon},
+            8,
         ),
-        Case("gated", layer._gated, gated, {"I": 2112, "BLOCK": 1024}),
         Case("heads sliding", layer._heads, heads, sliding, 2),
         Case("heads full", layer._heads, heads, full, 2),
     ]
 
 
-def compile_case(case: Case) -> str:
+def router_cases() -> list[Case]:
+    form = router.cut(256, EXPERTS, WIDTH)
+    parts = {"x_TD": HALF, "weight_ED": HALF, "part_STE": FLOAT, "count_E": INT, "rows": "i32"}
+    sizes = {"D": WIDTH, "E": EXPERTS, "SHARE": form.share, "BM": form.rows, "BN": form.columns}
+    sizes |= {"BK": form.depth, "COUNTS": EXPERTS, "EARLY": True}
+    choose = {"part_STE": FLOAT, "scale_E": HALF, "ids_TK": INT, "share_TK": FLOAT, "rows": "i32"}
+    choose |= {"choice_ES": INT, "count_E": INT}
+    chosen = {"S": 22, "SS": 32, "E": EXPERTS, "BLOCK": EXPERTS, "K": TOP_K, "KS": TOP_K}
+    return [
+        Case("router parts", router._parts, parts, sizes, form.warps, form.stages),
+        Case("router choice", router._choose, choose, {**chosen, "FILL": True, "EARLY": True}, 1),
+    ]
+
+
+def vector_cases() -> list[Case]:
+    """Few rows: a plain product, a gated one in 8 bits, the head, and joining with routing."""
+    found = []
+    for name, outputs, depth, how in (
+        ("qkv", 8192, WIDTH, {}),
+        ("o 8", 2816, 8192, {"HAS_FACTOR": True}),
+        ("gate_up 8", 2112, WIDTH, {"GATED": True, "HAS_FACTOR": True}),
+        ("head", 262144, WIDTH, {"CAP": 30.0}),
+    ):
+        form = vector.cut(outputs, depth, is_gated="GATED" in how)
+        types = {"x_TD": HALF, "factor_X": FLOAT, "rows": "i32"}
+        types["weight_XD"] = EIGHT if "HAS_FACTOR" in how else HALF
+        types["out_TX"] = FLOAT if "CAP" in how else HALF
+        sizes = {"D": depth, "X": outputs, "BN": form.outputs, "CHUNK": form.chunk, "EARLY": True}
+        usual = {"GATED": False, "HAS_FACTOR": False, "CAP": 0.0}
+        constants = {**sizes, **usual, **how}
+        found.append(Case(f"vector {name}", vector._product, types, constants, form.warps))
+    halves = "x_TD attended_TD post_D dense_D expert_D router_D router_ED out_TD dense_TD expert_TD"
+    join = {**dict.fromkeys(halves.split(), HALF), "part_TE": FLOAT, "eps": "fp32"}
+    sizes = {"D": WIDTH, "E": EXPERTS, "BN": 4, "BLOCK": 4096, "EARLY": True}
+    return [*found, Case("vector join", vector._join, join, sizes)]
+
+
+def compiled(case: Case) -> Any:
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
     constants = {(i,): case.constants[n] for i, n in enumerate(names) if n not in case.types}
     aligned = [i for i, n in enumerate(names) if case.types.get(n, "").startswith("*")]
-    source = ASTSource(
+    made_by = GluonASTSource if case.kernel is wide_attention._attend else ASTSource
+    source = made_by(
         fn=case.kernel,
         signature=signature,
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": case.warps, "num_stages": case.stages}
-    made = triton.compile(source, target=HOPPER, options=options)
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+def told(case: Case, made: Any) -> str:
+    """What a kernel takes; refused if it is too much."""
     registers, spilled = usage(made.asm["cubin"])
     shared = made.metadata.shared
     assert shared <= SHARED, f"{case.name}: {shared} bytes of shared memory"
@@ -180,5 +249,12 @@ def usage(binary: bytes) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    for case in expert_cases() + stats_cases() + attention_cases() + layer_cases():
-        print(compile_case(case), flush=True)
+    for case in (
+        expert_cases()
+        + stats_cases()
+        + attention_cases()
+        + layer_cases()
+        + router_cases()
+        + vector_cases()
+    ):
+        print(told(case, compiled(case)), flush=True)

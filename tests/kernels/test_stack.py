@@ -12,13 +12,13 @@ from dgemma.graph.step import Shape, Stepper
 from dgemma.graph.steppers import MAX_STEPPERS, Fast
 from dgemma.graph.token import Teller
 from dgemma.model import Gemma
-from dgemma.ops.fast import is_on, reason_against, switched
 from dgemma.ops.fp8 import LARGEST, quantize
 from dgemma.ops.linear import can_pack
 from dgemma.sampler import Confidence, EntropyBound, Rule, Sampler
 from dgemma.stack import Places, Stack, can_fuse
-from dgemma.weights.fp8 import Fp8Experts, quantize_experts
+from dgemma.weights.fp8 import Fp8Experts
 from dgemma.weights.pack import pack
+from dgemma.weights.packed import Form, shrink_model
 from tests.kernels import small
 from tests.kernels.small import CPU, SMALL
 
@@ -42,9 +42,9 @@ def test_joined_weights_are_stored_once_and_keep_their_names() -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     first = stack.layers[0]
-    assert first.attention.q_proj.weight.data_ptr() == first.qkv_XD.data_ptr()
-    assert len(first.qkv_XD) == 64 + 32 + 32
-    assert len(stack.layers[1].qkv_XD) == 128 + 32  # a full layer has no values of its own
+    assert first.attention.q_proj.weight.data_ptr() == first.qkv.numbers_OI.data_ptr()
+    assert len(first.qkv.numbers_OI) == 64 + 32 + 32
+    assert len(stack.layers[1].qkv.numbers_OI) == 128 + 32  # a full layer has no values of its own
 
 
 def test_a_runner_leaves_training_and_other_contexts_alone() -> None:
@@ -175,26 +175,6 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert not stepper.takes(replace(row, walker=Walker()))  # type: ignore[arg-type]
 
 
-def test_kernels_are_for_gpus_and_nobody_who_wants_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    x = torch.zeros(2, 2)
-    assert reason_against(CPU) is not None
-    with torch.inference_mode(), switched(True):
-        assert not is_on(x)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("dgemma.ops.fast.has_triton", lambda: True)
-    with switched(True):
-        assert not is_on(x)
-        with torch.inference_mode():
-            assert is_on(x)
-            monkeypatch.setenv("DGEMMA_PLAIN", "1")
-            assert not is_on(x)
-    with torch.inference_mode():
-        assert not is_on(x)  # off unless switched on
-
-
 def test_the_model_is_the_same_with_a_runner_that_declines() -> None:
     of: Gemma = small.model()
     rows = small.cache(of, 5)
@@ -223,8 +203,9 @@ def test_captures_are_found_by_what_they_are_for_and_forgotten_in_turn() -> None
     assert Fast.of(of) is None  # no GPU
     assert of.runner is None
     fast, rows = Fast(of), small.cache(of, 5)
-    for steps in range(2, 3 + MAX_STEPPERS):
-        sampler = Sampler(max_steps=steps)
+    rules = [EntropyBound(bound=1.0 + number) for number in range(1 + MAX_STEPPERS)]
+    for steps, rule in enumerate(rules, start=3):
+        sampler = Sampler(max_steps=steps, rule=rule)
         row = small.row(sampler, 0)
         after = fast.step(row, rows)
         assert after is not None
@@ -232,7 +213,9 @@ def test_captures_are_found_by_what_they_are_for_and_forgotten_in_turn() -> None
         again = fast.step(after, rows)
         assert again is not None
         assert again.canvas.num_steps == 2
-    assert [shape.steps for shape in fast.steppers] == list(range(3, 3 + MAX_STEPPERS))
+    assert [shape.rule for shape in fast.steppers] == rules[1:]
+    assert fast.step(small.row(Sampler(max_steps=9, rule=rules[1]), 0), rows) is not None
+    assert [shape.rule for shape in fast.steppers] == [*rules[2:], rules[1]]
     assert fast.tell(3, rows) is not None
 
 
@@ -254,7 +237,7 @@ def test_8_bit_experts_change_the_model_a_little_and_run_in_the_joined_stack() -
     context = Pass([Span(rows, 4, commit=False)])
     with torch.inference_mode():
         exact = of.denoise(torch.arange(4), None, context)
-        quantize_experts(of)
+        shrink_model(of, Form(experts="fp8"))
         plain = of.denoise(torch.arange(4), None, context)
         assert isinstance(of.layers[0].experts, Fp8Experts)
         assert can_fuse(of)

@@ -8,19 +8,23 @@ length. Six int64 numbers say it:
 The first two of each half are addresses of [slots, M, H] memory. The queries are the last tokens
 of the row's own keys. Their heads share key heads in groups of G, which are laid side by side: a
 program takes some of the X = L * G queries of one key head and one part of the keys; the parts of
-a query are merged by a second kernel, in their order.
+a query are merged by a second kernel, in their order. A single part is written as it is.
 
 L queries, N query heads, M key heads, H head width, P parts.
 """
 
+import os
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PROCESSORS = 132  # of an H100 or H200; one program at a time fits into each
+PROCESSORS = 132  # of an H100 or H200
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +37,33 @@ class Cut:
     stages: int
     parts: int = 1  # of the keys
     slices: int = 1  # of the values' width; each needs all of the scores
+    edges: bool = True  # hidden keys are looked for only in blocks that may hold some
+    half: bool = True  # parts wait in float16 where the queries have 16 bits
+    wide: bool = False  # by `wide_attention.py`, which has its own blocks of 64
 
 
 def cut(queries: int, kv_heads: int, width: int) -> Cut:
-    """A canvas alone does not fill a GPU: then the keys are shared out too."""
-    form = Cut(queries=64, keys=64, warps=8, stages=2)
-    if width > 256:
-        form = Cut(queries=64, keys=32, warps=8, stages=2)
+    """For so many queries of each key head. Few do not fill a GPU: the keys are shared out too."""
+    if queries <= 16:
+        form = Cut(queries=16, keys=32, warps=4, stages=3, half=False)
+        return replace(form, parts=max(1, PROCESSORS // kv_heads))
+    if width > 256 and _has_wide():
+        form = Cut(queries=64, keys=64, warps=8, stages=1, wide=True)
+    elif width > 256:
+        form = Cut(queries=128, keys=32, warps=8, stages=2, slices=2)
+    else:
+        form = Cut(queries=128, keys=64, warps=8, stages=2)
     programs = kv_heads * triton.cdiv(queries, form.queries) * form.slices
     return replace(form, parts=max(1, min(8, PROCESSORS // programs)))
+
+
+@cache
+def _has_wide() -> bool:
+    """Hopper's matrix instructions, and a Triton that lets us name them."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return False
+    has_gluon = find_spec("triton.experimental.gluon") is not None
+    return has_gluon and torch.cuda.get_device_capability()[0] == 9
 
 
 def attention(
@@ -52,18 +74,36 @@ def attention(
     With one (0: no limit) a query sees its own key and the `window - 1` before it: the causal mode.
     """
     length, heads, width = q_LNH.shape
-    groups = heads // kv_heads
-    form = form or cut(length * groups, kv_heads, width)
-    parts = form.parts
-    out_PLNH = torch.empty(parts, *q_LNH.shape, dtype=torch.float32, device=q_LNH.device)
-    log_PLN = torch.empty(parts, length, heads, dtype=torch.float32, device=q_LNH.device)
-    _attend[(triton.cdiv(length * groups, form.queries), kv_heads * form.slices, parts)](
+    form = form or cut(length * (heads // kv_heads), kv_heads, width)
+    out_LNH = torch.empty_like(q_LNH)
+    out_PLNH, log_PLN = _parts(out_LNH, form)
+    if form.wide:
+        from dgemma.ops.kernels import wide_attention
+
+        wide_attention.attend(q_LNH, place_6, (out_PLNH, log_PLN), kv_heads, window)
+    else:
+        _launch(q_LNH, place_6, (out_PLNH, log_PLN), (kv_heads, window), form)
+    if form.parts > 1:
+        merge(out_PLNH, log_PLN, out_LNH)
+    return out_LNH
+
+
+def _launch(
+    q_LNH: Tensor,
+    place_6: Tensor,
+    out: tuple[Tensor, Tensor],
+    heads_and_window: tuple[int, int | None],
+    form: Cut,
+) -> None:
+    length, heads, width = q_LNH.shape
+    kv_heads, window = heads_and_window
+    programs = triton.cdiv(length * (heads // kv_heads), form.queries)
+    _attend[(programs, kv_heads * form.slices, form.parts)](
         q_LNH,
         place_6,
-        out_PLNH,
-        log_PLN,
+        *out,
         length,
-        parts,
+        form.parts,
         N=heads,
         M=kv_heads,
         H=width,
@@ -72,67 +112,46 @@ def attention(
         BM=form.queries,
         BN=form.keys,
         SLICES=form.slices,
+        EDGES=form.edges,
         num_warps=form.warps,
         num_stages=form.stages,
     )
-    out_LNH = torch.empty_like(q_LNH)
-    _merge[(length * heads,)](
-        out_PLNH, log_PLN, out_LNH, length * heads, H=width, PARTS=parts, num_warps=2
+
+
+def _parts(out_LNH: Tensor, form: Cut) -> tuple[Tensor, Tensor]:
+    """Memory for the parts; a single one is the result itself.
+
+    What waits is a mean of values, which come normalised: float16 holds it, to 11 bits.
+    """
+    length, heads, _ = out_LNH.shape
+    log_PLN = torch.empty(form.parts, length, heads, dtype=torch.float32, device=out_LNH.device)
+    if form.parts == 1:
+        return out_LNH[None], log_PLN
+    is_half = form.half and out_LNH.dtype.itemsize == 2
+    dtype = torch.float16 if is_half else torch.float32
+    return torch.empty(form.parts, *out_LNH.shape, dtype=dtype, device=out_LNH.device), log_PLN
+
+
+def merge(out_PLNH: Tensor, log_PLN: Tensor, out_LNH: Tensor) -> None:
+    """The parts as one: a mean of theirs by the sums they stand for."""
+    parts, length, heads = log_PLN.shape
+    rows, width = length * heads, out_LNH.shape[-1]
+    # Few rows have many parts: then a row is shared out; else a program takes several.
+    block, each = (min(width, 128), 1) if rows < PROCESSORS else (width, 4)
+    _merge[(triton.cdiv(rows, each), width // block)](
+        out_PLNH,
+        log_PLN,
+        out_LNH,
+        rows,
+        H=width,
+        BLOCK=block,
+        ROWS=each,
+        PARTS=parts,
+        num_warps=4,
     )
-    return out_LNH
 
 
-@triton.jit
-def _segment(
-    state,
-    q,
-    keys,
-    values,
-    count,
-    kv,
-    side,
-    begin,
-    end,
-    before,
-    query,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Go on with blocks [begin, end) of one buffer; `before` keys come before its first."""
-    peak, total, out = state
-    h = tl.arange(0, H)
-    w = side * W + tl.arange(0, W)
-    for block in range(begin, end):
-        s = block * BN + tl.arange(0, BN)
-        is_key = s < count
-        at = (s.to(tl.int64) * M + kv) * H
-        k = tl.load(keys + at[:, None] + h[None, :], mask=is_key[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k))
-        if CAUSAL:
-            back = query[:, None] - (before + s)[None, :]
-            is_seen = is_key[None, :] & (back >= 0)
-            if WINDOW > 0:
-                is_seen = is_seen & (back < WINDOW)
-            scores = tl.where(is_seen, scores, float("-inf"))
-        else:
-            scores = tl.where(is_key[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # Before anything was seen the peak is minus infinity; take zero, and nothing is added.
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        fade = tl.exp(peak - safe)
-        p = tl.exp(scores - safe[:, None])
-        total = total * fade + tl.sum(p, 1)
-        v = tl.load(values + at[:, None] + w[None, :], mask=is_key[:, None], other=0.0)
-        out = tl.dot(p.to(v.dtype), v, out * fade[:, None])
-        peak = new_peak
-    return peak, total, out
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _attend(
     q_LNH,
     place_6,
@@ -148,77 +167,131 @@ def _attend(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SLICES: tl.constexpr,
+    EDGES: tl.constexpr,
 ):
     W: tl.constexpr = H // SLICES
+    G: tl.constexpr = N // M
     kv = tl.program_id(1) // SLICES
     side = tl.program_id(1) % SLICES
     part = tl.program_id(2)
-    G: tl.constexpr = N // M
-    x = tl.program_id(0) * BM + tl.arange(0, BM)
+    first = tl.program_id(0) * BM
+    if CAUSAL:  # the last queries see most: they come first
+        first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    x = first + tl.arange(0, BM)
     is_query = x < length * G
-    l_ = x // G
-    row = l_ * N + kv * G + x % G
+    row = (x // G) * N + kv * G + x % G
     h = tl.arange(0, H)
-    q = tl.load(q_LNH + row[:, None] * H + h[None, :], mask=is_query[:, None], other=0.0)
+    w = side * W + tl.arange(0, W)
+    q = tl.load(
+        q_LNH + row.to(tl.int64)[:, None] * H + h[None, :], mask=is_query[:, None], other=0.0
+    )
     kind: tl.constexpr = tl.pointer_type(q_LNH.dtype.element_ty)
-    past_keys = tl.multiple_of(tl.load(place_6 + 0).to(kind), 16)
-    past_values = tl.multiple_of(tl.load(place_6 + 1).to(kind), 16)
+    past_keys = tl.load(place_6)
+    past_values = tl.load(place_6 + 1)
     past_count = tl.load(place_6 + 2).to(tl.int32)
-    own_keys = tl.multiple_of(tl.load(place_6 + 3).to(kind), 16)
-    own_values = tl.multiple_of(tl.load(place_6 + 4).to(kind), 16)
+    own_keys = tl.load(place_6 + 3)
+    own_values = tl.load(place_6 + 4)
     own_count = tl.load(place_6 + 5).to(tl.int32)
     # Each part is a run of whole blocks of the two buffers, one behind the other.
     past_blocks = tl.cdiv(past_count, BN)
-    blocks = past_blocks + tl.cdiv(own_count, BN)
-    begin = part * blocks // parts
-    end = (part + 1) * blocks // parts
-    query = past_count + own_count - length + l_
+    zeroth = past_count + own_count - length  # where the first query stands
+    first_place = zeroth + first // G
+    last_place = zeroth + (first + BM - 1) // G
+    low = 0
+    high = past_blocks + tl.cdiv(own_count, BN)
     if CAUSAL:
         # The last query of this program sees nothing behind itself.
-        latest = past_count + own_count - length + (tl.program_id(0) * BM + BM - 1) // G
-        reach = past_blocks + tl.cdiv(tl.maximum(latest + 1 - past_count, 0), BN)
-        end = tl.minimum(end, reach)
+        high = tl.minimum(
+            high, past_blocks + tl.cdiv(tl.maximum(last_place + 1 - past_count, 0), BN)
+        )
         if WINDOW > 0:
             # Nor the first anything that its window has left.
-            earliest = past_count + own_count - length + (tl.program_id(0) * BM) // G - (WINDOW - 1)
-            in_past = tl.maximum(earliest, 0) // BN
+            earliest = tl.maximum(first_place - (WINDOW - 1), 0)
             in_own = past_blocks + tl.maximum(earliest - past_count, 0) // BN
-            begin = tl.maximum(begin, tl.where(earliest < past_count, in_past, in_own))
+            low = tl.where(earliest < past_count, earliest // BN, in_own)
+    begin = low + part * (high - low) // parts
+    end = low + (part + 1) * (high - low) // parts
+    place = zeroth + x // G
     peak = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
     out = tl.zeros((BM, W), dtype=tl.float32)
-    state = (peak, total, out)
-    past_end = tl.minimum(end, past_blocks)
-    state = _segment(
-        state, q, past_keys, past_values, past_count, kv, side, begin, past_end, 0, query,
-        M, H, W, CAUSAL, WINDOW, BN,
-    )  # fmt: skip
-    own_begin = tl.maximum(begin - past_blocks, 0)
-    state = _segment(
-        state, q, own_keys, own_values, own_count, kv, side, own_begin,
-        end - past_blocks, past_count, query, M, H, W, CAUSAL, WINDOW, BN,
-    )  # fmt: skip
-    peak, total, out = state
-    log = tl.where(total > 0, peak + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
-    at = part * length * N + row
-    w = side * W + tl.arange(0, W)
-    tl.store(out_PLNH + at.to(tl.int64)[:, None] * H + w[None, :], out, mask=is_query[:, None])
+    for block in range(begin, end):
+        in_past = block < past_blocks
+        start = tl.where(in_past, block, block - past_blocks) * BN
+        count = tl.where(in_past, past_count, own_count)
+        keys = tl.multiple_of(tl.where(in_past, past_keys, own_keys).to(kind), 16)
+        values = tl.multiple_of(tl.where(in_past, past_values, own_values).to(kind), 16)
+        s = start + tl.arange(0, BN)
+        is_key = s < count
+        at = (s.to(tl.int64) * M + kv) * H
+        k = tl.load(keys + at[:, None] + h[None, :], mask=is_key[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k))
+        before = tl.where(in_past, 0, past_count)
+        is_edge = start + BN > count
+        if CAUSAL:
+            is_edge = is_edge | (before + start + BN - 1 > first_place)
+            if WINDOW > 0:
+                is_edge = is_edge | (before + start <= last_place - WINDOW)
+        if EDGES:
+            if is_edge:
+                scores = _hide(scores, is_key, place, before + s, CAUSAL, WINDOW)
+        else:
+            scores = _hide(scores, is_key, place, before + s, CAUSAL, WINDOW)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # Before anything was seen the peak is minus infinity; take zero, and nothing is added.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak) * LOG2_E
+        fade = tl.exp2(peak * LOG2_E - safe)
+        p = tl.exp2(scores * LOG2_E - safe[:, None])
+        total = total * fade + tl.sum(p, 1)
+        v = tl.load(values + at[:, None] + w[None, :], mask=is_key[:, None], other=0.0)
+        out = tl.dot(p.to(v.dtype), v, out * fade[:, None])
+        peak = new_peak
+    some = tl.where(total > 0, total, 1.0)
+    log = tl.where(total > 0, peak * LOG2_E + tl.log2(some), float("-inf"))
+    out = out / some[:, None]
+    at = part.to(tl.int64) * length * N + row
+    kept = out.to(out_PLNH.dtype.element_ty)
+    tl.store(out_PLNH + at[:, None] * H + w[None, :], kept, mask=is_query[:, None])
     tl.store(log_PLN + at, log, mask=is_query)  # every slice has the same
 
 
 @triton.jit
-def _merge(out_PLNH, log_PLN, out_LNH, rows, H: tl.constexpr, PARTS: tl.constexpr):
-    row = tl.program_id(0)
-    h = tl.arange(0, H)
-    peak = tl.load(log_PLN + row)
+def _hide(scores, is_key, place, s, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Minus infinity for what is no key, comes behind the query, or has left its window."""
+    is_seen = is_key[None, :]
+    if CAUSAL:
+        back = place[:, None] - s[None, :]
+        is_seen = is_seen & (back >= 0)
+        if WINDOW > 0:
+            is_seen = is_seen & (back < WINDOW)
+    return tl.where(is_seen, scores, float("-inf"))
+
+
+@triton.jit
+def _merge(
+    out_PLNH,
+    log_PLN,
+    out_LNH,
+    rows,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < rows
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    peak = tl.load(log_PLN + row, mask=is_row, other=0.0)
     for part in tl.static_range(1, PARTS):
-        peak = tl.maximum(peak, tl.load(log_PLN + part * rows + row))
-    total = 0.0
-    out = tl.zeros((H,), dtype=tl.float32)
+        peak = tl.maximum(peak, tl.load(log_PLN + part * rows + row, mask=is_row, other=0.0))
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    out = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        share = tl.exp(tl.load(log_PLN + part * rows + row) - peak)
+        log = tl.load(log_PLN + part * rows + row, mask=is_row, other=0.0)
+        share = tl.exp2(log - peak)
         total += share
         at = (part * rows + row).to(tl.int64) * H
-        out += share * tl.load(out_PLNH + at + h)
-    tl.store(out_LNH + row.to(tl.int64) * H + h, (out / total).to(out_LNH.dtype.element_ty))
+        one = tl.load(out_PLNH + at[:, None] + h[None, :], mask=is_row[:, None], other=0.0)
+        out += share[:, None] * one.to(tl.float32)
+    at = out_LNH + row.to(tl.int64)[:, None] * H + h[None, :]
+    tl.store(at, (out / total[:, None]).to(out_LNH.dtype.element_ty), mask=is_row[:, None])

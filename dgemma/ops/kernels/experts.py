@@ -2,8 +2,8 @@
 
 A canvas of 256 tokens reaches all 128 experts of the released model, 16 rows each, so a step reads
 every expert weight and does little with it: the time is that of the reading. A program takes one
-tile of one expert's columns and the rows of that expert, `rows` at a time; with even routing one
-turn is enough.
+tile of one expert's columns and a share of that expert's rows, `rows` of them; with even routing
+one share is all. Where many tokens want the same expert, its shares are worked on side by side.
 
 T tokens, K experts per token, A = T * K choices (number t * K + k), E experts, D width, I expert
 width.
@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dgemma.ops.kernels import experts_1
+from dgemma.ops.kernels.pieces import activate, factor_8
 from dgemma.ops.kernels.tiles import Tile, tiles
 
 SCAN = 1024  # choices looked at together when buckets are filled
@@ -71,7 +73,7 @@ def gate_up(
     inner = double // 2
     dtype = x_TD.dtype if scales is None else scales.dtype
     hidden_AI = x_TD.new_empty(len(x_TD) * top_k, inner, dtype=dtype)
-    _gate_up[(num_experts * triton.cdiv(inner, tile.columns),)](
+    _gate_up[(most_shares(into, len(hidden_AI), tile) * triton.cdiv(inner, tile.columns),)](
         x_TD,
         _weights(weight_EID, tile),
         hidden_AI,
@@ -82,6 +84,8 @@ def gate_up(
         into.choice_ES.shape[1],
         HAS_SCALES=scales is not None,
         TOP=top_k,
+        E=num_experts,
+        P=triton.next_power_of_2(num_experts),
         D=width,
         I=inner,
         **_options(tile),
@@ -100,7 +104,7 @@ def down(
     num_experts, width, inner = weight_EDI.shape
     dtype = hidden_AI.dtype if scales is None else scales.dtype
     out_AD = hidden_AI.new_empty(len(hidden_AI), width, dtype=dtype)
-    _down[(num_experts * triton.cdiv(width, tile.columns),)](
+    _down[(most_shares(into, len(hidden_AI), tile) * triton.cdiv(width, tile.columns),)](
         hidden_AI,
         _weights(weight_EDI, tile),
         out_AD,
@@ -110,11 +114,18 @@ def down(
         into.count_E,
         into.choice_ES.shape[1],
         HAS_SCALES=scales is not None,
+        E=num_experts,
+        P=triton.next_power_of_2(num_experts),
         D=width,
         I=inner,
         **_options(tile),
     )
     return out_AD
+
+
+def most_shares(into: Buckets, num_choices: int, tile: Tile) -> int:
+    """How many shares of rows there can be; programs without one have nothing to do."""
+    return len(into.count_E) + num_choices // tile.rows
 
 
 def combine(out_AD: Tensor, share_TK: Tensor) -> Tensor:
@@ -134,10 +145,18 @@ def experts(
     return combine(choices(x_TD, ids_TK, gate_up_EID, down_EDI), share_TK)
 
 
-def choices(x_TD: Tensor, ids_TK: Tensor, gate_up_EID: Tensor, down_EDI: Tensor) -> Tensor:
+def choices(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    gate_up_EID: Tensor,
+    down_EDI: Tensor,
+    into: Buckets | None = None,
+) -> Tensor:
     """What each choice of each token gives, [A, D], not yet weighted."""
+    if len(x_TD) <= experts_1.FEW:
+        return experts_1.choices(x_TD, ids_TK, gate_up_EID, down_EDI)
     chosen = tiles(ids_TK.numel(), len(gate_up_EID))
-    into = buckets(ids_TK, len(gate_up_EID))
+    into = into or buckets(ids_TK, len(gate_up_EID))
     hidden_AI = gate_up(x_TD.contiguous(), gate_up_EID, into, ids_TK.shape[1], chosen.gate_up)
     return down(hidden_AI, down_EDI, into, chosen.down)
 
@@ -148,10 +167,11 @@ def choices_8(
     gate_up_8: tuple[Tensor, Tensor],
     down_8: tuple[Tensor, Tensor],
     dtype: torch.dtype,
+    into: Buckets | None = None,
 ) -> Tensor:
     """`choices` with 8-bit weights and activations, each with its factors."""
     chosen = tiles(ids_TK.numel(), len(gate_up_8[0]), 8)
-    into = buckets(ids_TK, len(gate_up_8[0]))
+    into = into or buckets(ids_TK, len(gate_up_8[0]))
     scales = Scales(x[1], gate_up_8[1], dtype)
     hidden_AI = gate_up(x[0], gate_up_8[0], into, ids_TK.shape[1], chosen.gate_up, scales)
     hidden_8, factor_A = quantize(hidden_AI)
@@ -212,6 +232,22 @@ def _buckets(
 
 
 @triton.jit
+def share(count_E, number, E: tl.constexpr, P: tl.constexpr, BM: tl.constexpr):
+    """The expert of a share of rows, where it begins and how many rows the expert has.
+
+    P is the number of experts or the next power of two.
+    Shares of one expert are neighbours, so that the second to read a weight finds it in the cache.
+    """
+    e = tl.arange(0, P)
+    count = tl.load(count_E + e, mask=e < E, other=0)
+    end = tl.cumsum((count + BM - 1) // BM, 0)
+    is_before = end <= number
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    begin = (number - tl.max(tl.where(is_before, end, 0), 0)) * BM
+    return expert, begin, tl.sum(tl.where(e == expert, count, 0), 0)
+
+
+@triton.jit
 def _tile(
     weights, first, columns, offset, N, D, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr
 ):
@@ -252,6 +288,8 @@ def _gate_up(
     capacity,
     HAS_SCALES: tl.constexpr,
     TOP: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     BM: tl.constexpr,
@@ -261,13 +299,12 @@ def _gate_up(
     TMA: tl.constexpr,
 ):
     tiles: tl.constexpr = (I + BN - 1) // BN
-    expert = tl.program_id(0) // tiles
     columns = (tl.program_id(0) % tiles) * BN
-    count = tl.load(count_E + expert)
+    expert, begin, count = share(count_E, tl.program_id(0) // tiles, E, P, BM)
     gate = expert * (2 * I)
     up = gate + I
     n = columns + tl.arange(0, BN)
-    for begin in range(0, count, BM):
+    if begin < count:
         m = begin + tl.arange(0, BM)
         is_row = m < count
         choice = tl.load(choice_ES + expert * capacity + m, mask=is_row, other=0)
@@ -295,9 +332,7 @@ def _gate_up(
             factor = tl.load(row_scale + row, mask=is_row, other=0.0)[:, None]
             gates *= factor * tl.load(column_scale + gate + n, mask=n < I, other=0.0)[None, :]
             ups *= factor * tl.load(column_scale + up + n, mask=n < I, other=0.0)[None, :]
-        # gelu by tanh: half of one plus tanh(z) is sigmoid(2 z).
-        z = 0.7978845608028654 * (gates + 0.044715 * gates * gates * gates)
-        hidden = gates * tl.sigmoid(2.0 * z) * ups
+        hidden = activate(gates, ups)
         at = choice.to(tl.int64)[:, None] * I + n[None, :]
         is_here = is_row[:, None] & (n < I)[None, :]
         tl.store(out + at, hidden.to(out.dtype.element_ty), mask=is_here)
@@ -314,6 +349,8 @@ def _down(
     count_E,
     capacity,
     HAS_SCALES: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     BM: tl.constexpr,
@@ -323,11 +360,10 @@ def _down(
     TMA: tl.constexpr,
 ):
     tiles: tl.constexpr = (D + BN - 1) // BN
-    expert = tl.program_id(0) // tiles
     columns = (tl.program_id(0) % tiles) * BN
-    count = tl.load(count_E + expert)
+    expert, begin, count = share(count_E, tl.program_id(0) // tiles, E, P, BM)
     n = columns + tl.arange(0, BN)
-    for begin in range(0, count, BM):
+    if begin < count:
         m = begin + tl.arange(0, BM)
         is_row = m < count
         choice = tl.load(choice_ES + expert * capacity + m, mask=is_row, other=0)
@@ -369,6 +405,6 @@ def _quantize(x_TD, out_TD, factor_T, D: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     x = tl.load(x_TD + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-    factor = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
+    factor = factor_8(x)
     tl.store(factor_T + row, factor)
     tl.store(out_TD + row * D + d, (x / factor).to(tl.float8e4nv), mask=d < D)

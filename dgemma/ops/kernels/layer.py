@@ -1,7 +1,8 @@
 """What lies between the products of a layer, each stretch of it as one kernel over its rows.
 
 Statistics are float32, and a value is rounded to the stream's type where it leaves a kernel, or
-where it joins the stream.
+where it joins the stream. What an 8-bit product reads next is written in 8 bits, since the kernel
+has whole rows at hand: `eight` asks for it, and gives numbers and a factor for each row instead.
 
 T tokens, D width, N query heads, M key heads, H head width, E experts, K of them per token.
 """
@@ -12,6 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dgemma.ops.kernels.launch import after, early
+from dgemma.ops.kernels.pieces import activate, factor_8, inverse_rms
+
+Rows = Tensor | tuple[Tensor, Tensor]  # as they are, or in 8 bits with their factors
 
 
 def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -27,19 +33,26 @@ def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         HAS_WEIGHT=weight is not None,
         BLOCK=block,
         num_warps=_warps(block),
+        **early(),
     )
     return out
 
 
 def join(
-    x_TD: Tensor, attended_TD: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor], eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_TD: Tensor,
+    attended_TD: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    eps: float,
+    *,
+    eight: bool = False,
+) -> tuple[Tensor, Rows, Tensor, Tensor]:
     """The stream behind attention, and what the dense part, the experts and the router read of it.
 
     Weights: of the norm behind attention, of those before the dense part and the experts, and the
-    router's scale.
+    router's scale. `eight`: what the dense part reads is in 8 bits.
     """
-    out_TD, dense_TD, expert_TD, router_TD = (torch.empty_like(x_TD) for _ in range(4))
+    out_TD, expert_TD, router_TD = (torch.empty_like(x_TD) for _ in range(3))
+    dense_TD, factor_T = _rows(x_TD, eight)
     block = triton.next_power_of_2(x_TD.shape[1])
     _join[(len(x_TD),)](
         x_TD,
@@ -47,33 +60,17 @@ def join(
         *weights,
         out_TD,
         dense_TD,
+        factor_T,
         expert_TD,
         router_TD,
         eps,
         D=x_TD.shape[1],
+        EIGHT=eight,
         BLOCK=block,
         num_warps=_warps(block),
+        **early(),
     )
-    return out_TD, dense_TD, expert_TD, router_TD
-
-
-def route(logits_TE: Tensor, scale_E: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The likeliest experts of each token, and their shares."""
-    rows, num_experts = logits_TE.shape
-    ids_TK = torch.empty(rows, top_k, dtype=torch.int32, device=logits_TE.device)
-    share_TK = torch.empty(rows, top_k, dtype=torch.float32, device=logits_TE.device)
-    _route[(rows,)](
-        logits_TE,
-        scale_E,
-        ids_TK,
-        share_TK,
-        E=num_experts,
-        K=top_k,
-        BLOCK=triton.next_power_of_2(num_experts),
-        KS=triton.next_power_of_2(top_k),
-        num_warps=1,
-    )
-    return ids_TK, share_TK
+    return out_TD, (dense_TD, factor_T) if eight else dense_TD, expert_TD, router_TD
 
 
 def close(
@@ -82,14 +79,17 @@ def close(
     mixed: tuple[Tensor, Tensor],
     weights: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     eps: float,
-) -> tuple[Tensor, Tensor]:
+    *,
+    eight: bool = False,
+) -> tuple[Tensor, Rows]:
     """The stream behind a layer, and normed for what comes next.
 
     `mixed`: what each choice gave, [A, D], and their shares. Weights: of the norms behind the dense
     part, behind the experts and behind both; the layer's scalar; of the next norm.
     """
     out_AD, share_TK = mixed
-    out_TD, next_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    out_TD = torch.empty_like(x_TD)
+    next_TD, factor_T = _rows(x_TD, eight)
     block = triton.next_power_of_2(x_TD.shape[1])
     _close[(len(x_TD),)](
         x_TD,
@@ -99,22 +99,35 @@ def close(
         *weights,
         out_TD,
         next_TD,
+        factor_T,
         eps,
         D=x_TD.shape[1],
         K=share_TK.shape[1],
+        EIGHT=eight,
         BLOCK=block,
         num_warps=_warps(block),
+        **early(),
     )
-    return out_TD, next_TD
+    return out_TD, (next_TD, factor_T) if eight else next_TD
 
 
-def gated(gate_up_TX: Tensor) -> Tensor:
+def gated(gate_up_TX: Tensor, *, eight: bool = False) -> Rows:
     """gelu(gate) * up of rows that hold the gate half first."""
     rows, double = gate_up_TX.shape
-    inner, block = double // 2, 1024
-    out_TI = gate_up_TX.new_empty(rows, inner)
-    _gated[(rows, triton.cdiv(inner, block))](gate_up_TX, out_TI, I=inner, BLOCK=block)
-    return out_TI
+    inner = double // 2
+    block = triton.next_power_of_2(inner) if eight else 1024
+    out_TI, factor_T = _rows(gate_up_TX.new_empty(rows, 0), eight, inner)
+    _gated[(rows, triton.cdiv(inner, block))](
+        gate_up_TX,
+        out_TI,
+        factor_T,
+        I=inner,
+        EIGHT=eight,
+        BLOCK=block,
+        num_warps=4 if block <= 1024 else _warps(block),
+        **early(),
+    )
+    return (out_TI, factor_T) if eight else out_TI
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +166,19 @@ def heads(
         H=shape.width,
         HAS_VALUE=shape.has_value,
         num_warps=2,
+        **early(),
     )
     return q_TNH
+
+
+def _rows(like_TD: Tensor, eight: bool, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Memory for rows, and for their factors; without any, the rows stand in for these."""
+    shape = (len(like_TD), like_TD.shape[1] if width is None else width)
+    if not eight:
+        rows_TD = like_TD.new_empty(shape)
+        return rows_TD, rows_TD
+    factor_T = like_TD.new_empty(len(like_TD), dtype=torch.float32)
+    return like_TD.new_empty(shape, dtype=torch.float8_e4m3fn), factor_T
 
 
 def _warps(block: int) -> int:
@@ -162,9 +186,13 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _scale(x, D, eps):
-    """One over the root mean square; x is zero outside its row."""
-    return tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+def _store(rows, factors, row, at, x, is_in, EIGHT: tl.constexpr):
+    """A whole row, as it is or in 8 bits (e4m3) with a factor; x is zero outside of it."""
+    if EIGHT:
+        factor = factor_8(x)
+        tl.store(factors + row, factor)
+        x = x / factor
+    tl.store(rows + at, x.to(rows.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
@@ -176,11 +204,13 @@ def _norm(
     D: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     d = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * D + d
     x = tl.load(x_TD + at, mask=d < D, other=0.0).to(tl.float32)
-    x = x * _scale(x, D, eps)
+    x = x * inverse_rms(x, D, eps)
     if HAS_WEIGHT:
         x = x * tl.load(weight_D + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_TD + at, x.to(out_TD.dtype.element_ty), mask=d < D)
@@ -196,60 +226,34 @@ def _join(
     router_D,
     out_TD,
     dense_TD,
+    factor_T,
     expert_TD,
     router_TD,
     eps,
     D: tl.constexpr,
+    EIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
+    row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     is_in = d < D
-    at = tl.program_id(0).to(tl.int64) * D + d
+    at = row * D + d
     kind: tl.constexpr = out_TD.dtype.element_ty
     attended = tl.load(attended_TD + at, mask=is_in, other=0.0).to(tl.float32)
     post = tl.load(post_D + d, mask=is_in, other=0.0).to(tl.float32)
     x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
-    x = (x + attended * _scale(attended, D, eps) * post).to(kind)
+    x = (x + attended * inverse_rms(attended, D, eps) * post).to(kind)
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
-    x = x * _scale(x, D, eps)
+    x = x * inverse_rms(x, D, eps)
     dense = x * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(dense_TD + at, dense.to(kind), mask=is_in)
+    _store(dense_TD, factor_T, row, at, dense, is_in, EIGHT)
     expert = x * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
     tl.store(expert_TD + at, expert.to(kind), mask=is_in)
     router = x * tl.load(router_D + d, mask=is_in, other=0.0).to(tl.float32) * D**-0.5
     tl.store(router_TD + at, router.to(kind), mask=is_in)
-
-
-@triton.jit
-def _route(
-    logits_TE,
-    scale_E,
-    ids_TK,
-    share_TK,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KS: tl.constexpr,
-):
-    row = tl.program_id(0)
-    e = tl.arange(0, BLOCK)
-    k = tl.arange(0, KS)
-    logits = tl.load(logits_TE + row * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
-    peak = tl.max(logits, 0)
-    ids = tl.zeros((KS,), dtype=tl.int32)
-    shares = tl.zeros((KS,), dtype=tl.float32)
-    # Of the softmax only ratios are left once the shares are made to add up to one.
-    for place in tl.static_range(K):
-        best = tl.max(logits, 0)
-        where = tl.min(tl.where(logits == best, e, BLOCK), 0)
-        ids = tl.where(k == place, where, ids)
-        shares = tl.where(k == place, tl.exp(best - peak), shares)
-        logits = tl.where(e == where, float("-inf"), logits)
-    shares = shares / tl.sum(shares, 0)
-    shares = shares * tl.load(scale_E + ids).to(tl.float32)
-    tl.store(ids_TK + row * K + k, ids, mask=k < K)
-    tl.store(share_TK + row * K + k, shares, mask=k < K)
 
 
 @triton.jit
@@ -265,11 +269,15 @@ def _close(
     next_D,
     out_TD,
     next_TD,
+    factor_T,
     eps,
     D: tl.constexpr,
     K: tl.constexpr,
+    EIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     is_in = d < D
@@ -279,31 +287,37 @@ def _close(
     for k in tl.static_range(K):
         y = tl.load(out_AD + (row * K + k) * D + d, mask=is_in, other=0.0)
         mixed += tl.load(share_TK + row * K + k) * y.to(tl.float32)
-    mixed = mixed * _scale(mixed, D, eps)
+    mixed = mixed * inverse_rms(mixed, D, eps)
     mixed = mixed * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
     dense = tl.load(dense_TD + at, mask=is_in, other=0.0).to(tl.float32)
-    dense = dense * _scale(dense, D, eps)
+    dense = dense * inverse_rms(dense, D, eps)
     both = mixed + dense * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
-    both = both * _scale(both, D, eps)
+    both = both * inverse_rms(both, D, eps)
     both = both * tl.load(both_D + d, mask=is_in, other=0.0).to(tl.float32)
     x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
     x = ((x + both) * tl.load(scalar).to(tl.float32)).to(kind)
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
-    x = x * _scale(x, D, eps) * tl.load(next_D + d, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(next_TD + at, x.to(kind), mask=is_in)
+    x = x * inverse_rms(x, D, eps) * tl.load(next_D + d, mask=is_in, other=0.0).to(tl.float32)
+    _store(next_TD, factor_T, row, at, x, is_in, EIGHT)
 
 
 @triton.jit
-def _gated(gate_up_TX, out_TI, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+def _gated(
+    gate_up_TX,
+    out_TI,
+    factor_T,
+    I: tl.constexpr,  # noqa: E741
+    EIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    after(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up_TX + row * 2 * I + i, mask=i < I, other=0.0).to(tl.float32)
     up = tl.load(gate_up_TX + row * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32)
-    # gelu by tanh: half of one plus tanh(z) is sigmoid(2 z).
-    z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    out = gate * tl.sigmoid(2.0 * z) * up
-    tl.store(out_TI + row * I + i, out.to(out_TI.dtype.element_ty), mask=i < I)
+    _store(out_TI, factor_T, row, row * I + i, activate(gate, up), i < I, EIGHT)
 
 
 @triton.jit
@@ -331,7 +345,9 @@ def _heads(
     M: tl.constexpr,
     H: tl.constexpr,
     HAS_VALUE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     P: tl.constexpr = H // 2

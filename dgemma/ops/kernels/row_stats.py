@@ -1,13 +1,14 @@
 """Row statistics in one pass over the head's output, which stays in 16 bits.
 
-Each program reads a chunk of one row and leaves its peak, where that is, and the sums of exp(x) and
-x exp(x) behind the peak. A second kernel, one program a row, merges them: entropy, argmax, and the
-draw, for which only the chunk that the running sum points to is read again. Probabilities, where
-they are wanted, replace the head's output.
+Each warp reads a chunk of one row and leaves its peak and the sums of exp(x) and x exp(x) behind
+the peak. A second kernel, one program a row, merges them: entropy, argmax, and the draw; the chunk
+of the peak and the one that the running sum points to are read again. Probabilities, where they are
+wanted, replace the head's output.
 
 T positions, V vocabulary, C chunks of W tokens each.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 2048  # tokens read by one program
+CHUNK = 2048  # tokens summed up by one warp
 SPARE = 1e-5  # a token below this probability does not enter the sparse soft embedding
 SURVIVORS = 128  # most tokens of a position that do
+ENOUGH = 0.99  # a position whose likely tokens cannot hold as much is not searched for them
+AT_ONCE = 4  # chunks that are searched by one program
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,6 @@ class Marks:
     peak_TC: Tensor
     sum_TC: Tensor  # of exp(x), x the heated logit behind the chunk's peak
     moment_TC: Tensor  # of x exp(x)
-    top_TC: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +51,21 @@ def row_marks(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Marks:
     rows, vocab = raw_TV.shape
     chunks = triton.cdiv(vocab, CHUNK)
     peak_TC, sum_TC, moment_TC = (heat_T.new_empty(rows, chunks) for _ in range(3))
-    top_TC = torch.empty(rows, chunks, dtype=torch.int32, device=raw_TV.device)
-    _marks[(chunks, rows)](
+    _marks[(triton.cdiv(chunks, 4), rows)](
         raw_TV,
         heat_T,
         peak_TC,
         sum_TC,
         moment_TC,
-        top_TC,
         vocab,
         chunks,
         CAP=softcap or 0.0,
         W=CHUNK,
+        EACH=4,
+        EVEN=vocab % (4 * CHUNK) == 0,
+        num_warps=4,
     )
-    return Marks(peak_TC=peak_TC, sum_TC=sum_TC, moment_TC=moment_TC, top_TC=top_TC)
+    return Marks(peak_TC=peak_TC, sum_TC=sum_TC, moment_TC=moment_TC)
 
 
 def row_merge(
@@ -81,7 +85,6 @@ def row_merge(
         marks.peak_TC,
         marks.sum_TC,
         marks.moment_TC,
-        marks.top_TC,
         draw_T,
         top_T,
         *floats,
@@ -111,41 +114,60 @@ def survivors(
     """The likely tokens of each position: ids and probabilities, how many, and their mass.
 
     Only chunks whose peak is likely enough are read. Where the mass falls short, or more tokens
-    are likely than there is place, the dense mean has to be taken instead; see `soft_mean`.
+    are likely than there is place, the dense mean has to be taken instead; see `soft_mean`. Where
+    that is plain from the marks alone nothing is read, and the mass is zero.
     """
     rows, vocab = raw_TV.shape
     chunks = marks.peak_TC.shape[1]
+    groups = triton.cdiv(chunks, AT_ONCE)
     id_TS = torch.empty(rows, SURVIVORS, dtype=torch.int32, device=raw_TV.device)
     p_TS = torch.empty(rows, SURVIVORS, dtype=torch.float32, device=raw_TV.device)
     count_T = torch.empty(rows, dtype=torch.int32, device=raw_TV.device)
     mass_T = torch.empty_like(heat_T)
-    _survivors[(rows,)](
-        raw_TV,
-        heat_T,
-        merged.peak_T,
-        merged.total_T,
-        marks.peak_TC,
+    count_TG = torch.empty(rows, groups, dtype=torch.int32, device=raw_TV.device)
+    mass_TG = heat_T.new_empty(rows, groups)
+    given = (raw_TV, heat_T, merged.peak_T, merged.total_T, marks.peak_TC)
+    cut = {"LEAST": SPARE, "CAP": softcap or 0.0, "W": CHUNK, "CHUNKS": chunks, "EACH": AT_ONCE}
+    _likely[(rows, groups)](
+        *given,
+        merged.entropy_T,
+        count_TG,
+        mass_TG,
+        vocab,
+        MOST=_most_entropy(vocab),
+        num_warps=8,
+        **cut,
+    )
+    _survivors[(rows, groups)](
+        *given,
+        count_TG,
+        mass_TG,
         id_TS,
         p_TS,
         count_T,
         mass_T,
         vocab,
-        LEAST=SPARE,
-        CAP=softcap or 0.0,
-        W=CHUNK,
-        CHUNKS=chunks,
+        G=triton.next_power_of_2(groups),
         S=SURVIVORS,
+        num_warps=8,
+        **cut,
     )
     return id_TS, p_TS, count_T, mass_T
 
 
+def _most_entropy(vocab: int) -> float:
+    """Nats that a position can have whose likely tokens hold enough: both shares spread evenly."""
+    parts = ((ENOUGH, min(SURVIVORS, vocab)), (1 - ENOUGH, vocab))
+    return sum(share * math.log(count / share) for share, count in parts)
+
+
 def soft_mean(table_VD: Tensor, id_TS: Tensor, p_TS: Tensor, count_T: Tensor) -> Tensor:
-    """The mean of the survivors' vectors, in their order."""
+    """The mean of the survivors' vectors, some at a time in their order."""
     rows, width = len(id_TS), table_VD.shape[1]
-    block = 512
+    block = 256
     soft_TD = table_VD.new_empty(rows, width)
     _soft_mean[(rows, triton.cdiv(width, block))](
-        table_VD, id_TS, p_TS, count_T, soft_TD, D=width, S=id_TS.shape[1], BLOCK=block
+        table_VD, id_TS, p_TS, count_T, soft_TD, D=width, S=id_TS.shape[1], BLOCK=block, EACH=16
     )
     return soft_TD
 
@@ -176,28 +198,35 @@ def _marks(
     peak_TC,
     sum_TC,
     moment_TC,
-    top_TC,
     vocab,
     chunks,
     CAP: tl.constexpr,
     W: tl.constexpr,
+    EACH: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
+    """A chunk for each warp, so that no sum has to wait for another warp."""
     row = tl.program_id(1)
-    v = chunk * W + tl.arange(0, W)
-    is_token = v < vocab
-    raw = tl.load(raw_TV + row.to(tl.int64) * vocab + v, mask=is_token, other=0.0)
-    y = tl.where(is_token, _capped(raw, CAP), float("-inf"))
-    peak = tl.max(y, 0)
-    # The first of equals, as everywhere.
-    top = tl.min(tl.where(y == peak, v, 2147483647), 0)
-    x = tl.where(is_token, (y - peak) * _scale(tl.load(heat_T + row), CAP), 0.0)
-    e = tl.where(is_token, tl.exp(x), 0.0)
-    at = row * chunks + chunk
-    tl.store(peak_TC + at, peak)
-    tl.store(sum_TC + at, tl.sum(e, 0))
-    tl.store(moment_TC + at, tl.sum(x * e, 0))
-    tl.store(top_TC + at, top)
+    c = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    v = c[:, None] * W + tl.arange(0, W)[None, :]
+    at = raw_TV + row.to(tl.int64) * vocab + v
+    # Base 2 and one factor throughout; the sum of x exp(x) is put right at its end.
+    scale = _scale(tl.load(heat_T + row), CAP) * LOG2_E
+    if EVEN:
+        y = _capped(tl.load(at), CAP)
+        peak = tl.max(y, 1)
+        x = (y - peak[:, None]) * scale
+        e = tl.exp2(x)
+    else:
+        is_token = v < vocab
+        y = _capped(tl.load(at, mask=is_token, other=0.0), CAP)
+        peak = tl.where(c < chunks, tl.max(tl.where(is_token, y, float("-inf")), 1), 0.0)
+        x = tl.where(is_token, (y - peak[:, None]) * scale, 0.0)
+        e = tl.where(is_token, tl.exp2(x), 0.0)
+    at_TC = row * chunks + c
+    tl.store(peak_TC + at_TC, peak, mask=c < chunks)
+    tl.store(sum_TC + at_TC, tl.sum(e, 1), mask=c < chunks)
+    tl.store(moment_TC + at_TC, tl.sum(x * e, 1) / LOG2_E, mask=c < chunks)
 
 
 @triton.jit
@@ -209,7 +238,6 @@ def _merge(
     peak_TC,
     sum_TC,
     moment_TC,
-    top_TC,
     draw_T,
     top_T,
     entropy_T,
@@ -238,8 +266,13 @@ def _merge(
     cdf = tl.cumsum(weights, 0)
     total = tl.sum(weights, 0)
     moment = tl.sum(((moments + shift * sums) * share).to(tl.float64), 0)
-    tops = tl.load(top_TC + at, mask=is_chunk, other=2147483647)
-    top = tl.min(tl.where(peaks == peak, tops, 2147483647), 0)
+    start = row.to(tl.int64) * vocab
+    w = tl.arange(0, W)
+    # The first of equals, as everywhere.
+    v = tl.min(tl.where(peaks == peak, c, CHUNKS), 0) * W + w
+    raw = tl.load(raw_TV + start + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+    # A row of NaN has no peak: its token is of no use, but one that can be looked up.
+    top = tl.minimum(tl.min(tl.where(raw == tl.max(raw, 0), v, 2147483647), 0), vocab - 1)
     # With the peak at zero the sum is 1 / p(top): H = log Z - E[x].
     z = total.to(tl.float32)
     tl.store(entropy_T + row, tl.log(z) - (moment / total).to(tl.float32))
@@ -247,7 +280,6 @@ def _merge(
     tl.store(top_T + row, top)
     tl.store(peak_T + row, peak)
     tl.store(total_T + row, z)
-    start = row.to(tl.int64) * vocab
     held = _capped(tl.load(raw_TV + start + tl.load(held_T + row)), CAP)
     tl.store(held_p_T + row, tl.exp((held - peak) * scale) / z)
     # The draw: the token whose interval of the running sum holds `uniform` times the total.
@@ -255,16 +287,15 @@ def _merge(
     chunk = tl.sum(((cdf <= target) & is_chunk).to(tl.int32), 0)
     chunk = tl.minimum(chunk, CHUNKS - 1)
     before = tl.sum(tl.where(c < chunk, weights, 0.0), 0)
-    w = tl.arange(0, W)
     v = chunk * W + w
     is_token = v < vocab
-    y = _capped(tl.load(raw_TV + start + v, mask=is_token, other=0.0), CAP)
-    e = tl.where(is_token, tl.exp((y - peak) * scale), 0.0).to(tl.float64)
+    raw = tl.load(raw_TV + start + v, mask=is_token, other=float("-inf")).to(tl.float32)
+    e = tl.where(is_token, tl.exp((_capped(raw, CAP) - peak) * scale), 0.0).to(tl.float64)
     inside = tl.sum((tl.cumsum(e, 0) <= target - before).to(tl.int32), 0)
     # Rounding may put the target past the chunk's end: then its likeliest token is taken.
-    likeliest = tl.sum(tl.where(c == chunk, tops, 0), 0)
+    likeliest = tl.min(tl.where(raw == tl.max(raw, 0), v, 2147483647), 0)
     draw = chunk * W + inside
-    draw = tl.where((inside < W) & (draw < vocab), draw, likeliest)
+    draw = tl.minimum(tl.where((inside < W) & (draw < vocab), draw, likeliest), vocab - 1)
     tl.store(draw_T + row, draw)
 
 
@@ -280,45 +311,111 @@ def _probabilities(raw_TV, heat_T, peak_T, total_T, vocab, CAP: tl.constexpr, W:
 
 
 @triton.jit
+def _group(
+    raw_TV,
+    heat_T,
+    peak_T,
+    total_T,
+    peak_TC,
+    vocab,
+    LEAST: tl.constexpr,
+    CAP: tl.constexpr,
+    W: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Tokens of this program's chunks, their probabilities, and which of them are likely.
+
+    Chunks whose peak is not likely are not read.
+    """
+    row = tl.program_id(0)
+    scale = _scale(tl.load(heat_T + row), CAP)
+    peak = tl.load(peak_T + row)
+    total = tl.load(total_T + row)
+    c = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    top = tl.load(peak_TC + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
+    is_read = tl.exp((top - peak) * scale) / total >= LEAST
+    v = c[:, None] * W + tl.arange(0, W)[None, :]
+    is_token = is_read[:, None] & (v < vocab)
+    raw = tl.load(raw_TV + row.to(tl.int64) * vocab + v, mask=is_token, other=0.0)
+    p = tl.exp((_capped(raw, CAP) - peak) * scale) / total
+    return v, p, is_token & (p >= LEAST)
+
+
+@triton.jit
+def _likely(
+    raw_TV,
+    heat_T,
+    peak_T,
+    total_T,
+    peak_TC,
+    entropy_T,
+    count_TG,
+    mass_TG,
+    vocab,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    CAP: tl.constexpr,
+    W: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """How many likely tokens there are in some chunks, and their mass; none in hopeless rows."""
+    at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    if tl.load(entropy_T + tl.program_id(0)) <= MOST:
+        _, p, is_likely = _group(
+            raw_TV, heat_T, peak_T, total_T, peak_TC, vocab, LEAST, CAP, W, CHUNKS, EACH
+        )
+        tl.store(count_TG + at, tl.sum(tl.sum(is_likely.to(tl.int32), 1), 0))
+        tl.store(mass_TG + at, tl.sum(tl.sum(tl.where(is_likely, p, 0.0), 1), 0))
+    else:
+        tl.store(count_TG + at, 0)
+        tl.store(mass_TG + at, 0.0)
+
+
+@triton.jit
 def _survivors(
     raw_TV,
     heat_T,
     peak_T,
     total_T,
     peak_TC,
+    count_TG,
+    mass_TG,
     id_TS,
     p_TS,
     count_T,
     mass_T,
     vocab,
+    G: tl.constexpr,
+    S: tl.constexpr,
     LEAST: tl.constexpr,
     CAP: tl.constexpr,
     W: tl.constexpr,
     CHUNKS: tl.constexpr,
-    S: tl.constexpr,
+    EACH: tl.constexpr,
 ):
+    """Put the likely tokens of some chunks into their places; a row with too many has none."""
     row = tl.program_id(0)
-    scale = _scale(tl.load(heat_T + row), CAP)
-    peak = tl.load(peak_T + row)
-    total = tl.load(total_T + row)
-    count = 0
-    mass = 0.0
-    for chunk in range(CHUNKS):
-        here = tl.exp((tl.load(peak_TC + row * CHUNKS + chunk) - peak) * scale) / total
-        if (here >= LEAST) & (count < S):
-            v = chunk * W + tl.arange(0, W)
-            is_token = v < vocab
-            raw = tl.load(raw_TV + row.to(tl.int64) * vocab + v, mask=is_token, other=0.0)
-            p = tl.exp((_capped(raw, CAP) - peak) * scale) / total
-            is_likely = is_token & (p >= LEAST)
-            place = count + tl.cumsum(is_likely.to(tl.int32), 0) - 1
-            is_kept = is_likely & (place < S)
-            tl.store(id_TS + row * S + place, v, mask=is_kept)
-            tl.store(p_TS + row * S + place, p, mask=is_kept)
-            count += tl.sum(is_likely.to(tl.int32), 0)
-            mass += tl.sum(tl.where(is_kept, p, 0.0), 0)
-    tl.store(count_T + row, tl.minimum(count, S))
-    tl.store(mass_T + row, mass)
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
+    g = tl.arange(0, G)
+    counts = tl.load(count_TG + row * groups + g, mask=g < groups, other=0)
+    count = tl.sum(counts, 0)
+    if group == 0:
+        masses = tl.load(mass_TG + row * groups + g, mask=g < groups, other=0.0)
+        tl.store(mass_T + row, tl.where(count <= S, tl.sum(masses, 0), 0.0))
+        tl.store(count_T + row, tl.where(count <= S, count, 0))
+    if (count <= S) & (tl.sum(tl.where(g == group, counts, 0), 0) > 0):
+        v, p, is_likely = _group(
+            raw_TV, heat_T, peak_T, total_T, peak_TC, vocab, LEAST, CAP, W, CHUNKS, EACH
+        )
+        likely = is_likely.to(tl.int32)
+        found = tl.sum(likely, 1)
+        before = tl.sum(tl.where(g < group, counts, 0), 0) + tl.cumsum(found, 0) - found
+        place = before[:, None] + tl.cumsum(likely, 1) - 1
+        tl.store(id_TS + row * S + place, v, mask=is_likely)
+        tl.store(p_TS + row * S + place, p, mask=is_likely)
 
 
 @triton.jit
@@ -331,12 +428,17 @@ def _soft_mean(
     D: tl.constexpr,
     S: tl.constexpr,
     BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
 ):
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for s in range(tl.load(count_T + row)):
-        token = tl.load(id_TS + row * S + s).to(tl.int64)
-        vector = tl.load(table_VD + token * D + d, mask=d < D, other=0.0)
-        total += tl.load(p_TS + row * S + s) * vector.to(tl.float32)
+    count = tl.load(count_T + row)
+    for first in range(0, count, EACH):
+        s = first + tl.arange(0, EACH)
+        token = tl.load(id_TS + row * S + s, mask=s < count, other=0).to(tl.int64)
+        p = tl.load(p_TS + row * S + s, mask=s < count, other=0.0)
+        is_in = (s < count)[:, None] & (d < D)[None, :]
+        vector = tl.load(table_VD + token[:, None] * D + d[None, :], mask=is_in, other=0.0)
+        total += tl.sum(p[:, None] * vector.to(tl.float32), 0)
     tl.store(soft_TD + row * D + d, total.to(soft_TD.dtype.element_ty), mask=d < D)

@@ -14,6 +14,7 @@ class Tile:
     stages: int = 3  # loads in flight
     swap: bool = False  # weights on the left: they fill the tall side of the matrix unit
     tma: bool = False  # weights through the copy engine, where there is one
+    registers: int | None = None  # at most, of a thread: more programs share a processor then
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Tiles:
 
 
 # By the greatest number of rows per expert, were they spread evenly, that an entry is for. Found by
-# `bench/gpu_sweep.py` on an H200 at the released shapes.
+# `bench/gpu_experts.py` on an H200 at the released shapes.
 TABLE = (
     (
         1.0,
@@ -49,8 +50,8 @@ TABLE = (
     (
         float("inf"),
         Tiles(
-            Tile(rows=128, columns=64, depth=64, warps=8, stages=3),
-            Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
+            Tile(rows=128, columns=128, depth=64, warps=8, stages=4, swap=True, tma=True),
+            Tile(rows=256, columns=128, depth=64, warps=8, stages=4, swap=True, tma=True),
         ),
     ),
 )
@@ -68,8 +69,8 @@ TABLE_8 = (
     (
         24.0,
         Tiles(
-            Tile(rows=32, columns=64, depth=128, stages=4, swap=True, tma=True),
-            Tile(rows=32, columns=64, depth=128, stages=4, swap=True, tma=True),
+            Tile(rows=32, columns=64, depth=128, stages=3, swap=True, tma=True),
+            Tile(rows=32, columns=64, depth=128, stages=3, swap=True, tma=True),
         ),
     ),
     (
@@ -82,13 +83,41 @@ TABLE_8 = (
     (
         float("inf"),
         Tiles(
-            Tile(rows=128, columns=64, depth=128, warps=8, stages=3, tma=True),
-            Tile(rows=128, columns=128, depth=128, warps=8, stages=3, tma=True),
+            Tile(rows=128, columns=64, depth=128, stages=3, swap=True, tma=True),
+            Tile(rows=128, columns=128, depth=128, stages=3, tma=True),
         ),
     ),
 )
 
 
+# The same for 4-bit weights, which are always on the left and never through the copy engine.
+TABLE_4 = (
+    (
+        24.0,
+        Tiles(
+            Tile(rows=32, columns=128, depth=64, stages=3),
+            Tile(rows=32, columns=128, depth=64, stages=4, registers=96),
+        ),
+    ),
+    (
+        96.0,
+        Tiles(
+            Tile(rows=64, columns=64, depth=128, stages=3),
+            Tile(rows=64, columns=128, depth=64, stages=3),
+        ),
+    ),
+    (
+        float("inf"),
+        Tiles(
+            Tile(rows=128, columns=64, depth=64, stages=4),
+            Tile(rows=128, columns=128, depth=64, stages=3),
+        ),
+    ),
+)
+
+TABLES = {16: TABLE, 8: TABLE_8, 4: TABLE_4}
+
+
 def tiles(num_choices: int, num_experts: int, bits: int = 16) -> Tiles:
     share = num_choices / num_experts
-    return next(entry for most, entry in (TABLE_8 if bits == 8 else TABLE) if share <= most)
+    return next(entry for most, entry in TABLES[bits] if share <= most)

@@ -1,0 +1,209 @@
+"""A short check of every kernel family on the model at hand, before any is used.
+
+One layer of each kind runs a chunk of prompt, a commit merged with a canvas, and single tokens:
+once by definition, once with the family's kernels alone. Row statistics are held against their
+definition in float64. This finds kernels that are broken on a device or for a shape, not the last
+digit: that is what `bench/gpu_check.py` and the tests are for.
+
+T tokens of a pass, D width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dgemma.cache import KVCache, Pass, Room, Span
+from dgemma.config import FULL, LayerType, ModelConfig
+from dgemma.errors import DgemmaError
+from dgemma.graph.reading import read_by_kernels, sparse_mean
+from dgemma.model import Gemma
+from dgemma.ops.fast import FAMILIES, Family, switched
+from dgemma.ops.row_stats import Query, draw_misses, row_stats_reference
+from dgemma.stack import Attend, ByContext, ByTable, Places, Stack
+
+SINGLES = 7  # tokens that pass one by one
+LONGEST = 4096  # tokens of prompts that an engine on a GPU gives to one pass
+TRIED = (9, 0)  # the GPUs on which passes of all lengths were tried when kernels were cut
+STREAM = 0.1  # size of the stream that enters: a layer's own part is then what is compared
+# Of a row, relative. A router that is almost undecided may choose otherwise for rounding alone:
+# then a row is off by some 0.1. So not all rows need be close, but half of them, and a quarter of
+# the single tokens; and none may be far. Single tokens are not quantized as by definition they are:
+# with 8-bit weights they differ by that rounding, 0.06 on random weights.
+NEAR = 0.6
+SHARES = {"a chunk": (0.5, 0.06), "single tokens": (0.25, 0.15)}
+ENTROPY, MISS, SOFT = 1e-3, 1e-5, 0.02  # nats; probability; of an embedding, relative
+STAT_ROWS = 8
+
+Verdicts = dict[Family, str]  # empty: it may be used; else why not
+
+
+class DeviceFault(DgemmaError):
+    """The device no longer answers; `verdicts` names what was being checked."""
+
+    def __init__(self, verdicts: Verdicts, reason: str) -> None:
+        super().__init__(
+            f"the GPU failed while its kernels were checked ({reason}); start again: what failed "
+            "is then left out"
+        )
+        self.verdicts = verdicts
+
+
+@torch.inference_mode()
+def check(model: Gemma, stack: Stack, known: Verdicts | None = None) -> Verdicts:
+    """Try every family not known yet; a kernel that fails does not raise, a dead device does."""
+    verdicts: Verdicts = dict(known or {})
+    for family in [family for family in FAMILIES if family not in verdicts]:
+        try:
+            if family == "row_stats":
+                verdicts[family] = _statistics_off(model)
+            else:
+                verdicts[family] = _layers_off(model, stack, family)
+        except torch.cuda.OutOfMemoryError:
+            raise  # says nothing about the kernel
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0][:200]
+            verdicts[family] = f"its check raised {type(error).__name__}: {first_line}"
+            _still_answers(model, verdicts, first_line)
+    return verdicts
+
+
+def _still_answers(model: Gemma, verdicts: Verdicts, reason: str) -> None:
+    """A kernel that reads beyond its memory takes the whole process's device with it."""
+    try:
+        model.embed_tokens.weight[:1].float().sum().item()
+    except RuntimeError as error:
+        raise DeviceFault(verdicts, reason) from error
+
+
+# --- layers
+
+
+def _layers_off(model: Gemma, stack: Stack, family: Family) -> str:
+    """What is wrong with a family, by a layer of each kind; nothing if nothing is."""
+    for number, kind in enumerate(dict.fromkeys(model.config.layer_types)):
+        probe = _one_layer(model.config, stack, kind)
+        with switched(()):
+            want_TD = _passes(model, probe, kind, by_table=False)
+        with switched({family}):
+            got_TD = _passes(model, probe, kind, by_table=family == "attention")
+        if wrong := _compare(got_TD, want_TD):
+            return f"{wrong}, layer {model.config.layer_types.index(kind)} of {number + 1} tried"
+    return ""
+
+
+def _one_layer(config: ModelConfig, stack: Stack, kind: LayerType) -> Stack:
+    """The same stack with its first layer of a kind alone, which is then layer 0."""
+    probe = copy(stack)
+    probe.layers = [replace(stack.layers[config.layer_types.index(kind)], index=0)]
+    return probe
+
+
+def _passes(model: Gemma, probe: Stack, kind: LayerType, *, by_table: bool) -> Tensor:
+    """What the layer makes of a few passes, one behind the other; rows of all, [T, D]."""
+    weight = model.embed_tokens.weight
+    config = replace(model.config, layer_types=(kind, FULL))  # the last one is always full
+    length, window = config.canvas_length, config.attention(0).window or config.canvas_length
+    chunk = max(window + length, _untried(weight.device))
+    room = Room(tokens=chunk + 3 * length + SINGLES, span=chunk)
+    cache = KVCache(config, room, weight.dtype, weight.device)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    outs = []
+
+    def run(*spans: Span) -> None:
+        context = Pass(spans)
+        size = (len(context.positions_T), config.hidden_size)
+        x_TD = torch.randn(size, generator=generator, device=weight.device) * STREAM
+        turns = model.turns(context.positions_T)
+        outs.append(probe.run(x_TD.to(weight.dtype), turns, _attend(context, probe, by_table)))
+        context.close()
+
+    run(Span(cache, chunk, commit=True))
+    run(Span(cache, length, commit=True), Span(cache, length, commit=False))
+    for _ in range(SINGLES):
+        run(Span(cache, 1, commit=True))
+    return torch.cat(outs).float()
+
+
+def _untried(device: torch.device) -> int:
+    """The length to try where nobody has: long passes are cut otherwise, and want more memory."""
+    is_tried = device.type != "cuda" or torch.cuda.get_device_capability(device) == TRIED
+    return 0 if is_tried else LONGEST
+
+
+def _attend(context: Pass, probe: Stack, by_table: bool) -> Attend:
+    if not by_table:
+        return ByContext(context, probe.eps)
+    places = Places.of(context)
+    assert places is not None
+    return ByTable(places, probe)
+
+
+def _compare(got_TD: Tensor, want_TD: Tensor) -> str:
+    """Judged apart: all rows, and the single tokens, which have kernels of their own."""
+    if not bool(got_TD.isfinite().all()):
+        return "it gives numbers that are none"
+    off_T = (got_TD - want_TD).norm(dim=-1) / want_TD.norm(dim=-1).clamp(min=1e-6)
+    parts = (off_T[:-SINGLES], off_T[-SINGLES:])
+    for (name, (share, close)), part in zip(SHARES.items(), parts, strict=True):
+        near, far = part.quantile(share).item(), part.max().item()
+        if near > close or far > NEAR:
+            return f"{name}: it is off by {near:.2g} ({far:.2g} at worst) of what it should give"
+    return ""
+
+
+# --- row statistics
+
+
+def _statistics_off(model: Gemma) -> str:
+    """The same for flat and for sharp distributions over the model's vocabulary."""
+    table = model.embed_tokens
+    device, vocab = table.weight.device, model.config.vocab_size
+    generator = torch.Generator(device).manual_seed(0)
+    rows = torch.arange(STAT_ROWS, device=device)
+
+    def draw(make: Callable[..., Tensor], *size: int, **of: torch.dtype) -> Tensor:
+        return make(size, generator=generator, device=device, **of)
+
+    raw_LV = draw(torch.randn, STAT_ROWS, vocab)
+    for place in range(5):  # in every other row a few tokens hold nearly all
+        raw_LV[::2, (7 + 101 * place) % vocab] = 20.0 - place
+    raw_LV = raw_LV.to(table.weight.dtype)
+    query = Query(
+        heat_T=0.4 + 0.4 * rows / STAT_ROWS,
+        uniform_T=draw(torch.rand, STAT_ROWS, dtype=torch.float64),
+        held_T=rows % vocab,
+    )
+    softcap = model.config.final_logit_softcapping
+    want = row_stats_reference(raw_LV, softcap, query)
+    with switched({"row_stats"}):
+        reading = read_by_kernels(raw_LV.clone(), softcap, query)
+        got = reading.stats
+        soft_LD, whole_LD = sparse_mean(table, reading), table.mean(reading.dense())
+    exact_LD = _soft_exactly(model, raw_LV, query)
+    # Equal logits leave the likeliest token open; its probability is not.
+    wrong = {
+        "likeliest token": (got.top_p_T - want.top_p_T).abs().max().item() > ENTROPY,
+        "entropy": (got.entropy_T - want.entropy_T).abs().max().item() > ENTROPY,
+        "draw": draw_misses(raw_LV, softcap, query, got.draw_T).max().item() > MISS,
+        "held token": (got.held_p_T - want.held_p_T).abs().max().item() > ENTROPY,
+        "soft embedding": _far(whole_LD, exact_LD) > SOFT,
+        "sparse soft embedding": _far(soft_LD[::2], exact_LD[::2]) > SOFT,
+    }
+    found = [name for name, is_wrong in wrong.items() if is_wrong]
+    return f"wrong: {', '.join(found)}" if found else ""
+
+
+def _soft_exactly(model: Gemma, raw_LV: Tensor, query: Query) -> Tensor:
+    cap, table = model.config.final_logit_softcapping, model.embed_tokens
+    logits_LV = raw_LV.float() if cap is None else cap * torch.tanh(raw_LV.float() / cap)
+    p_LV = (logits_LV / query.heat_T[:, None]).softmax(-1)
+    return table.mean(p_LV)
+
+
+def _far(got_LD: Tensor, want_LD: Tensor) -> float:
+    """The difference as a share of the wanted, over all rows together."""
+    off = (got_LD.float() - want_LD.float()).norm() / want_LD.float().norm()
+    return float(off) if bool(off.isfinite()) else float("inf")

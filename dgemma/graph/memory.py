@@ -1,0 +1,103 @@
+"""Memory that captured steps of one row read and write. It never moves.
+
+The first half of what is said of a pass (positions, places of the keys) belongs to a block that is
+committed in it, the second to the canvas behind that; a canvas alone uses the second half.
+
+N steps, L canvas length, D width, V vocabulary, X layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgemma.cache import Pass
+from dgemma.canvas import Canvas
+from dgemma.denoise import Row
+from dgemma.graph.capture import WARM_UPS
+from dgemma.model import Gemma
+from dgemma.sampler import Rule
+from dgemma.stack import Places
+
+MOVED = ("tokens_L", "guess_L", "kept_L", "entropy_L", "settled", "steady_steps")  # by a step
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a capture is for."""
+
+    length: int
+    steps: int  # at most
+    rule: Rule
+
+
+class Memory:
+    """What a step reads and writes."""
+
+    @torch.inference_mode(False)
+    def __init__(self, model: Gemma, shape: Shape) -> None:
+        table_VD = model.embed_tokens.weight
+        device, length = table_VD.device, shape.length
+
+        def empty(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.block_L, self.tokens_L, self.guess_L = (empty(length) for _ in range(3))
+        self.pinned_L, self.kept_L = (empty(length, dtype=torch.bool) for _ in range(2))
+        self.entropy_L = empty(length, dtype=torch.float32)
+        self.settled = torch.zeros((), dtype=torch.bool, device=device)
+        self.steady_steps = torch.zeros((), dtype=torch.long, device=device)
+        self.soft_LD = empty(length, table_VD.shape[1], dtype=table_VD.dtype)
+        steps = shape.steps + WARM_UPS  # a capture at the last step goes on beyond it
+        self.uniform_NL = empty(steps + 1, length, dtype=torch.float64)
+        self.noise_NL = empty(steps + 1, length)
+        self.heat_N = empty(steps, dtype=torch.float32)
+        self.index_1 = empty(1)  # steps taken
+        self.positions_2L = empty(2 * length)
+        self.table_2X6 = empty(2, model.config.num_hidden_layers, 6)
+        self.flags_2 = empty(2, dtype=torch.bool)  # settled; sparse soft embedding will do
+        self.seen_2 = torch.zeros(2, dtype=torch.bool, pin_memory=device.type == "cuda")
+
+    def load(self, row: Row) -> None:
+        """Begin with a row as it stands."""
+        canvas, sampler = row.canvas, row.sampler
+        for name in ("pinned_L", *MOVED):
+            getattr(self, name).copy_(getattr(canvas, name))
+        if canvas.soft_LD is None:
+            self.soft_LD.zero_()  # contributes exactly nothing
+        else:
+            self.soft_LD.copy_(canvas.soft_LD)
+        count = sampler.max_steps
+        self.uniform_NL[: count + 1].copy_(row.noise.uniform_NL)
+        self.noise_NL[: count + 1].copy_(row.noise.tokens_NL)
+        heats = [sampler.heat(count - n) for n in range(count)]
+        self.heat_N[:count].copy_(torch.tensor(heats))
+        self.index_1.fill_(canvas.num_steps)
+
+    def place(self, context: Pass, places: Places | None) -> None:
+        """Say where the tokens of a pass stand and where their keys lie."""
+        self.positions_2L[-len(context.positions_T) :].copy_(context.positions_T)
+        if places is not None:
+            self.table_2X6[-len(context.spans) :].copy_(places.table_IX6)
+
+    def canvas(self, num_steps: int) -> Canvas:
+        """The canvas in this memory, not copied."""
+        return Canvas(
+            tokens_L=self.tokens_L,
+            pinned_L=self.pinned_L,
+            kept_L=self.kept_L,
+            guess_L=self.guess_L,
+            entropy_L=self.entropy_L,
+            soft_LD=self.soft_LD,
+            settled=self.settled,
+            steady_steps=self.steady_steps,
+            num_steps=num_steps,
+        )
+
+    def keep(self, canvas: Canvas) -> None:
+        for name in MOVED:
+            getattr(self, name).copy_(getattr(canvas, name))
+
+    @property
+    def all(self) -> list[Tensor]:
+        return list(vars(self).values())
