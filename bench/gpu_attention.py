@@ -226,18 +226,18 @@ Works = Iterator[tuple[str, Callable[[int], object]]]
 
 
 def _stats_of(name: str, raw: Tensor) -> Works:
-    from dgemma.ops.kernels import row_stats
+    from dgemma.ops.kernels import row_stats, sparse
 
     heat = torch.linspace(0.4, 0.8, 256, device=DEVICE)
     uniform = torch.rand(256, dtype=torch.float64, device=DEVICE)
     ask = (heat, uniform, torch.zeros(256, dtype=torch.long, device=DEVICE))
     marks = row_stats.row_marks(raw, CAP, heat)
     merged = row_stats.row_merge(raw, CAP, ask, marks)
-    found = row_stats.survivors(raw, CAP, heat, marks, merged)
+    found = sparse.survivors(raw, CAP, heat, marks, merged)
     table = torch.empty(VOCAB, 2816, dtype=HALF, device=DEVICE).normal_()
     p = (CAP * torch.tanh(raw.double() / CAP) / heat[:, None]).softmax(-1)
     off = (merged.entropy_T - torch.special.entr(p).sum(-1)).abs().max().item()
-    likely = (p >= row_stats.SPARE).sum(-1)
+    likely = (p >= sparse.SPARE).sum(-1)
     is_right = torch.equal(merged.top_T, raw.argmax(-1))
     print(
         f"# stats {name}: entropy off {off:.1e} (<= 2e-5), top {is_right}; likely tokens"
@@ -247,8 +247,8 @@ def _stats_of(name: str, raw: Tensor) -> Works:
     del p
     yield "marks", lambda _: row_stats.row_marks(raw, CAP, heat)
     yield "merge", lambda _: row_stats.row_merge(raw, CAP, ask, marks)
-    yield "survivors", lambda _: row_stats.survivors(raw, CAP, heat, marks, merged)
-    yield "soft mean", lambda _: row_stats.soft_mean(table, *found[:3])
+    yield "survivors", lambda _: sparse.survivors(raw, CAP, heat, marks, merged)
+    yield "soft mean", lambda _: sparse.soft_mean(table, *found[:3])
     if name == "flat":
         yield from _marks_forms(raw, heat, marks)
 

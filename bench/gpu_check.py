@@ -34,7 +34,7 @@ from dgemma.ops.experts import mix
 from dgemma.ops.fast import switched
 from dgemma.ops.fp8 import fp8_choices
 from dgemma.ops.fused import CloseWeights, JoinWeights, close, join, route
-from dgemma.ops.kernels import attention, experts, layer, row_stats
+from dgemma.ops.kernels import attention, experts, layer, row_stats, sparse
 from dgemma.ops.kernels.tiles import tiles
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate
@@ -278,14 +278,14 @@ def _stats(name: str, raw_TV: Tensor, query: plain_stats.Query) -> Iterator[Resu
     dense = largest(got_TV @ table_VD, exact_TD)
     took = micros(lambda: got_TV @ table_VD)
     yield Result("  dense soft mean", dense, dense, True, took, nan, size + 2 * VOCAB * WIDTH / 1e9)
-    found = row_stats.survivors(raw_TV, CAP, query.heat_T, marks, new)
+    found = sparse.survivors(raw_TV, CAP, query.heat_T, marks, new)
     mass = found[3].min().item()
-    error = largest(row_stats.soft_mean(table_VD, *found[:3]), exact_TD)
+    error = largest(sparse.soft_mean(table_VD, *found[:3]), exact_TD)
     print(f"# {name}: least mass kept {mass:.6f}, most tokens {found[2].max().item()}")
     passed = mass < 1 - 2e-3 or error <= 1.1 * dense + 2e-3
     took = micros(
-        lambda: row_stats.soft_mean(
-            table_VD, *row_stats.survivors(raw_TV, CAP, query.heat_T, marks, new)[:3]
+        lambda: sparse.soft_mean(
+            table_VD, *sparse.survivors(raw_TV, CAP, query.heat_T, marks, new)[:3]
         )
     )
     yield Result("  sparse soft mean", error, dense, passed, took, nan, 2e-9 * WIDTH * CANVAS)

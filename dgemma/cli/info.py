@@ -30,10 +30,15 @@ def info(
         return
     width = max(map(len, facts))
     for name, value in facts.items():
-        shown = (
-            ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        )
-        print(f"{name.replace('_', ' '):{width}}  {shown}")
+        print(f"{name.replace('_', ' '):{width}}  {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """On one line; what is true of all is said once."""
+    if not isinstance(value, dict):
+        return str(value)
+    ways = set(value.values())
+    return ways.pop() if len(ways) == 1 else ", ".join(f"{k}: {v}" for k, v in value.items())
 
 
 def _machine(device: str, dtype: str) -> dict[str, Any]:

@@ -36,11 +36,12 @@ def read(raw_LV: Tensor, softcap: float | None, query: Query) -> Reading:
 def read_by_kernels(raw_LV: Tensor, softcap: float | None, query: Query) -> Reading:
     """Probabilities only when they are asked for: `raw_LV` is left as it is until then."""
     from dgemma.ops.kernels import row_stats as kernels
+    from dgemma.ops.kernels.sparse import survivors
 
     marks = kernels.row_marks(raw_LV, softcap, query.heat_T)
     ask = (query.heat_T, query.uniform_T, query.held_T)
     merged = kernels.row_merge(raw_LV, softcap, ask, marks)
-    *found, mass_L = kernels.survivors(raw_LV, softcap, query.heat_T, marks, merged)
+    *found, mass_L = survivors(raw_LV, softcap, query.heat_T, marks, merged)
     return Reading(
         RowStats(**{name: getattr(merged, name) for name in RowStats.__slots__}),
         (mass_L >= MASS).all(),
@@ -51,7 +52,7 @@ def read_by_kernels(raw_LV: Tensor, softcap: float | None, query: Query) -> Read
 
 def sparse_mean(table: TokenTable, reading: Reading) -> Tensor:
     """The mean vector over the likely tokens of each position, [L, D]."""
-    from dgemma.ops.kernels.row_stats import soft_mean
+    from dgemma.ops.kernels.sparse import soft_mean
 
     id_LS, p_LS, count_L = reading.found
     return soft_mean(table.weight, id_LS, p_LS, count_L) * table.scale

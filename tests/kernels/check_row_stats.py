@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from dgemma.ops.kernels import row_stats as kernels
+from dgemma.ops.kernels import sparse
 from dgemma.ops.row_stats import Query, draw_misses, row_stats_reference
 
 SHAPES = [(61, 30.0, 30.0), (2048, None, 8.0), (5000, 30.0, 3.0)]
@@ -114,14 +115,14 @@ def test_the_sparse_mean_is_the_dense_one_where_its_mass_says_so() -> None:
     raw, query = case(5000, 1.0)
     raw[:4, :7] += 25.0  # the first rows are sharp, the others flat
     marks, merged = ask(raw, 30.0, query)
-    ids, p, count, mass = kernels.survivors(raw, 30.0, query.heat_T, marks, merged)
+    ids, p, count, mass = sparse.survivors(raw, 30.0, query.heat_T, marks, merged)
     table = torch.randn(5000, 24, generator=torch.Generator().manual_seed(1))
-    sparse = kernels.soft_mean(table, ids, p, count)
+    mean = sparse.soft_mean(table, ids, p, count)
     dense = kernels.probabilities_(raw, 30.0, query.heat_T, merged) @ table
     assert (mass[:4] > 0.999).all()
     assert (mass[4:] < 0.998).all()
-    torch.testing.assert_close(sparse[:4], dense[:4], atol=2e-3, rtol=1e-3)
-    assert (sparse[4:] - dense[4:]).abs().max() > 0.01
+    torch.testing.assert_close(mean[:4], dense[:4], atol=2e-3, rtol=1e-3)
+    assert (mean[4:] - dense[4:]).abs().max() > 0.01
 
 
 def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
@@ -132,10 +133,10 @@ def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
     raw[1, 50 :: kernels.CHUNK // 4] += 20.0
     raw[2, ::20] += 20.0
     marks, merged = ask(raw, None, query)
-    ids, p, count, mass = kernels.survivors(raw, None, query.heat_T, marks, merged)
+    ids, p, count, mass = sparse.survivors(raw, None, query.heat_T, marks, merged)
     want = (raw.double() / query.heat_T[:, None].double()).softmax(-1)
     for row in range(2):
-        likely = (want[row] >= kernels.SPARE).nonzero()[:, 0]
+        likely = (want[row] >= sparse.SPARE).nonzero()[:, 0]
         assert ids[row, : count[row]].tolist() == likely.tolist()
         torch.testing.assert_close(
             p[row, : count[row]].double(), want[row, likely], rtol=1e-4, atol=0

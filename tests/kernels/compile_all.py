@@ -16,7 +16,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dgemma.ops.kernels import attention, experts, layer, router, row_stats, vector, wide_attention
+from dgemma.ops.kernels import (
+    attention,
+    experts,
+    layer,
+    router,
+    row_stats,
+    sparse,
+    vector,
+    wide_attention,
+)
 from dgemma.ops.kernels.tiles import TABLE, TABLE_8
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -87,21 +96,21 @@ def stats_cases() -> list[Case]:
         Case("probabilities", row_stats._probabilities, {**row, **totals}, sizes),
         Case(
             "likely",
-            row_stats._likely,
+            sparse._likely,
             {**row, **totals, "peak_TC": FLOAT, "entropy_T": FLOAT, **groups},
-            {**sizes, "EACH": row_stats.AT_ONCE, "MOST": row_stats._most_entropy(1 << 18)},
+            {**sizes, "EACH": sparse.AT_ONCE, "MOST": sparse._most_entropy(1 << 18)},
             8,
         ),
         Case(
             "survivors",
-            row_stats._survivors,
+            sparse._survivors,
             {**row, **totals, **likely, "peak_TC": FLOAT, **groups, "mass_T": FLOAT},
-            {**sizes, "EACH": row_stats.AT_ONCE, "G": 32},
+            {**sizes, "EACH": sparse.AT_ONCE, "G": 32},
             8,
         ),
         Case(
             "soft mean",
-            row_stats._soft_mean,
+            sparse._soft_mean,
             mean,
             {"D": WIDTH, "S": 128, "BLOCK": 256, "EACH": 16},
         ),
