@@ -88,7 +88,8 @@ def engine_of(model: Gemma, arguments: argparse.Namespace) -> Engine:
     vocab = model.config.vocab_size
     # A stop id that no token has.
     generation = GenerationConfig(stop_ids=(vocab,), max_new_tokens=arguments.tokens)
-    engine = Engine(model, plain_tokenizer(vocab), None, generation)
+    more = {} if arguments.prefix_bytes is None else {"prefix_bytes": arguments.prefix_bytes}
+    engine = Engine(model, plain_tokenizer(vocab), None, generation, **more)
     engine.chunk = arguments.chunk or engine.chunk
     if arguments.uncaptured:
         engine.fast = None
@@ -203,6 +204,8 @@ def memory_facts(device: torch.device) -> dict[str, object]:
         "peak_allocated_gb": torch.cuda.max_memory_allocated(device) / 1e9,
         "peak_reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
         "used_gb": (total - free) / 1e9,
+        "allocated_gb": torch.cuda.memory_allocated(device) / 1e9,
+        "reserved_gb": torch.cuda.memory_reserved(device) / 1e9,
     }
 
 
@@ -265,6 +268,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--long", type=int, default=8192, help="tokens of the prompt alone")
     parser.add_argument("--chunk", type=int, help="tokens of a prompt that a pass takes")
+    parser.add_argument("--prefix-bytes", type=int, help="memory for finished requests; 0: none")
     parser.add_argument("--uncaptured", action="store_true", help="every pass by Python")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)

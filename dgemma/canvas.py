@@ -9,11 +9,12 @@ L canvas length, N steps (0 is the fresh canvas), D width.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dgemma.errors import UsageError
-from dgemma.ops.philox import WORD, philox
+from dgemma.ops.philox import WORD, philox_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +77,20 @@ class Noise:
         self, block: int, steps: int, length: int, vocab: int, device: torch.device
     ) -> BlockNoise:
         """The noise of one block of `length` positions and up to `steps` steps."""
-        step_N1 = torch.arange(steps + 1, device=device)[:, None]
-        position_1L = torch.arange(length, device=device)[None]
-        row_NL = torch.zeros_like(step_N1 * position_1L)
-        counter = (row_NL + position_1L, row_NL + step_N1, row_NL + block, row_NL + self._branch)
-        a, b, c, _ = philox(counter, (self.seed & WORD, self.seed >> 32))
+        position_1L = np.arange(length, dtype=np.uint64)[None]
+        step_N1 = np.arange(steps + 1, dtype=np.uint64)[:, None]
+        block_11 = np.full((1, 1), block, dtype=np.uint64)
+        branch_11 = np.full((1, 1), self._branch, dtype=np.uint64)
+        counter = (position_1L, step_N1, block_11, branch_11)
+        a, b, c, _ = philox_on_host(counter, (self.seed & WORD, self.seed >> 32))
+        # Both in one piece of memory, which takes one copy to a device.
+        both_2NL = np.empty((2, steps + 1, length), dtype=np.int64)
         # 53 bits of the first two words make the float64; the third is scaled to the vocabulary.
-        uniform_NL = ((a << 21) | (b >> 11)).double() * 2.0**-53
-        return BlockNoise(uniform_NL, (c * vocab) >> 32)
+        bits_NL = (a << np.uint64(21)) | (b >> np.uint64(11))
+        np.multiply(bits_NL, 2.0**-53, out=both_2NL[0].view(np.float64))
+        both_2NL[1] = (c * np.uint64(vocab)) >> np.uint64(32)
+        uniform_NL, tokens_NL = torch.from_numpy(both_2NL).to(device).unbind()
+        return BlockNoise(uniform_NL.view(torch.float64), tokens_NL)
 
     @property
     def _branch(self) -> int:
@@ -96,11 +103,14 @@ def fresh(noise_L: Tensor, pins: Pins = NO_PINS) -> Canvas:
     outside = [position for position in pins.positions if not 0 <= position < length]
     if outside:
         raise UsageError(f"pins at {outside} lie outside a canvas of {length} tokens")
-    where = torch.tensor(pins.positions, dtype=torch.long, device=device)
-    what = torch.tensor(pins.tokens, dtype=noise_L.dtype, device=device)
-    pinned_L = torch.zeros(length, dtype=torch.bool, device=device).index_fill(0, where, True)
+    tokens_L = noise_L
+    pinned_L = torch.zeros(length, dtype=torch.bool, device=device)
+    if pins.positions:
+        where = torch.tensor(pins.positions, dtype=torch.long, device=device)
+        what = torch.tensor(pins.tokens, dtype=noise_L.dtype, device=device)
+        tokens_L, pinned_L = noise_L.index_copy(0, where, what), pinned_L.index_fill(0, where, True)
     return Canvas(
-        tokens_L=noise_L.index_copy(0, where, what),
+        tokens_L=tokens_L,
         pinned_L=pinned_L,
         kept_L=pinned_L,
         guess_L=torch.full_like(noise_L, -1),

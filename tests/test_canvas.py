@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dgemma.canvas import NO_PINS, BlockNoise, Noise, Pins, corrupt, fresh
 from dgemma.errors import UsageError
+from dgemma.ops.philox import WORD, philox
 from tests.tiny import CPU
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=50)
@@ -119,6 +120,18 @@ def test_a_source_out_of_range_is_refused(source: dict[str, int], complaint: str
 def test_the_ends_of_the_range_are_allowed() -> None:
     last = Noise(seed=2**64 - 1, choice=65535, retry=65535)
     assert (last.block(0, 1, 4, 10, CPU).uniform_NL < 1).all()
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**63 + 5, 2**64 - 1])
+@pytest.mark.parametrize("number", [0, 3, 2**31 + 1])
+def test_noise_made_on_the_host_is_what_a_device_would_make(seed: int, number: int) -> None:
+    mine = Noise(seed=seed, choice=9, retry=65535).block(number, 5, 7, 262_144, CPU)
+    nothing = torch.zeros(6, 7, dtype=torch.long)
+    place = (nothing + torch.arange(7), nothing + torch.arange(6)[:, None])
+    words = (*place, nothing + number, nothing + (9 << 16 | 65535))
+    a, b, c, _ = philox(words, (seed & WORD, seed >> 32))
+    assert torch.equal(mine.uniform_NL, ((a << 21) | (b >> 11)).double() * 2.0**-53)
+    assert torch.equal(mine.tokens_NL, (c * 262_144) >> 32)
 
 
 # --- the canvas

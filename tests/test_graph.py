@@ -18,6 +18,7 @@ from dgemma.canvas import NO_PINS, Noise, Pins
 from dgemma.config import GenerationConfig
 from dgemma.denoise import Row, commit, denoise, start
 from dgemma.engine import Done, Draft, EditOptions, Engine, FillOptions, Options
+from dgemma.engine.options import Mode
 from dgemma.engine.sudoku import solve
 from dgemma.graph.capture import WARM_UPS
 from dgemma.graph.memory import Shape
@@ -151,18 +152,63 @@ def test_the_last_step_has_room_for_the_warm_ups_of_a_capture(model: Gemma) -> N
     assert int(stepper.memory.index_1) == STEPS + WARM_UPS
 
 
-def test_a_whole_block_is_committed_as_by_definition(model: Gemma) -> None:
+@pytest.mark.parametrize("count", [CANVAS, CANVAS - 3])
+def test_up_to_so_many_tokens_are_committed_as_by_definition(model: Gemma, count: int) -> None:
     mine, want = cache_of(model, 20), cache_of(model, 20)
     committer = Committer(model, Stack(model), CANVAS)
-    block = list(range(310, 310 + CANVAS))
-    assert committer.commit(block, mine)
-    commit(model, want, torch.tensor(block), chunk=CANVAS)
-    assert mine.length == want.length
+    tokens = list(range(310, 310 + count))
+    assert committer.commit(tokens, mine)
+    commit(model, want, torch.tensor(tokens), chunk=CANVAS)
+    assert mine.length == want.length == 20 + count
     (a,), (b,) = mine.read(1, 0, mine.length), want.read(1, 0, want.length)
     torch.testing.assert_close(a.k_SMH, b.k_SMH)
-    fast = Fast(model)
-    assert fast.commit(block, mine) and mine.length == 20 + 2 * CANVAS
-    assert not fast.commit(block[:-1], mine) and mine.length == 20 + 2 * CANVAS
+
+
+def test_a_size_of_prompts_is_captured_when_it_comes_again(
+    model: Gemma, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, bool]] = []
+    commit = Committer.commit
+
+    def watched(self: Committer, tokens: list[int], cache: KVCache, *, captured: bool) -> bool:
+        given.append((self.count, captured))
+        return commit(self, tokens, cache, captured=captured)
+
+    monkeypatch.setattr(Committer, "commit", watched)
+    monkeypatch.setattr("dgemma.graph.steppers.PROMPTS", (4, 12))
+    fast, first, cache = Fast(model), cache_of(model, 20), cache_of(model, 20)
+    tokens = list(range(310, 330))
+    for _ in range(2):  # its own prompt goes on
+        assert fast.commit(tokens[:9], first)
+    assert fast.commit(tokens[:5], cache) and cache.length == 25
+    assert fast.commit(tokens[:12], cache) and cache.length == 37
+    assert fast.commit(tokens[:3], cache) and fast.commit(tokens[:4], first)
+    assert given == [(12, False)] * 2 + [(12, True)] * 2 + [(4, False), (4, True)]
+    commit(fast.committers[4], [300], cache)  # a reply, and then the same row again
+    assert fast.commit(tokens[:2], cache) and given.pop() == (4, True)
+    assert not fast.commit(tokens[:13], cache)  # more than any
+    cache.room = replace(cache.room, tokens=cache.length + 11)
+    assert not fast.commit(tokens[:5], cache)  # what follows them would not fit
+    assert cache.length == 43
+
+
+def test_prompts_that_cannot_be_captured_leave_the_steps_as_they_are(
+    model: Gemma, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any, **__: Any) -> bool:
+        raise torch.cuda.OutOfMemoryError("no memory\nby far")
+
+    monkeypatch.setattr("dgemma.graph.steppers.PROMPTS", (12,))
+    fast, cache = Fast(model), cache_of(model, 20)
+    fast.pool = object()  # as if passes were captured here
+    monkeypatch.setattr(Committer, "commit", failing)
+    for _ in range(2):
+        assert not fast.commit([310, 311], cache)
+    assert caplog.messages == ["prompts are not captured from now on: no memory"]
+    assert not fast.is_broken and fast.step(row_of(0), cache) is not None
+    monkeypatch.setattr(Stepper, "step", failing)
+    assert fast.step(row_of(0), cache) is None
+    assert fast.is_broken and not fast.can_step(SAMPLER)
 
 
 # --- the engine
@@ -258,12 +304,28 @@ def test_captured_passes_give_the_same_events(wild: tuple[Engine, Engine, Spy], 
     assert told(captured, "x", options) == want
     done = want[-1]
     if case in ("AR", "warm AR"):
-        assert spy.served == {"tell": done.steps - 1}  # the first comes with the prompt
+        assert +spy.served == {"tell": done.steps}
     elif case == "tempered":
         assert spy.served["step"] == spy.served["first"] == 0
     elif case not in ("hybrid", "budget"):
         assert spy.served["first"] == done.blocks - 1
-        assert spy.served["step"] == done.steps - done.blocks
+        assert spy.served["step"] == done.steps - done.blocks + 1
+
+
+@pytest.mark.parametrize("mode", ["diffusion", "ar"])
+def test_prompts_committed_by_captured_passes_give_the_same_events(
+    wild: tuple[Engine, Engine, Spy], monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """Those that fit; a prompt of one block comes with the first step."""
+    monkeypatch.setattr("dgemma.graph.steppers.PROMPTS", (16, 32))
+    plain, captured, spy = wild
+    options = Options(mode=mode, seed=2, max_tokens=CANVAS + 3)
+    for number, length in enumerate((30, 20, 33, 1 + CANVAS, CANVAS, 2)):
+        ids = torch.randint(300, CONFIG.vocab_size, (length,), generator=seeded(number)).tolist()
+        prompt = Prompt(text="", ids=tuple(ids))
+        assert told(captured, prompt, options) == told(plain, prompt, options)
+    assert spy.served["commit"] == {"diffusion": 4, "ar": 6}[mode]
+    assert set(spy.committers) == {16, 32}
 
 
 def test_text_held_to_a_grammar_is_the_same(taught: tuple[Engine, Engine, Spy]) -> None:
@@ -346,7 +408,7 @@ def test_a_puzzle_is_solved_in_the_same_steps() -> None:
         solved += solve(engine, [PUZZLE])
     assert replace(solved[0], seconds=0.0) == replace(solved[1], seconds=0.0)
     assert solved[0].is_right
-    assert spy.served["step"] == solved[1].steps - 1
+    assert spy.served["step"] == solved[1].steps
 
 
 def test_a_long_prompt_in_larger_chunks_is_the_same_prompt(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from dgemma.ops.attention import Segment, attention, attention_reference, can_me
 from dgemma.ops.experts import experts, experts_reference, grouped_linear, one_by_one
 from dgemma.ops.linear import can_pack, linear, packed_linear
 from dgemma.ops.norm import rms_norm
-from dgemma.ops.philox import philox
+from dgemma.ops.philox import WORD, philox, philox_on_host
 from dgemma.ops.rope import frequencies, rotate, turns
 from dgemma.ops.row_stats import Query, row_stats, row_stats_reference
 from dgemma.weights.pack import PackedLinear, pack
@@ -496,6 +497,22 @@ def test_philox_gives_the_published_answers(counter: str, key: str, answer: str)
     a, b, c, d = (torch.tensor([word]) for word in words)
     given = philox((a, b, c, d), (low, high))
     assert " ".join(f"{int(word):08x}" for word in given) == answer
+
+
+def test_philox_on_the_host_gives_the_same_words() -> None:
+    """Also while a word varies along one axis alone."""
+    host = [
+        np.arange(4)[:, None],
+        np.arange(3)[None] + 2**31,
+        np.full((1, 1), WORD),
+        np.ones((1, 1)),
+    ]
+    a, b, c, d = (word.astype(np.uint64) for word in host)
+    whole = [torch.from_numpy(word.astype(np.int64)).expand(4, 3) for word in host]
+    for key in ((0, 0), (WORD, WORD), (5, 1 << 31)):
+        want = philox((whole[0], whole[1], whole[2], whole[3]), key)
+        for mine, word in zip(philox_on_host((a, b, c, d), key), want, strict=True):
+            assert np.array_equal(mine.astype(np.int64), word.numpy())
 
 
 def test_philox_takes_many_counters_at_once() -> None:

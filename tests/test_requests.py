@@ -3,6 +3,7 @@
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from dgemma.canvas import Pins
 from dgemma.engine import Done, Engine, Options
+from dgemma.engine.engine import prefix_room
+from dgemma.engine.job import prefill_chunk
 from dgemma.errors import PromptTooLong, UsageError
 from dgemma.sampler import Sampler
 from dgemma.text.chat import Message, Prompt
@@ -76,6 +79,25 @@ def test_an_engine_without_room_for_prefixes_keeps_none(checkpoint: Path) -> Non
     for _ in range(2):
         assert engine.generate(SHORT, Options(seed=1)).reused_tokens == 0
     assert len(engine.prefixes) == 0
+    job = engine.submit(engine.plan(SHORT, Options(seed=1)))
+    engine.step()
+    assert job.prefilled and not job.cache.marks  # which would cost memory for nothing
+    engine.cancel(job)
+
+
+@pytest.mark.parametrize(
+    ("memory", "chunk", "prefixes"),
+    [(141e9, 4096, 2 << 30), (25e9, 1024, int(1.25e9)), (16e9, 512, int(0.8e9))],
+)
+def test_a_smaller_gpu_gets_smaller_passes_and_remembers_less(
+    monkeypatch: pytest.MonkeyPatch, memory: float, chunk: int, prefixes: int
+) -> None:
+    card = SimpleNamespace(total_memory=int(memory))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    assert prefill_chunk(torch.device("cuda")) == chunk
+    assert prefix_room(torch.device("cuda")) == prefixes
+    assert prefill_chunk(torch.device("cpu")) == 512
+    assert prefix_room(torch.device("cpu")) == 2 << 30
 
 
 def test_pinned_text_behind_a_stop_is_part_of_the_reply(wild: Engine) -> None:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+import torch
+
 from dgemma.cache import KVCache, Room
 from dgemma.config import GenerationConfig
 from dgemma.engine.batch import Work, run
@@ -41,7 +43,8 @@ DEFAULTS = Options()
 FILL_DEFAULTS = FillOptions()
 EDIT_DEFAULTS = EditOptions()
 MAX_ROWS = 16  # requests in one pass; others wait
-PREFIX_BYTES = 2 << 30  # memory for the keys and values of finished requests
+PREFIX_BYTES = 2 << 30  # memory for the keys and values of finished requests, at most...
+PREFIX_SHARE = 0.05  # ...and of a GPU's memory
 
 
 class Engine:
@@ -58,7 +61,7 @@ class Engine:
         generation: GenerationConfig,
         *,
         max_rows: int = MAX_ROWS,
-        prefix_bytes: int = PREFIX_BYTES,
+        prefix_bytes: int | None = None,
     ) -> None:
         if tokenizer.vocab_size != model.config.vocab_size:
             raise CheckpointError(
@@ -72,7 +75,10 @@ class Engine:
         self.device, self.dtype = weight.device, weight.dtype
         self.max_rows, self.chunk = max_rows, prefill_chunk(self.device)
         self.fast = Fast.of(model)
-        self.prefixes = PrefixStore(prefix_bytes)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading, joining and checks have left
+        room = prefix_room(self.device) if prefix_bytes is None else prefix_bytes
+        self.prefixes = PrefixStore(room)
         self.jobs: list[Job] = []
         self.waiting: deque[Job] = deque()
 
@@ -82,7 +88,7 @@ class Engine:
         model: str | Path = "nano",
         *,
         adapter: str | Path | None = None,
-        prefix_bytes: int = PREFIX_BYTES,
+        prefix_bytes: int | None = None,
         progress: Progress | None = None,
         **where: Unpack[Where],
     ) -> "Engine":
@@ -247,7 +253,7 @@ class Engine:
         `past` holds the beginning of its prompt; requests that share one do not encode it again.
         """
         job = Job(plan, self.tokenizer, self.stop_ids)
-        job.past = past
+        job.past, job.is_remembered = past, self.prefixes.max_bytes > 0
         if not job.is_over:  # a grammar without a text that fits ends it at once
             self.waiting.append(job)
         return job
@@ -274,7 +280,8 @@ class Engine:
         """What every request brings to the next pass; long prompts share out what it may hold."""
         prompts = sum(len(job.pending) > PREFILL_CHUNK for job in self.jobs)
         chunk = max(PREFILL_CHUNK, self.chunk // max(1, prompts))
-        return [job.work(chunk) for job in self.jobs]
+        alone = self.fast if len(self.jobs) == 1 else None
+        return [job.work(chunk, alone) for job in self.jobs]
 
     def cancel(self, job: Job) -> None:
         """Take a request out; what it has committed is remembered."""
@@ -315,3 +322,11 @@ class Engine:
         if found is not None:
             return found[0]
         return KVCache(self.model.config, room, self.dtype, self.device)
+
+
+def prefix_room(device: torch.device) -> int:
+    """Bytes for the keys of finished requests, where nobody says how many."""
+    if device.type != "cuda":
+        return PREFIX_BYTES
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(PREFIX_BYTES, int(PREFIX_SHARE * memory))

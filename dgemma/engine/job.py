@@ -24,6 +24,7 @@ from dgemma.engine.guided import THOUGHT_CLOSES, THOUGHT_OPENS, Guided
 from dgemma.engine.options import Plan
 from dgemma.engine.reader import Reader
 from dgemma.graph.check import LONGEST
+from dgemma.graph.steppers import Fast
 from dgemma.guide.edits import next_place
 from dgemma.guide.matcher import GuideFault
 from dgemma.ops.row_stats import Query, row_stats
@@ -31,7 +32,8 @@ from dgemma.text.reply import ENDINGS
 from dgemma.text.tokenizer import StopIds, Tokenizer
 
 PREFILL_CHUNK = 512  # tokens a request may commit in one pass, at least...
-GPU_CHUNK = LONGEST  # ...and at most where a pass has to be large to be worth its launches
+# ...and at most, by the memory of a GPU in bytes: larger passes are worth more, and hold more.
+GPU_CHUNKS = ((40e9, LONGEST), (20e9, 1024), (0, PREFILL_CHUNK))
 AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
 FAULT = "fault"
@@ -42,6 +44,7 @@ class Job:
 
     cache: KVCache  # from `begin` on
     past: KVCache | None = None  # holds the beginning of the prompt, shared with other requests
+    is_remembered = True  # whether its cache may serve a follow-up
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer, stops: StopIds) -> None:
         self.plan, self.tokenizer, self.stops = plan, tokenizer, stops
@@ -79,8 +82,14 @@ class Job:
         self.committed = self.pending[: cache.length]
         del self.pending[: cache.length]
 
-    def work(self, chunk: int = PREFILL_CHUNK) -> Work:
-        """What this job wants of the next pass, in which it may commit so many tokens."""
+    def work(self, chunk: int = PREFILL_CHUNK, fast: Fast | None = None) -> Work:
+        """What this job wants of the next pass, in which it may commit so many tokens.
+
+        Where captured passes serve it, its prompt is committed apart from what they do.
+        """
+        apart = 0 if fast is None or self.prefilled else self._apart(fast)
+        if apart:
+            return Work(self.cache, tuple(self.pending[: min(apart, chunk)]))
         tokens = tuple(self.pending[:chunk])
         if len(tokens) < len(self.pending):
             return Work(self.cache, tokens)
@@ -90,19 +99,39 @@ class Job:
             self.row = self._fresh_row()
         return Work(self.cache, tokens, self.row)
 
+    def _apart(self, fast: Fast) -> int:
+        """Tokens of the prompt that are committed before captured passes take over."""
+        if self.is_ar:
+            return len(self.pending) - 1  # the last one tells what comes next
+        is_block = len(self.pending) == self.plan.canvas_length  # comes with the first step
+        can_step = self.guided is None and fast.can_step(self.plan.sampler)
+        return len(self.pending) if can_step and not is_block else 0
+
     def take(self, work: Work, outcome: Outcome) -> None:
         """Go on from what the pass gave."""
         self.committed += work.tokens
         del self.pending[: len(work.tokens)]
         if not self.prefilled and not self.pending:
+            if outcome.row is None and outcome.logits_V is None:
+                self._await_prompt()
             self.prefilled = time.perf_counter()
-            self.cache.mark()  # a follow-up that drops the thought resumes here
+            if self.is_remembered:
+                self.cache.mark()  # a follow-up that drops the thought resumes here
         if outcome.logits_V is not None:
             self._take_token(outcome.logits_V)
         if outcome.row is not None:
             self._take_step(outcome.row)
         if not self.is_done and self._is_over_budget():
             self._stop_early()
+
+    def _await_prompt(self) -> None:
+        """Wait for a prompt that was committed apart, so that its time is known.
+
+        The canvas is made meanwhile.
+        """
+        self.row = self._fresh_row()
+        if self.cache.device.type == "cuda":
+            torch.cuda.current_stream(self.cache.device).synchronize()
 
     def _take_step(self, row: Row) -> None:
         self.row, self.steps = row, self.steps + 1
@@ -329,7 +358,10 @@ class Job:
 
 def prefill_chunk(device: torch.device) -> int:
     """Tokens of one prompt that a pass takes; all prompts together, where it is more than least."""
-    return GPU_CHUNK if device.type == "cuda" else PREFILL_CHUNK
+    if device.type != "cuda":
+        return PREFILL_CHUNK
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return next(chunk for least, chunk in GPU_CHUNKS if memory >= least)
 
 
 def token_noise(plan: Plan, block: int, config: ModelConfig) -> BlockNoise:

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 
 from dgemma.engine.events import Text
-from dgemma.text.reply import AnswerText, Reply, ReplyEvent, ReplyParser, ThoughtText
+from dgemma.text.reply import (
+    ENDINGS,
+    AnswerText,
+    Reply,
+    ReplyEvent,
+    ReplyParser,
+    ThoughtText,
+)
 from dgemma.text.stream import StopStrings
 from dgemma.text.tokenizer import Tokenizer
 
@@ -13,7 +20,10 @@ class Reader:
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, in_thought: bool) -> None:
         self.parser = ReplyParser(tokenizer, in_thought=in_thought)
-        self.stops = StopStrings(stop)
+        self.tokenizer, self.stops = tokenizer, StopStrings(stop)
+        self.can_stop, names = bool(stop), tokenizer.control_ids
+        self.control = frozenset(names.values())
+        self.endings = frozenset(names[name] for name in ENDINGS if name in names)
         self.events: list[ReplyEvent] = []
         self.ids: list[int] = []
 
@@ -27,6 +37,22 @@ class Reader:
 
     def feed(self, ids: Sequence[int]) -> list[Text]:
         """Take ids until a stop string is complete; what follows it is no part of the reply."""
+        if self.has_stopped or self.parser.has_ended:
+            return []
+        if self.can_stop and self._may_stop_in(ids):
+            return self._feed_singly(ids)
+        texts = self._promise(self.parser.feed(ids))
+        end = next((place for place, token in enumerate(ids) if token in self.endings), len(ids))
+        self.ids += ids[:end]
+        return _joined(texts)
+
+    def _may_stop_in(self, ids: Sequence[int]) -> bool:
+        """Whether a stop string may be complete behind these ids; a control token parts text."""
+        is_plain = self.control.isdisjoint(ids)
+        return not is_plain or self.stops.may_stop_in(self.tokenizer.decode_bytes(ids))
+
+    def _feed_singly(self, ids: Sequence[int]) -> list[Text]:
+        """Token by token: it matters which of them completes a stop string."""
         texts: list[Text] = []
         for token in ids:
             if self.has_stopped or self.parser.has_ended:

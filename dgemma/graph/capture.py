@@ -7,12 +7,27 @@ import torch
 from torch import Tensor
 
 WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries set up
+LARGE = 32 << 20  # bytes that are set aside on the host while a capture is made
 
 Pool = Any  # a handle of torch's: memory that captures share, of which never two run at once
 
 
 def new_pool(device: torch.device) -> Pool | None:
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and priority
+
+
+def capture_stream(device: int, priority: int) -> torch.cuda.Stream:
+    """Where all work of a priority is tried and captured.
+
+    One for all: libraries keep memory for each stream they have seen, 32 MiB on an H200.
+    """
+    if (device, priority) not in _streams:
+        made = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        _streams[device, priority] = made
+    return _streams[device, priority]
 
 
 class Graphs:
@@ -22,6 +37,13 @@ class Graphs:
         """`urgent`: what runs beside the work, on streams of its own, gives way to it."""
         self.pool, self.priority = pool, -1 if urgent else 0
         self.captured: dict[str, torch.cuda.CUDAGraph] = {}
+
+    def again(self, name: str) -> bool:
+        """Replay what is captured; False, and nothing done, if it is not. Costs the host least."""
+        graph = self.captured.get(name)
+        if graph is not None:
+            graph.replay()
+        return graph is not None
 
     def run(self, name: str, work: Callable[[], None], kept: Sequence[Tensor]) -> None:
         """Do the work; `kept` is what it changes, and what a warm-up has to leave as it was."""
@@ -33,22 +55,21 @@ class Graphs:
         self.captured[name].replay()
 
     def _capture(self, work: Callable[[], None], kept: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
-        before = [tensor.clone() for tensor in kept]
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        before = [tensor.cpu() if tensor.nbytes > LARGE else tensor.clone() for tensor in kept]
+        stream = capture_stream(torch.cuda.current_device(), self.priority)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 work()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         for tensor, value in zip(kept, before, strict=True):
             tensor.copy_(value)
         del before
         torch.cuda.empty_cache()  # the capture brings memory of its own
         graph = torch.cuda.CUDAGraph()
-        first = torch.cuda.Stream(priority=self.priority)  # type: ignore[no-untyped-call]
         # Other threads, such as a server's, may go on.
         mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self.pool, stream=first, capture_error_mode=mode):
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode=mode):
             work()
         return graph

@@ -16,10 +16,14 @@ from dgemma.canvas import Canvas
 from dgemma.denoise import Row
 from dgemma.graph.capture import WARM_UPS
 from dgemma.model import Gemma
-from dgemma.sampler import Rule
+from dgemma.sampler import Rule, Sampler
 from dgemma.stack import Places
 
 MOVED = ("tokens_L", "guess_L", "kept_L", "entropy_L", "settled", "steady_steps")  # by a step
+TYPES = (torch.long, torch.long, torch.bool, torch.float32, torch.bool, torch.long)
+ALIGNED = 64  # bytes
+
+Piece = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # size, stride, offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +46,19 @@ class Memory:
         def empty(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self.block_L, self.tokens_L, self.guess_L = (empty(length) for _ in range(3))
-        self.pinned_L, self.kept_L = (empty(length, dtype=torch.bool) for _ in range(2))
-        self.entropy_L = empty(length, dtype=torch.float32)
-        self.settled = torch.zeros((), dtype=torch.bool, device=device)
-        self.steady_steps = torch.zeros((), dtype=torch.long, device=device)
+        self.block_L = empty(length)
+        self.pinned_L = empty(length, dtype=torch.bool)
+        self.pieces, num_bytes = _pieces(length)
+        self.moved = empty(num_bytes, dtype=torch.uint8)
+        parts = self._parts(self.moved)
+        self.tokens_L, self.guess_L, self.kept_L, self.entropy_L = parts[:4]
+        self.settled, self.steady_steps = parts[4:]
         self.soft_LD = empty(length, table_VD.shape[1], dtype=table_VD.dtype)
         steps = shape.steps + WARM_UPS  # a capture at the last step goes on beyond it
         self.uniform_NL = empty(steps + 1, length, dtype=torch.float64)
         self.noise_NL = empty(steps + 1, length)
         self.heat_N = empty(steps, dtype=torch.float32)
+        self.sampler: Sampler | None = None  # whose heats these are
         self.index_1 = empty(1)  # steps taken
         self.positions_2L = empty(2 * length)
         self.table_2X6 = empty(2, model.config.num_hidden_layers, 6)
@@ -70,8 +77,10 @@ class Memory:
         count = sampler.max_steps
         self.uniform_NL[: count + 1].copy_(row.noise.uniform_NL)
         self.noise_NL[: count + 1].copy_(row.noise.tokens_NL)
-        heats = [sampler.heat(count - n) for n in range(count)]
-        self.heat_N[:count].copy_(torch.tensor(heats))
+        if sampler != self.sampler:  # else its heats are here already
+            heats = [sampler.heat(count - n) for n in range(count)]
+            self.heat_N[:count].copy_(torch.tensor(heats))
+            self.sampler = sampler
         self.index_1.fill_(canvas.num_steps)
 
     def place(self, context: Pass, places: Places | None) -> None:
@@ -79,6 +88,19 @@ class Memory:
         self.positions_2L[-len(context.positions_T) :].copy_(context.positions_T)
         if places is not None:
             self.table_2X6[-len(context.spans) :].copy_(places.table_IX6)
+
+    def _parts(self, moved: Tensor) -> list[Tensor]:
+        """What a step moves, out of one piece of memory, in the order of MOVED."""
+        as_type = {dtype: moved.view(dtype) for dtype in (torch.long, torch.float32, torch.bool)}
+        return [
+            as_type[dtype].as_strided(size, stride, offset)
+            for dtype, size, stride, offset in self.pieces
+        ]
+
+    def copies(self) -> dict[str, Tensor]:
+        """What a step has moved, for whoever may keep it: two copies, however much it is."""
+        moved = dict(zip(MOVED, self._parts(self.moved.clone()), strict=True))
+        return {**moved, "soft_LD": self.soft_LD.clone()}
 
     def canvas(self, num_steps: int) -> Canvas:
         """The canvas in this memory, not copied."""
@@ -100,4 +122,18 @@ class Memory:
 
     @property
     def all(self) -> list[Tensor]:
-        return list(vars(self).values())
+        return [held for held in vars(self).values() if isinstance(held, Tensor)]
+
+
+def _pieces(length: int) -> tuple[list[Piece], int]:
+    """Type, size, stride and offset of each part that a step moves, and the bytes of all.
+
+    Each begins at an even address, as kernels like it.
+    """
+    pieces: list[Piece] = []
+    end = 0
+    for name, dtype in zip(MOVED, TYPES, strict=True):
+        is_row = name.endswith("_L")
+        pieces.append((dtype, (length,) * is_row, (1,) * is_row, end // dtype.itemsize))
+        end += -(-(length if is_row else 1) * dtype.itemsize // ALIGNED) * ALIGNED
+    return pieces, end

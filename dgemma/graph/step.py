@@ -23,7 +23,7 @@ from dgemma.cache import KVCache, Pass, Span
 from dgemma.canvas import Canvas
 from dgemma.denoise import Row
 from dgemma.graph.capture import Graphs, Pool
-from dgemma.graph.memory import MOVED, Memory, Shape
+from dgemma.graph.memory import Memory, Shape
 from dgemma.graph.reading import Reading, read, read_by_kernels, sparse_mean
 from dgemma.model import Gemma
 from dgemma.ops.fast import has_all
@@ -95,8 +95,7 @@ class Stepper:
             soften = self._sparse if is_sparse else self._dense
             name = kind if source == "step" else f"{kind}_{source}"
             self._run(name, lambda: soften(self.readings[source]))
-        held = self.memory.canvas(num_steps)
-        own = {name: getattr(held, name).clone() for name in ("soft_LD", *MOVED)}
+        own = self.memory.copies()
         # The host knows it already: whoever asks need not wait for the soft embedding.
         own["settled"] = torch.tensor(settled)
         canvas = replace(row.canvas, **own, num_steps=num_steps)
@@ -134,6 +133,8 @@ class Stepper:
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
         """Do it, by a graph where there is one."""
+        if self.graphs.again(name):
+            return
         if not self.has_kernels:
             work()
             return

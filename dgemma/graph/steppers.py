@@ -11,7 +11,9 @@ logits_V = fast.tell(token, cache)        # None: likewise
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,10 +28,15 @@ from dgemma.graph.step import Stepper
 from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
 from dgemma.ops.fast import FAMILIES, decide, reason_against
+from dgemma.sampler import Sampler
 from dgemma.stack import Stack, can_fuse, layers_of
 
 MAX_STEPPERS = 4  # captures kept; each holds a canvas's logits
 STEPS = 64  # a capture takes so many steps at least: samplers that differ in their number share it
+
+# Tokens of a prompt that a captured pass commits. Passes by Python of fewer than some 1500 tokens
+# last as long as their launches; for more a capture would gain little and hold much memory.
+PROMPTS = (256, 512, 1024)
 
 logger = logging.getLogger("dgemma")
 Result = TypeVar("Result")
@@ -42,9 +49,12 @@ class Fast:
         self.model, self.stack = model, stack or Stack(model)
         self.steppers: OrderedDict[Shape, Stepper] = OrderedDict()  # the one used last is last
         self.committers: dict[int, Committer] = {}
+        # For each size of commits the first prompt that asked: its row, and how far it was.
+        self.asked: dict[int, tuple[ref[KVCache], int]] = {}
         self.teller: Teller | None = None
         self.pool = new_pool(model.embed_tokens.weight.device)
-        self.is_broken = False  # a capture failed: from then on the ordinary way is taken
+        self.is_broken = False  # a capture failed: from then on the ordinary way is taken...
+        self.takes_prompts = True  # ...for prompts alone, if it was one of theirs
 
     @classmethod
     def of(cls, model: Gemma) -> "Fast | None":
@@ -82,13 +92,37 @@ class Fast:
         return self._try(lambda: stepper.first(tokens, row, cache)) if stepper is not None else None
 
     def commit(self, tokens: Sequence[int], cache: KVCache) -> bool:
-        """Commit a block of the model's own canvas length; False, and nothing done, if not."""
-        length = self.model.config.canvas_length
-        if len(tokens) != length:
+        """Commit part of a prompt; False, and nothing done, if it is for the ordinary way.
+
+        The first prompt of a size does not wait for a capture, which lasts as long as many passes:
+        the same work is launched piece by piece, so that the same comes of it.
+        """
+        size = self._size(len(tokens), cache)
+        if size is None or not self.takes_prompts:
             return False
-        if length not in self.committers:
-            self.committers[length] = Committer(self.model, self.stack, length, self.pool)
-        return self._try(lambda: self.committers[length].commit(tokens, cache)) or False
+        if size not in self.committers:
+            self.committers[size] = Committer(self.model, self.stack, size, self.pool)
+        committer = self.committers[size]
+        comes_again = self._comes_again(size, len(tokens), cache)
+        work = partial(committer.commit, tokens, cache, captured=comes_again)
+        return self._try(work, self._without_prompts) or False
+
+    def _comes_again(self, size: int, count: int, cache: KVCache) -> bool:
+        """Whether a size was asked for by another prompt before."""
+        row, length = self.asked.get(size, (ref(cache), cache.length))
+        if row() is not cache or length != cache.length:
+            return True
+        self.asked[size] = (row, length + count)  # where the same prompt would go on
+        return False
+
+    def _size(self, count: int, cache: KVCache) -> int | None:
+        """The smallest commit that holds so many tokens and that the row's buffers hold."""
+        room = min(cache.room.span, cache.room.tokens - cache.length)
+        return next((size for size in PROMPTS if count <= size <= room), None)
+
+    def can_step(self, sampler: Sampler) -> bool:
+        """Whether canvases of this sampler are stepped by captured passes."""
+        return not self.is_broken and sampler.temperature == 1
 
     def tell(self, token: int, cache: KVCache) -> Tensor | None:
         """Commit a token and return the logits behind it; None, and nothing done, if it cannot."""
@@ -101,7 +135,7 @@ class Fast:
         """What takes a row's steps, if anything does."""
         steps = -(-row.sampler.max_steps // STEPS) * STEPS
         shape = Shape(row.canvas.length, steps, row.sampler.rule)
-        if self.is_broken or row.walker is not None or row.sampler.temperature != 1:
+        if row.walker is not None or not self.can_step(row.sampler):
             return None
         stepper = self.steppers.pop(shape, None)
         stepper = stepper or Stepper(self.model, self.stack, shape, self.pool)
@@ -110,7 +144,9 @@ class Fast:
             self.steppers.popitem(last=False)
         return stepper if stepper.takes(row) else None
 
-    def _try(self, work: Callable[[], Result]) -> Result | None:
+    def _try(
+        self, work: Callable[[], Result], go_without: Callable[[], str] | None = None
+    ) -> Result | None:
         """Do it; where it cannot be captured, say so once and never try again."""
         if self.is_broken:
             return None
@@ -119,12 +155,22 @@ class Fast:
         except RuntimeError as error:
             if self.pool is None:
                 raise  # nothing is captured here: it is an error like any other
-            self.is_broken = True
-            self.steppers.clear()
-            self.committers.clear()
-            self.teller = None
-            logger.warning("passes are not captured from now on: %s", str(error).splitlines()[0])
+            what = (go_without or self._without_all)()
+            reason = (str(error).splitlines() or [""])[0]
+            logger.warning("%s are not captured from now on: %s", what, reason)
             return None
+
+    def _without_all(self) -> str:
+        self.is_broken, self.teller = True, None
+        self.steppers.clear()
+        self.committers.clear()
+        return "passes"
+
+    def _without_prompts(self) -> str:
+        """Theirs are the largest passes: steps may go on where there is no memory for these."""
+        self.takes_prompts = False
+        self.committers.clear()
+        return "prompts"
 
 
 def judge(model: Gemma, stack: Stack) -> Verdicts:

@@ -1,7 +1,9 @@
-"""Commits on memory that never moves: a whole block, or one token after the other (the AR mode).
+"""Commits on memory that never moves: many tokens, or one after the other (the AR mode).
 
 The host writes the tokens, their first position and where the keys lie into one piece of memory;
-the device commits them and, for single tokens, leaves the logits of what comes next.
+the device commits them and, for single tokens, leaves the logits of what comes next. Fewer tokens
+than a commit is for are followed by others, whose keys lie behind the row's end and are forgotten:
+nothing that is kept sees them.
 
 T tokens of a commit, D width, V vocabulary, X layers.
 """
@@ -20,7 +22,7 @@ from dgemma.stack import ByTable, Places, Stack
 
 
 class Committer:
-    """Commits so many tokens at a time, of any row."""
+    """Commits up to so many tokens at a time, of any row."""
 
     @torch.inference_mode(False)
     def __init__(self, model: Gemma, stack: Stack, count: int, pool: Pool | None = None) -> None:
@@ -37,11 +39,14 @@ class Committer:
         self.graphs = Graphs(pool)
 
     @torch.inference_mode()
-    def commit(self, tokens: Sequence[int], cache: KVCache) -> bool:
-        """Commit tokens; False, and nothing is, if the keys lie in more places than can be read."""
-        assert len(tokens) == self.count
+    def commit(self, tokens: Sequence[int], cache: KVCache, *, captured: bool = True) -> bool:
+        """Commit tokens; False, and nothing is, if the keys lie in more places than can be read.
+
+        Not captured, the same work is launched piece by piece.
+        """
+        assert 0 < len(tokens) <= self.count
         if not has_all(self.device):
-            context = Pass([Span(cache, self.count, commit=True)])
+            context = Pass([Span(cache, len(tokens), commit=True)])
             self._read(self.model.encode(self.given.new_tensor(tokens), context))
             context.close()
             return True
@@ -49,9 +54,14 @@ class Committer:
         places = cache.places(cache.length, self.count)
         if places is None:
             return False
-        self._give([*(n for row in places for n in row), cache.length, *tokens])
-        self.graphs.run("commit", self._work, self.kept)
-        cache.length += self.count
+        # The same tokens again fill it up: they are spread over the experts as a prompt is.
+        filled = (list(tokens) * -(-self.count // len(tokens)))[: self.count]
+        self._give([*(n for row in places for n in row), cache.length, *filled])
+        if captured:
+            self.graphs.run("commit", self._work, self.kept)
+        else:
+            self._work()
+        cache.length += len(tokens)
         return True
 
     def _give(self, numbers: list[int]) -> None:

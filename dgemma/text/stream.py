@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dgemma.errors import UsageError
 from dgemma.text.tokenizer import Tokenizer
 
+BROKEN = "\ufffd"  # stands for bytes that are no character
+
 
 class StopStrings:
     """Lets text through up to the stop string that begins first; of two at one place, the shorter.
@@ -28,8 +30,21 @@ class StopStrings:
         self._longest = max(map(len, strings), default=0)
         self._held = ""
 
+    def may_stop_in(self, data: bytes) -> bool:
+        """Whether a stop string may be complete when these bytes of text have come.
+
+        The first of them may end a character that began before, which is not known here.
+        """
+        begins_inside = data[:1] and 0x80 <= data[0] < 0xC0
+        if begins_inside or any(BROKEN in stop for stop in self._strings):
+            return bool(self._strings)
+        text = self._held + data.decode("utf-8", "replace")
+        return any(stop in text for stop in self._strings)
+
     def feed(self, text: str) -> str:
         """Take text, return what can be promised."""
+        if not self._strings:
+            return text
         if self.stopped_by is not None:
             return ""
         self._held += text

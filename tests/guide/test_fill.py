@@ -95,13 +95,17 @@ def test_other_requests_in_the_same_passes_change_nothing(
 ) -> None:
     chosen = FillOptions(seed=data.draw(st.integers(0, 99)), sampler=QUICK, max_tokens=4)
     alone = engine.fill(texts, chosen)
-    jobs = [
-        engine.submit(engine.plan(data.draw(any_text)[:8], Options(mode=mode, seed=number)))  # type: ignore[arg-type]
+    # All drawn before any is let in: a draw may end the example, and the engine is shared.
+    plans = [
+        engine.plan(data.draw(any_text)[:8], Options(mode=mode, seed=number))  # type: ignore[arg-type]
         for number, mode in enumerate(data.draw(st.lists(st.sampled_from(MODES), max_size=3)))
     ]
-    together = engine.fill(texts, chosen)
-    for job in jobs:
-        engine.cancel(job)
+    jobs = [engine.submit(plan) for plan in plans]
+    try:
+        together = engine.fill(texts, chosen)
+    finally:
+        for job in jobs:
+            engine.cancel(job)
     assert_kept(Holed(texts), together)
     assert together.text == alone.text and not engine.jobs
 

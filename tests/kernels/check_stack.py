@@ -9,7 +9,7 @@ from dgemma.canvas import Pins
 from dgemma.denoise import commit, denoise
 from dgemma.graph.check import check
 from dgemma.graph.step import Shape, Stepper
-from dgemma.graph.token import Teller
+from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
 from dgemma.ops.fast import FAMILIES, switched
 from dgemma.ops.kernels import attention, experts, router
@@ -93,6 +93,24 @@ def test_tokens_on_fixed_memory_agree_with_tokens() -> None:
             want = of.logits(commit(of, twin, torch.tensor([token]), chunk=8))[0]
         assert got is not None
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_commit_that_is_filled_up_agrees_with_a_commit() -> None:
+    """What fills it up is overwritten by what comes next."""
+    of = small.model()
+    rows, twin = small.cache(of, 7), small.cache(of, 7)
+    committer, teller = Committer(of, Stack(of), 8), Teller(of, Stack(of))
+    tokens = [5, 9, 2, 7, 11]
+    with switched(True):
+        assert committer.commit(tokens, rows)
+        got = teller.tell(6, rows)
+    with torch.inference_mode():
+        want = of.logits(commit(of, twin, torch.tensor([*tokens, 6]), chunk=8))[0]
+    assert got is not None
+    assert rows.length == twin.length == 13
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    (a,), (b,) = rows.read(1, 0, 13), twin.read(1, 0, 13)
+    torch.testing.assert_close(a.k_SMH, b.k_SMH, atol=1e-4, rtol=1e-4)
 
 
 def test_every_family_passes_its_check_and_a_wrong_kernel_does_not(
