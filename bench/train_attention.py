@@ -19,12 +19,26 @@ from dgemma.train.context import Batch, rule
 sys.path.insert(0, str(Path(__file__).parent))
 from train_step import NANO, dense_pairs, mixture
 
+KERNEL = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the forward
+
+
+def backward(m1: int, n1: int, warps: int = 4, stages: int = 2) -> dict[str, int]:
+    """Tiles of the two halves of the backward: of the keys' gradient, and of the queries'."""
+    own = {"BLOCK_M1": m1, "BLOCK_N1": n1, "BLOCK_M2": n1, "BLOCK_N2": m1}
+    own |= {"num_warps": warps, "num_stages": stages}
+    return KERNEL | {f"bwd_{name}": value for name, value in own.items()}
+
+
 SIZES = {  # rows of a mask block, and what the kernels are told
     "default": (128, {}),
-    "mask 128, kernel 64": (128, {"BLOCK_M": 64, "BLOCK_N": 64}),
-    "mask 64, kernel 64": (64, {"BLOCK_M": 64, "BLOCK_N": 64}),
-    "mask 128, prescaled": (128, {"PRESCALE_QK": True}),
-    "mask 128, 3 stages": (128, {"num_stages": 3}),
+    "kernel 64": (128, KERNEL),
+    "backward 32 x 64": (128, backward(32, 64)),
+    "backward 64 x 64": (128, backward(64, 64)),
+    "backward 64 x 64, 3 stages": (128, backward(64, 64, stages=3)),
+    "backward 32 x 128": (128, backward(32, 128)),
+    "backward 64 x 128": (128, backward(64, 128)),
+    "backward 64 x 128, 8 warps": (128, backward(64, 128, warps=8)),
+    "backward 128 x 128, 8 warps": (128, backward(128, 128, warps=8)),
 }
 
 

@@ -1,6 +1,12 @@
 """How fast a training step is, in rows a second and as a share of the GPU's arithmetic.
 
-    PYTHONPATH=. python bench/train_step.py [--sequences 64] [--rows 2048] [--steps 20]
+    PYTHONPATH=. python bench/train_step.py [--model nano wide] [--twin experts dense]
+        [--compile kinds whole] [--sequences 64] [--rows 2048] [--steps 20]
+
+Models: nano, the built-in one's shape, so small that norms and gathers weigh as much as products;
+and wide, twice its width, for what larger models can expect. Each with its experts and as a dense
+twin, whose block has the width that is active. Seconds until ready are those of compiling, less
+where TORCHINDUCTOR_CACHE_DIR names a directory that has seen it.
 
 FLOP of a step, counted for what the objective needs and nothing else (no recomputation, no
 optimizer, no padding of experts):
@@ -19,6 +25,9 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +39,13 @@ from dgemma.model import FeedForward, Gemma
 from dgemma.train.context import Batch, dense_mask
 from dgemma.train.fresh import fresh_model
 from dgemma.train.mix import Ingredient, Mixture
-from dgemma.train.objective import Counts, Objective
+from dgemma.train.objective import Counts, Objective, to_device
 from dgemma.train.optim import Masters, OptimSettings
-from dgemma.train.rows import EXAMPLE, Corruption, Example
-from dgemma.train.speed import compiled
+from dgemma.train.rows import EXAMPLE, Corruption, Example, Tally
+from dgemma.train.speed import compiled, compiled_by_kind
 from dgemma.train.weighting import Weighting
 
+WARM = 6
 PEAK = 989e12  # dense bf16 of an H100 or H200, by the data sheet
 
 NANO = ModelConfig(
@@ -54,6 +64,20 @@ NANO = ModelConfig(
     sliding_window=256,
     canvas_length=128,
 )
+
+WIDE = replace(
+    NANO,
+    hidden_size=1024,
+    intermediate_size=1536,
+    moe_intermediate_size=512,
+    num_experts=16,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    num_global_key_value_heads=4,
+)
+MODELS = {"nano": NANO, "wide": WIDE}
+TWINS = ("experts", "dense")
+COMPILE = {"kinds": compiled_by_kind, "whole": compiled}
 
 
 class PlainExperts(nn.Module):
@@ -118,38 +142,58 @@ def dense_pairs(batch: Batch, window: int | None) -> float:
     return total
 
 
-def measure(name: str, model: Gemma, args: argparse.Namespace) -> dict[str, object]:
-    config = model.config
-    objective = Objective(model, Weighting(), is_flex=args.device == "cuda")
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+Step = Callable[[Tensor], Tensor]
+
+
+def stepper(model: Gemma, how: str, args: argparse.Namespace) -> Step:
+    """From the rows of a batch to its loss, when the weights have moved."""
+    device = torch.device(args.device)
+    objective = Objective(model, Weighting(rollout=args.rollout), is_flex=args.device == "cuda")
     if args.device == "cuda":
-        compiled(objective)
+        COMPILE[how](objective)
     masters = Masters(model, OptimSettings())
-    source = mixture(args)
-    batches = [torch.from_numpy(source.batch(step)) for step in range(4)]
-    began = time.perf_counter()
-    times: list[float] = []
-    for step in range(args.steps + 6):
-        rows = batches[step % len(batches)]
-        start = time.perf_counter()
-        losses = objective(Batch.of(rows, args.device), Counts.of(rows, args.device))
+
+    def step(rows: Tensor) -> Tensor:
+        counts = Counts.of(Tally.of(rows.numpy()), device)
+        losses = objective(Batch.of(to_device(rows, device), device), counts)
         losses.total.backward()
         masters.step(0.01)
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-        if step == 5:
-            print(f"{name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
-    seconds = float(np.median(times[6:]))
-    work = float(np.mean([flop(config, Batch.of(rows, args.device)) for rows in batches]))
+        return losses.total.detach()
+
+    return step
+
+
+def measure(name: str, model: Gemma, step: Step, args: argparse.Namespace) -> dict[str, object]:
+    source = mixture(args)
+    batches = [torch.from_numpy(source.batch(number)) for number in range(4)]
+    began = time.perf_counter()
+    start = began
+    for number in range(args.steps + WARM):
+        if number == WARM:
+            wait(args.device)
+            start = time.perf_counter()
+            print(f"{name}: ready after {start - began:.1f} s", flush=True)
+        loss = step(batches[number % len(batches)])
+    wait(args.device)
+    # As in a run, where the host is steps ahead of the device.
+    seconds = (time.perf_counter() - start) / args.steps
+    of_batch = [flop(model.config, Batch.of(rows, args.device)) for rows in batches]
+    work = float(np.mean(of_batch))
     filled = float(np.mean([(rows[EXAMPLE] >= 0).float().mean() for rows in batches]))
     result = {
         "name": name,
+        "ready_s": round(start - began, 1),
         "ms": round(1e3 * seconds, 2),
         "rows_per_s": round(filled * args.sequences * args.rows / seconds),
         "tflop": round(work / 1e12, 2),
         "mfu": round(work / seconds / PEAK, 4),
         "filled": round(filled, 3),
-        "loss": losses.total.item(),
+        "loss": loss.item(),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)
         if args.device == "cuda"
         else None,
@@ -158,22 +202,15 @@ def measure(name: str, model: Gemma, args: argparse.Namespace) -> dict[str, obje
     return result
 
 
-def profile(model: Gemma, args: argparse.Namespace) -> str:
+def profile(step: Step, args: argparse.Namespace) -> str:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
-    objective = Objective(model, Weighting(), is_flex=True)
-    compiled(objective)
-    masters = Masters(model, OptimSettings())
     rows = torch.from_numpy(mixture(args).batch(0))
-    for step in range(5):
-        if step == 4:
-            torch.cuda.synchronize()
-            watcher = watch(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
-            watcher.start()
-        losses = objective(Batch.of(rows, "cuda"), Counts.of(rows, "cuda"))
-        losses.total.backward()
-        masters.step(0.01)
+    torch.cuda.synchronize()
+    watcher = watch(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+    watcher.start()
+    step(rows)
     torch.cuda.synchronize()
     watcher.stop()
     return watcher.key_averages().table(
@@ -181,34 +218,52 @@ def profile(model: Gemma, args: argparse.Namespace) -> str:
     )
 
 
+def make(config: ModelConfig, twin: str, device: str) -> Gemma:
+    model = fresh_model(config, 0, device)
+    if twin == "dense":
+        for layer in model.layers:
+            layer.experts = PlainExperts(config).to(device)
+            layer.router.requires_grad_(False)
+    return model.to(torch.bfloat16 if device == "cuda" else torch.float32)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["nano"])
+    parser.add_argument("--twin", nargs="+", choices=TWINS, default=list(TWINS))
+    parser.add_argument("--compile", nargs="+", choices=COMPILE, default=["kinds"])
+    parser.add_argument("--rollout", type=float, default=0.0)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="of the first")
     args = parser.parse_args()
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     if args.device == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__)
     print(__doc__)
     results = []
-    for name in ("experts", "dense twin"):
-        torch._dynamo.reset()
-        model = fresh_model(NANO, 0, args.device)
-        if name == "dense twin":
-            for layer in model.layers:
-                layer.experts = PlainExperts(NANO).to(args.device)
-                layer.router.requires_grad_(False)
-        model.to(dtype)
-        results.append(measure(name, model, args))
-        if args.profile and name == "experts":
-            table = profile(model, args)
-            Path(os.environ.get("OUT", ".")).joinpath("profile.txt").write_text(table)
-            print(table[:6000])
+    for model, twin, how in product(args.model, args.twin, args.compile):
+        results.append(case(model, twin, how, args))
+        if args.profile and len(results) == 1:
+            args.profile = False
     for result in results:
         print(result)
+
+
+def case(model: str, twin: str, how: str, args: argparse.Namespace) -> dict[str, object]:
+    torch._dynamo.reset()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    made = make(MODELS[model], twin, args.device)
+    step = stepper(made, how, args)
+    result = measure(f"{model} {twin} {how}", made, step, args)
+    if args.profile:
+        table = profile(step, args)
+        Path(os.environ.get("OUT", ".")).joinpath("profile.txt").write_text(table)
+        print(table[:6000])
+    return result
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from dgemma.train.optim import Masters, OptimSettings
 from dgemma.train.recipe import DataSource, ModelSource, Recipe
 from dgemma.train.rows import Corruption
 from dgemma.train.shards import gathered
-from dgemma.train.speed import compiled, compiled_layers, recomputed
+from dgemma.train.speed import compiled, compiled_by_kind, compiled_layers, recomputed
 from dgemma.train.tokens import Progress, Shelf, load_tokens
 from dgemma.weights.adapter import Adapter, save_adapter
 from dgemma.weights.download import NANO, find_checkpoint
@@ -139,6 +139,10 @@ def build(recipe: Recipe, place: Place) -> Job:
     # An adapter's matrices are no maps between streams, and too thin to be orthogonalised.
     optim = recipe.optim if recipe.lora is None else replace(recipe.optim, muon=False)
     masters = _masters(objective, optim, place)
+    if on_gpu and place.group.size == 1:
+        # What recomputes a layer belongs to that layer alone, so such layers share no code.
+        is_whole = recipe.run.checkpointing or recipe.run.compile == "whole"
+        (compiled if is_whole else compiled_by_kind)(objective)
     mixture, notes = build_mixture(recipe, place, base)
     trainer = Trainer(
         objective,
@@ -195,16 +199,13 @@ def _release(model: Gemma, source: ModelSource) -> None:
 
 def _masters(objective: Objective, optim: OptimSettings, place: Place) -> Masters:
     """Put the weights where they are trained, and make what moves them."""
-    model, on_gpu = objective.model, place.device.type == "cuda"
+    model = objective.model
     if place.group.size > 1:
-        if on_gpu:
+        if place.device.type == "cuda":
             compiled_layers(model)
         shard(objective, model.layers, place.device.type, place.dtype)
         return Masters(model, optim)
-    masters = Masters(model.to(place.device), optim, place.dtype)
-    if on_gpu:
-        compiled(objective)
-    return masters
+    return Masters(model.to(place.device), optim, place.dtype)
 
 
 def _run(recipe: Recipe, place: Place) -> RunSettings:

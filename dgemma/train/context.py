@@ -5,23 +5,26 @@ before their canvas, and their own canvas. Sliding layers see as far back as the
 a clean row its window, itself included; from every row of a canvas one less than that before the
 canvas. This is the rule of inference, so nothing is learned that is not there later.
 
-B packed sequences, T rows in each, N/M query/key heads, H head width.
+B packed sequences, T rows in each, N/M query/key heads, H head width, X blocks of rows.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dgemma.config import ModelConfig
-from dgemma.ops.rope import turns_by_kind
+from dgemma.config import AttentionShape, ModelConfig
+from dgemma.model import Turns
+from dgemma.ops.rope import frequencies, turns, turns_by_kind
 from dgemma.train.rows import FIELDS, NOTHING
 
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+BLOCK = 128  # rows that FlexAttention skips, or takes without looking, together
 NOBODY = -(1 << 31)  # no place: clean rows see no canvas
 # Of the forward kernel. Texts and canvases are short and begin anywhere, so that smaller tiles than
 # its own waste less: 0.57 against 0.97 ms a layer on an H200 (bench/train_attention.py).
@@ -55,22 +58,40 @@ class Batch:
         return self.canvas > NOTHING
 
 
-def rule(batch: Batch, window: int | None) -> Sees:
+class Sight(NamedTuple):
+    """What each row sees, in numbers that are quickly compared; each [B, T], int32.
+
+    Every row has a place: clean rows in the order of their texts, canvas rows the negative number
+    of their canvas. It sees a range of places, and one more, its own canvas.
+    """
+
+    place: Tensor
+    begin: Tensor
+    end: Tensor
+    own: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, window: int | None) -> "Sight":
+        is_canvas, apart = batch.is_canvas, batch.token.shape[1]
+        base = (batch.example + 1) * apart
+        own_canvas = -1 - base - batch.canvas
+        place = torch.where(is_canvas, own_canvas, base + batch.position).int()
+        own = torch.where(is_canvas, own_canvas, place.new_full((), NOBODY)).int()
+        # How far back: all of the text, or the window; canvas rows do not count themselves.
+        reach = batch.start if window is None else batch.start.clamp(max=window - is_canvas.long())
+        begin, end = (base + batch.start - reach).int(), (base + batch.start).int()
+        return cls(place, begin, end, own)
+
+    def every_second(self) -> "Sight":
+        return Sight(*[field[::2].contiguous() for field in self])
+
+
+def seeing(sight: Sight) -> Sees:
     """Whether a query row sees a key row, for indices that broadcast; a FlexAttention mask.
 
-    It is evaluated for every pair, so it is brought to three comparisons of small numbers: each
-    row has a place, clean rows in the order of their texts, canvas rows the negative number of
-    their canvas; each row sees a range of places, and one more, its own canvas.
+    It is evaluated for every pair, hence three comparisons and no more.
     """
-    is_canvas, apart = batch.is_canvas, batch.token.shape[1]
-    base = (batch.example + 1) * apart
-    own_canvas = -1 - base - batch.canvas
-    place = torch.where(is_canvas, own_canvas, base + batch.position).int()
-    own = torch.where(is_canvas, own_canvas, place.new_full((), NOBODY)).int()
-    end = (base + batch.start).int()
-    # How far back: all of the text, or the window; canvas rows do not count themselves.
-    reach = batch.start if window is None else batch.start.clamp(max=window - is_canvas.long())
-    begin = (base + batch.start - reach).int()
+    place, begin, end, own = sight
 
     def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         key_place = place[b, key]
@@ -80,20 +101,29 @@ def rule(batch: Batch, window: int | None) -> Sees:
     return sees
 
 
+def rule(batch: Batch, window: int | None) -> Sees:
+    return seeing(Sight.of(batch, window))
+
+
+class Ready(NamedTuple):
+    """What the layers of a pass share, by kind of layer."""
+
+    turns: Turns
+    masks: dict[str, Any]
+
+
 class PackedContext:
     """A context over packed rows, laid end to end. Attention is dense or by FlexAttention."""
 
-    def __init__(self, config: ModelConfig, batch: Batch, *, is_flex: bool) -> None:
+    def __init__(self, config: ModelConfig, batch: Batch, ready: Ready | None = None) -> None:
         self.kinds = config.layer_types
         self.sequences, self.rows = batch.token.shape
         self.positions_T = batch.position.flatten()
-        shapes = {kind: config.attention(self.kinds.index(kind)) for kind in set(self.kinds)}
         # Outside the compiled pass, which would compute sines anew in every layer.
-        self.turns = turns_by_kind(config, self.positions_T)
-        make = flex_mask if is_flex else dense_mask
-        self.masks: dict[str, Any] = {k: make(batch, s.window) for k, s in shapes.items()}
+        self.turns, self.masks = dense(config, batch) if ready is None else ready
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
+        """`layer`: any of the same kind."""
         shape = (self.sequences, self.rows)
         q, k, v = [x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TMH, v_TMH)]
         mask = self.masks[self.kinds[layer]]
@@ -107,16 +137,129 @@ class PackedContext:
         return out.transpose(1, 2).flatten(0, 1)
 
 
+def contexts(
+    config: ModelConfig, batch: Batch, *, is_flex: bool
+) -> tuple[Batch, PackedContext, PackedContext]:
+    """Every second sequence, and the contexts of those and of all."""
+    half = batch.every_second()
+    if not is_flex:
+        return half, PackedContext(config, half), PackedContext(config, batch)
+    own, whole = flex(config, batch)
+    return half, PackedContext(config, half, own), PackedContext(config, batch, whole)
+
+
+def _shapes(config: ModelConfig) -> dict[str, AttentionShape]:
+    kinds = config.layer_types
+    return {kind: config.attention(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+
+
+def dense(config: ModelConfig, batch: Batch) -> Ready:
+    """The rule written out."""
+    masks = {kind: dense_mask(batch, shape.window) for kind, shape in _shapes(config).items()}
+    return Ready(turns_by_kind(config, batch.position.flatten()), masks)
+
+
 def dense_mask(batch: Batch, window: int | None) -> Tensor:
     """The rule written out, [B, 1, T, T]."""
     b, t = (torch.arange(size, device=batch.token.device) for size in batch.token.shape)
     return rule(batch, window)(b[:, None, None, None], t, t[:, None], t[None, :])
 
 
-def flex_mask(batch: Batch, window: int | None) -> BlockMask:
-    """The rule by blocks of rows, so that blocks nobody sees cost nothing."""
-    sequences, rows = batch.token.shape
-    device = str(batch.token.device)
-    return create_block_mask(
-        rule(batch, window), sequences, None, rows, rows, device=device, _compile=True
+# What `BlockMask` wants: blocks of keys that each block of queries sees in part, those it sees in
+# full, and the reverse of both.
+BLOCKS = ("kv", "full_kv", "q", "full_q")
+
+
+class Blocks(NamedTuple):
+    """Which blocks of rows see which, for each of `BLOCKS`, int32."""
+
+    counts: Tensor  # [4, B, 1, X]
+    numbers: Tensor  # [4, B, 1, X, X]
+
+    @classmethod
+    def of(cls, sight: Sight) -> "Blocks":
+        sequences, rows = sight.place.shape
+        device, missing = sight.place.device, -rows % BLOCK
+        b, t = (torch.arange(size, device=device) for size in (sequences, rows))
+        mask = seeing(sight)(b[:, None, None, None], t, t[:, None], t[None, :])
+        mask = F.pad(mask, (0, missing, 0, missing))
+        count = (rows + missing) // BLOCK
+        pairs = mask.view(sequences, 1, count, BLOCK, count, BLOCK).sum((3, 5))
+        full = pairs == BLOCK * BLOCK
+        part = (pairs > 0) & ~full
+        return cls(*listed(torch.stack([part, full, part.mT, full.mT])))
+
+    def every_second(self) -> "Blocks":
+        return Blocks(*[field[:, ::2].contiguous() for field in self])
+
+    def named(self) -> dict[str, Any]:
+        counts = {f"{name}_num_blocks": own for name, own in zip(BLOCKS, self.counts, strict=True)}
+        numbers = {f"{name}_indices": own for name, own in zip(BLOCKS, self.numbers, strict=True)}
+        return counts | numbers
+
+
+def listed(is_seen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are seen, and their numbers, the unseen ones behind them.
+
+    Comparing all with all instead of sorting: they are few, and it is one piece of compiled code.
+    """
+    number = torch.arange(is_seen.shape[-1], device=is_seen.device)
+    earlier = number[:, None] < number  # of two blocks, whether the first comes before
+    seen = is_seen.long()
+    count = seen.sum(-1)
+    before = (seen[..., :, None] * earlier).sum(-2)
+    rank = torch.where(is_seen, before, count[..., None] + number - before)
+    order = ((rank[..., None, :] == number[:, None]) * number).sum(-1)
+    return count.int(), order.int()
+
+
+class Plan(NamedTuple):
+    """What one kind of layer needs for a pass over a batch."""
+
+    turns: tuple[Tensor, Tensor]
+    sight: Sight
+    blocks: Blocks
+
+    def every_second(self, sequences: int) -> "Plan":
+        cos, sin = (x.view(sequences, -1, x.shape[-1])[::2].flatten(0, 1) for x in self.turns)
+        return Plan((cos, sin), self.sight.every_second(), self.blocks.every_second())
+
+    def mask(self) -> BlockMask:
+        rows = self.sight.place.shape[1]
+        size, sees = (BLOCK, BLOCK), seeing(self.sight)
+        return BlockMask((rows, rows), **self.blocks.named(), BLOCK_SIZE=size, mask_mod=sees)
+
+
+def plans(
+    batch: Batch, windows: tuple[int | None, ...], rates: tuple[Tensor, ...]
+) -> list[tuple[Plan, Plan]]:
+    """For each kind of layer what every second sequence needs, and what all of them do."""
+    positions_T, found = batch.position.flatten(), []
+    for window, rates_P in zip(windows, rates, strict=True):
+        sight = Sight.of(batch, window)
+        whole = Plan(turns(positions_T, rates_P), sight, Blocks.of(sight))
+        found.append((whole.every_second(len(batch.token)), whole))
+    return found
+
+
+@cache
+def _compiled_plans() -> Callable[..., list[tuple[Plan, Plan]]]:
+    return torch.compile(plans, dynamic=False)
+
+
+def flex(config: ModelConfig, batch: Batch) -> tuple[Ready, Ready]:
+    """The rule by blocks of rows, so that blocks nobody sees cost nothing; see `contexts`.
+
+    In one piece of compiled code for both passes and all kinds of layers: a hundred small steps,
+    each begun by the host, would keep a GPU waiting.
+    """
+    shapes, device = _shapes(config), batch.token.device
+    make = _compiled_plans() if device.type == "cuda" else plans
+    windows = tuple(shape.window for shape in shapes.values())
+    rates = tuple(frequencies(shape, device) for shape in shapes.values())
+    pairs = dict(zip(shapes, make(batch, windows, rates), strict=True))
+    own, whole = (
+        Ready({k: p[i].turns for k, p in pairs.items()}, {k: p[i].mask() for k, p in pairs.items()})
+        for i in (0, 1)
     )
+    return own, whole

@@ -4,8 +4,10 @@ A run can be killed at any time and goes on exactly where its last saved state s
 meets a loss that is not a number, or that drifts away, stops and says where its last good state is.
 """
 
+import gc
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.train.average import Average
-from dgemma.train.context import Batch
 from dgemma.train.distributed import check_shares
-from dgemma.train.interrupt import Interrupt, leave_to_parent
+from dgemma.train.feed import Feed, Feeding, Loaded
+from dgemma.train.interrupt import Interrupt
 from dgemma.train.mix import Mixture
-from dgemma.train.objective import Counts, Losses, Objective
+from dgemma.train.objective import Losses, Objective
 from dgemma.train.optim import Masters, Schedule
 from dgemma.train.pace import Pace
 from dgemma.train.report import Meter, Metrics, Report
-from dgemma.train.rows import EXAMPLE, Ints
 from dgemma.train.shards import are_finite, gathered
 from dgemma.train.state import load_state, save_state, states
 
@@ -53,18 +53,24 @@ class RunSettings:
 MEMORY = 20  # steps over which the loss is smoothed when it is watched for drift: batches differ
 
 
-class Batches(Dataset[Ints]):
-    """Made in other processes, which hand them over through pipes: shared memory is often small."""
-
-    def __init__(self, mixture: Mixture) -> None:
-        self.mixture = mixture
-
-    def __getitem__(self, step: int) -> Ints:
-        return self.mixture.batch(step)
+SETTLED = 5  # steps after which all code is compiled
 
 
-def as_it_is(rows: Ints) -> Ints:
-    return rows
+@contextmanager
+def sparing_host(device: torch.device) -> Iterator[None]:
+    """Where a GPU does the work: one thread for what little is computed here.
+
+    Many would spend their time waiting for one another, on the cores that feed the GPU.
+    """
+    threads = torch.get_num_threads()
+    if device.type == "cuda":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.set_num_threads(threads)
+            gc.unfreeze()
 
 
 class Trainer:
@@ -89,6 +95,7 @@ class Trainer:
         self.spent = 0.0  # seconds, before this process took the run up
         self.is_fitted = False  # whether the number of steps was found from a time
         self.meter, self.metrics = Meter(), Metrics(run.directory)
+        self.feed: Feed | None = None  # while it runs
 
     def resume(self) -> int:
         """Go on from the newest saved state, if there is one; the steps already taken."""
@@ -118,23 +125,35 @@ class Trainer:
         self.began, pace = self.meter.began - self.spent, None
         if self.run.seconds is not None and not self.is_fitted:
             pace = Pace(self.run.seconds, self.spent)
-        with Interrupt() as interrupt:
-            for rows in self._batches():
-                losses, norm = self._move(rows)
-                self.meter.add(losses, norm, int((rows[EXAMPLE] >= 0).sum()))
-                self.step += 1
-                is_last = self.step == self.schedule.steps
-                is_saving = is_last or self.step % self.run.save_every == 0
-                is_reporting = is_saving or self.step % self.run.report_every == 0
-                if is_reporting:
-                    yield self._report()
-                if is_saving:
-                    self.save()
-                if is_last:
-                    return
-                self._stop_if(interrupt, is_reporting=is_reporting)
-                if pace is not None and self._fit(pace):
-                    pace = None
+        try:
+            with sparing_host(self.device), Interrupt() as interrupt:
+                yield from self._steps(pace, interrupt)
+        finally:
+            self.feed = None  # ends its processes
+
+    def _steps(self, pace: Pace | None, interrupt: Interrupt) -> Iterator[Report]:
+        self.feed = Feed(self.mixture, self.step, self._feeding())
+        while True:
+            loaded = self.feed.take()
+            losses, norm = self._move(loaded)
+            self.meter.add(losses, norm, loaded.rows)
+            self.step += 1
+            is_last = self.step == self.schedule.steps
+            is_saving = is_last or self.step % self.run.save_every == 0
+            is_reporting = is_saving or self.step % self.run.report_every == 0
+            if is_reporting:
+                yield self._report()
+            if is_saving:
+                self.save()
+            if is_last:
+                return
+            self._stop_if(interrupt, is_reporting=is_reporting)
+            if pace is not None and self._fit(pace):
+                pace = None
+            if self.step == SETTLED and self.device.type == "cuda":
+                # The compiler leaves millions of objects, which need not be looked through again.
+                gc.collect()
+                gc.freeze()
 
     def save(self) -> Path:
         """Write the state of the run, once it is sure to be good."""
@@ -155,33 +174,26 @@ class Trainer:
             self.run.directory, self.step, state, keep=self.run.keep, is_writer=self.group.is_first
         )
 
-    def _batches(self) -> Iterator[Tensor]:
-        loader: Any = DataLoader(
-            Batches(self.mixture),
-            # The last step may not be known yet.
-            sampler=range(self.step, 1 << 40),
-            batch_size=None,
-            collate_fn=as_it_is,  # type: ignore[arg-type]
-            num_workers=self.run.workers,
-            prefetch_factor=4 if self.run.workers else None,
-            worker_init_fn=leave_to_parent,
+    def _feeding(self) -> Feeding:
+        run = self.run
+        return Feeding(
+            workers=run.workers, parts=run.accumulate, group=self.group, device=self.device
         )
-        for rows in loader:
-            made = torch.from_numpy(rows)
-            yield made.pin_memory() if self.device.type == "cuda" else made
 
-    def _move(self, rows: Tensor) -> tuple[Losses, Tensor]:
+    def _move(self, loaded: Loaded) -> tuple[Losses, Tensor]:
         """One step of the weights."""
-        parts = rows.chunk(self.run.accumulate, dim=1)
-        counts = Counts.of(rows, self.device, len(parts))
         sums: list[Tensor] | None = None
-        for part in parts:
-            losses = self.objective(Batch.of(self.group.part(part), self.device), counts)
+        for part in loaded.parts:
+            losses = self.objective(part, loaded.counts)
             # Sharded gradients are means over the processes; what is wanted is their sum.
             (losses.total * self.group.size).backward()
             own = [loss.detach() for loss in losses]
             sums = own if sums is None else [a + b for a, b in zip(sums, own, strict=True)]
         assert sums is not None
+        # A GPU is now busy with the backward for a while. What follows is short work for it, and
+        # would be done before the next batch is here.
+        if self.feed is not None and self.step + 1 < self.schedule.steps:
+            self.feed.look_ahead()
         norm = self.masters.step(self.schedule.scale(self.step))
         if self.average is not None:
             self.average.update(self.masters.weights, self.step)

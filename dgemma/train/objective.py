@@ -11,7 +11,7 @@ With `rollout`, some canvases that are told a guess are first brought a step fur
 T rows of all packed sequences, D width, V vocabulary, E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from dgemma.model import Gemma, Router
 from dgemma.train import rollout as rolling
-from dgemma.train.context import Batch, PackedContext
+from dgemma.train.context import Batch, PackedContext, contexts
 from dgemma.train.distributed import ALONE, Group
-from dgemma.train.rows import CANVAS, NOTHING, TARGET
+from dgemma.train.rows import NOTHING, Tally
 from dgemma.train.weighting import Weighting
 
 
@@ -51,12 +51,18 @@ class Counts(NamedTuple):
     parts: Tensor  # that the batch is worked through in
 
     @classmethod
-    def of(cls, rows: Tensor, device: torch.device | str, parts: int = 1) -> "Counts":
-        is_asked = rows[TARGET] > NOTHING
-        canvas = int((is_asked & (rows[CANVAS] > NOTHING)).sum())
-        clean = int(is_asked.sum()) - canvas
-        three = torch.tensor([max(1, canvas), max(1, clean), parts], dtype=torch.float32)
-        return cls(*three.to(device, non_blocking=True))
+    def of(cls, tally: Tally, device: torch.device, parts: int = 1) -> "Counts":
+        three = torch.tensor(
+            [max(1, tally.canvas), max(1, tally.clean), parts], dtype=torch.float32
+        )
+        return cls(*to_device(three, device))
+
+
+def to_device(made: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for."""
+    if device.type == "cuda":
+        made = made.contiguous().pin_memory()
+    return made.to(device, non_blocking=True)
 
 
 class Guess(NamedTuple):
@@ -66,11 +72,23 @@ class Guess(NamedTuple):
     token: Tensor | None  # of those sequences after a step of the sampler; None: as they are
 
 
-class Objective(nn.Module):
-    """The model and what it is asked.
+Route = tuple[Tensor, Tensor]  # how likely each expert was, and which were chosen
 
-    `routes` holds each layer's router scores and choices of the running pass, for the balance.
-    """
+
+class NotingRouter(Router):
+    """A router that notes what it said last: `noted` changes."""
+
+    noted: Route | None = None
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        ids_TK, share_TK = super().forward(x_TD)
+        # Where activations are recomputed this runs again, when its result is no longer read.
+        self.noted = (self.likelihood(x_TD), ids_TK)
+        return ids_TK, share_TK
+
+
+class Objective(nn.Module):
+    """The model, whose routers take notes from now on, and what it is asked."""
 
     def __init__(
         self,
@@ -85,33 +103,32 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.weighting, self.is_flex, self.group = model, weighting, is_flex, group
         self.piece = piece
-        self.routes: dict[int, tuple[Tensor, Tensor]] = {}
-        for number, layer in enumerate(model.layers):
-            layer.get_submodule("router").register_forward_hook(self._keep(number))
-
-    def _keep(self, number: int) -> Callable[[Router, tuple[Tensor], tuple[Tensor, Tensor]], None]:
-        def hook(router: Router, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-            # Where activations are recomputed this runs again, when its result is no longer read.
-            self.routes[number] = (router.likelihood(inputs[0]), output[0])
-
-        return hook
+        self.routers: list[NotingRouter] = []
+        for layer in model.layers:
+            router = layer.get_submodule("router")
+            # Hooks would do as well, but are told apart by numbers that compiled code looks at.
+            router.__class__ = NotingRouter
+            assert isinstance(router, NotingRouter)
+            self.routers.append(router)
 
     def forward(self, batch: Batch, counts: Counts) -> Losses:
-        guess = self.first_pass(batch)
-        context = PackedContext(self.model.config, batch, is_flex=self.is_flex)
-        self.routes.clear()
-        return self.losses(batch, guess, context, counts)
+        half, first, second = contexts(self.model.config, batch, is_flex=self.is_flex)
+        guess = self.first_pass(half, first)
+        del half, first
+        return self.losses(batch, guess, second, counts)
 
     @torch.no_grad()
-    def first_pass(self, batch: Batch) -> Guess:
+    def first_pass(self, half: Batch, context: PackedContext) -> Guess:
         """The model's own guess of every second sequence."""
-        half = batch.every_second()
-        context = PackedContext(self.model.config, half, is_flex=self.is_flex)
-        self.routes.clear()  # here, so that a compiled pass always finds it empty
         return self.guess(half, context)
 
     def guess(self, half: Batch, context: PackedContext) -> Guess:
         hidden_TD = self._hidden(half, None, context)
+        self._routes()
+        return self.read(half, hidden_TD)
+
+    def read(self, half: Batch, hidden_TD: Tensor) -> Guess:
+        """The guess that hidden states are."""
         rollout, size = self.weighting.rollout, self.piece or len(hidden_TD)
         lots = rolling.lots(half, rollout, self.model.config.vocab_size)
         parts, tokens = [], []
@@ -145,11 +162,17 @@ class Objective(nn.Module):
             token = torch.stack([guess.token, batch.token[1::2]], dim=1).flatten(0, 1)
             batch = replace(batch, token=token)
         hidden_TD = self._hidden(batch, told, context)
+        return self.score(batch, hidden_TD, self._routes(), counts)
+
+    def score(
+        self, batch: Batch, hidden_TD: Tensor, routes: Sequence[Route], counts: Counts
+    ) -> Losses:
+        """What hidden states lose."""
         loss_T = self._row_losses(hidden_TD, batch.target.flatten())
         is_canvas_T = batch.is_canvas.flatten()
         denoise = torch.where(is_canvas_T, loss_T, 0.0).sum() / counts.canvas
         causal = torch.where(is_canvas_T, 0.0, loss_T).sum() / counts.clean
-        balance = self.balance(batch) / counts.parts
+        balance = self.balance(batch, routes) / counts.parts
         total = denoise + self.weighting.causal * causal + self.weighting.balance * balance
         return Losses(total, denoise, causal, balance)
 
@@ -165,20 +188,31 @@ class Objective(nn.Module):
         return F.cross_entropy(logits_TV, target_T, ignore_index=NOTHING, reduction="none")
 
     def _hidden(self, batch: Batch, soft_TD: Tensor | None, context: PackedContext) -> Tensor:
+        return self.model.stack(self.enter(batch, soft_TD), context, context.turns)
+
+    def enter(self, batch: Batch, soft_TD: Tensor | None) -> Tensor:
+        """How the rows of a batch enter the stack."""
         tokens_T = batch.token.flatten()
         entered_TD = self.model.enter(tokens_T, soft_TD)
         is_canvas_T1 = batch.is_canvas.flatten()[:, None]
-        x_TD = torch.where(is_canvas_T1, entered_TD, self.model.embed(tokens_T))
-        return self.model.stack(x_TD, context, context.turns)
+        return torch.where(is_canvas_T1, entered_TD, self.model.embed(tokens_T))
 
-    def balance(self, batch: Batch) -> Tensor:
+    def _routes(self) -> list[Route]:
+        """What the routers have noted in a pass; forgotten, so that the next one finds nothing."""
+        found = []
+        for router in self.routers:
+            assert router.noted is not None, "a layer has not run"
+            found.append(router.noted)
+            router.noted = None
+        return found
+
+    def balance(self, batch: Batch, routes: Sequence[Route]) -> Tensor:
         """How unevenly the experts are used, over all layers: 1 is even, their number the worst.
 
         For each expert the share of choices times its mean likelihood. The choices of all processes
         count; the likelihood is this one's share of the mean.
         """
         is_real_T1 = (batch.example.flatten() > NOTHING)[:, None]
-        routes = [self.routes[number] for number in sorted(self.routes)]
         likely_LE = torch.stack([torch.where(is_real_T1, p_TE, 0.0).sum(0) for p_TE, _ in routes])
         chosen_LE = torch.stack([_chosen(p_TE, ids_TK, is_real_T1) for p_TE, ids_TK in routes])
         # Every row chooses equally many experts.

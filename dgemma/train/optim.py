@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.errors import ConfigError
+from dgemma.train.replay import Capture, Replay, cuda_graph
 from dgemma.train.shards import like, spread, whole
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 TOGETHER = 1 << 28  # numbers that are orthogonalised at once; a large stack alone may be more
+# Numbers up to which a step is captured. It keeps its memory for good, and with more of them the
+# GPU is slower than the host in any case.
+CAPTURED = 1 << 28
+# How AdamW is run, which is no matter of a saved state.
+OWN = ("lr", "foreach", "fused", "capturable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +41,17 @@ class OptimSettings:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum for weights of two dimensions, or of three as stacks of matrices."""
+    """Orthogonalised momentum for weights of two dimensions, or of three as stacks of matrices.
+
+    The rate may be a tensor on the device, which a captured step reads anew.
+    """
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+        self,
+        params: Iterable[Tensor],
+        lr: float | Tensor,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
@@ -67,12 +80,17 @@ class Muon(torch.optim.Optimizer):
         # A matrix can only be orthogonalised whole.
         stacked = torch.cat([whole(update).reshape(-1, rows, columns) for update in ahead])
         sizes = [weight.numel() // (rows * columns) for weight in weights]
-        pieces = torch.split(orthogonal(stacked), sizes)
+        lr, further = group["lr"], max(1.0, rows / columns) ** 0.5
         if group["weight_decay"]:
-            torch._foreach_mul_(list(weights), 1 - group["lr"] * group["weight_decay"])
-        scale = -group["lr"] * max(1.0, rows / columns) ** 0.5
-        for weight, piece in zip(weights, pieces, strict=True):
-            weight.add_(like(piece.reshape(weight.shape).to(weight.dtype), weight), alpha=scale)
+            torch._foreach_mul_(list(weights), 1 - lr * group["weight_decay"])
+        found = orthogonal(stacked).to(weights[0].dtype)
+        if isinstance(lr, Tensor):
+            found, scale = found * (-further * lr), 1.0
+        else:
+            scale = -lr * further
+        pieces = torch.split(found.contiguous(), sizes)
+        updates = [like(p.reshape(w.shape), w) for p, w in zip(pieces, weights, strict=True)]
+        torch._foreach_add_(list(weights), updates, alpha=scale)
 
 
 def _portions(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -113,9 +131,16 @@ class Masters:
     """
 
     def __init__(
-        self, model: nn.Module, settings: OptimSettings, dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        settings: OptimSettings,
+        dtype: torch.dtype | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        """`dtype`: round the model to it, after its weights were copied."""
+        """`dtype`: round the model to it, after its weights were copied.
+
+        `capture`: how a step becomes one piece of work; None: as a CUDA graph, where one is of use.
+        """
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.rounded: list[Tensor] = [weight for _, weight in named]
@@ -129,7 +154,14 @@ class Masters:
         if dtype is not None:
             model.to(dtype)
         self.settings = settings
+        self.capture = cuda_graph if capture is None and can_capture(self.weights) else capture
+        # A captured step finds gradients where they always are.
+        self.grads = [torch.zeros_like(w) for w in self.weights] if self.capture else None
         self.optimizers = self._optimizers()
+        self.replay = self._replay()
+
+    def _replay(self) -> Replay | None:
+        return None if self.capture is None else Replay(self._advance, self.capture)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         s = self.settings
@@ -140,39 +172,61 @@ class Masters:
         if matrices:
             optimizers.append(Muon(matrices, s.muon_lr, s.momentum, s.weight_decay))
         if rest:
+            own = {"fused": True, "capturable": True} if self.capture else {}
             optimizers.append(
                 torch.optim.AdamW(
-                    rest, lr=s.adam_lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay
+                    rest, lr=s.adam_lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, **own
                 )
             )
         for optimizer in optimizers:
+            # Its first steps are not captured, and that is as it should be.
+            optimizer._warned_capturable_if_run_uncaptured = True
             for group in optimizer.param_groups:
                 group["peak"] = group["lr"]
+                if self.capture:
+                    group["lr"] = torch.zeros((), device=self.weights[0].device)
         return optimizers
 
     @torch.no_grad()
     def step(self, scale: float) -> Tensor:
         """Move the weights by their gradients at `scale` times the peak rates; the norm before."""
-        grads = [weight.grad for weight in self.rounded]
-        assert all(grad is not None for grad in grads), "a weight that is trained got no gradient"
-        if not self.is_own:
-            for master, grad in zip(self.weights, grads, strict=True):
-                master.grad = grad.float()  # type: ignore[union-attr]
-        norm = whole(nn.utils.clip_grad_norm_(self.weights, self.settings.clip))
+        self._take_gradients()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * scale
+                rate = group["peak"] * scale
+                if self.capture is None:
+                    group["lr"] = rate
+                else:
+                    group["lr"].fill_(rate)
+        norm = self._advance() if self.replay is None else self.replay()
+        for weight in (*self.rounded, *self.weights):
+            weight.grad = None
+        return norm
+
+    def _take_gradients(self) -> None:
+        """Give the masters the model's gradients, in float32."""
+        grads = [weight.grad for weight in self.rounded if weight.grad is not None]
+        assert len(grads) == len(self.rounded), "a weight that is trained got no gradient"
+        if self.grads is not None:
+            torch._foreach_copy_(self.grads, grads)
+            grads = self.grads
+        if self.grads is not None or not self.is_own:
+            for master, grad in zip(self.weights, grads, strict=True):
+                master.grad = grad.float()
+
+    @torch.no_grad()
+    def _advance(self) -> Tensor:
+        norm = whole(nn.utils.clip_grad_norm_(self.weights, self.settings.clip))
+        for optimizer in self.optimizers:
             optimizer.step()
         if not self.is_own:
             torch._foreach_copy_(self.rounded, self.weights)
-        for weight in (*self.rounded, *self.weights):
-            weight.grad = None
         return norm
 
     def state(self) -> dict[str, Any]:
         return {
             "weights": dict(zip(self.names, self.weights, strict=True)),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [_saved(optimizer) for optimizer in self.optimizers],
         }
 
     @torch.no_grad()
@@ -185,9 +239,29 @@ class Masters:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             own = [weight for group in optimizer.param_groups for weight in group["params"]]
             remembered = {i: spread(one, own[i]) for i, one in saved["state"].items()}
-            optimizer.load_state_dict({**saved, "state": remembered})
+            groups = [
+                {**theirs, **{key: mine[key] for key in OWN if key in mine}}
+                for mine, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True)
+            ]
+            optimizer.load_state_dict({"state": remembered, "param_groups": groups})
         if not self.is_own:
             torch._foreach_copy_(self.rounded, self.weights)
+        self.replay = self._replay()  # what was captured is of other memory
+
+
+def can_capture(weights: Sequence[Tensor]) -> bool:
+    """Whether a step can be captured as a CUDA graph, and should be."""
+    on_gpu = all(weight.device.type == "cuda" for weight in weights)
+    is_spread = any(hasattr(weight, "full_tensor") for weight in weights)
+    return on_gpu and not is_spread and sum(weight.numel() for weight in weights) <= CAPTURED
+
+
+def _saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer remembers, with rates as plain numbers."""
+    state: dict[str, Any] = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["lr"] = float(group["lr"])
+    return state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,8 @@ class RunShape:
     average: float = 0.0  # decay of a running mean of the weights, which is what is saved; 0: none
     checkpointing: bool = False  # recompute activations instead of keeping them
     drift: float = 1.5  # nats that the loss may rise above its best before the run is stopped
+    # On a GPU: code for each kind of layer, soon ready, or for a pass as a whole.
+    compile: Literal["kinds", "whole"] = "kinds"
 
     def __post_init__(self) -> None:
         if min(self.save_every, self.report_every, self.keep) < 1 or self.workers < 0:

@@ -30,6 +30,21 @@ TOKEN, TARGET, POSITION, CANVAS, START, PINNED, EXAMPLE, LOT = range(len(FIELDS)
 PADDING = np.array([0, NOTHING, 0, NOTHING, 1, 0, NOTHING, 0], np.int32)
 
 
+class Tally(NamedTuple):
+    """How many rows a batch has of each kind."""
+
+    canvas: int  # canvas rows that are asked for something
+    clean: int  # clean rows that are
+    real: int  # rows that belong to an example
+
+    @classmethod
+    def of(cls, rows: Ints) -> "Tally":
+        is_asked = rows[TARGET] > NOTHING
+        canvas = np.count_nonzero(is_asked & (rows[CANVAS] > NOTHING))
+        real = np.count_nonzero(rows[EXAMPLE] > NOTHING)
+        return cls(int(canvas), int(np.count_nonzero(is_asked) - canvas), int(real))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corruption:
     """How canvases are noised.

@@ -1,26 +1,76 @@
 """Compiling the passes, and recomputing activations in the backward instead of keeping them."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dgemma.model import Gemma
-from dgemma.train.objective import Objective
+from dgemma.model import Context, Gemma, Layer, Turns
+from dgemma.train.objective import NotingRouter, Objective, Route
 
 
 def compiled(objective: Objective) -> Objective:
-    """Compile an objective's two passes in place; the first step then takes a minute."""
+    """Compile an objective's two passes in place, each whole; the first step takes minutes."""
     objective.losses = torch.compile(objective.losses, dynamic=False)  # type: ignore[method-assign]
     objective.guess = torch.compile(objective.guess, dynamic=False)  # type: ignore[method-assign]
     return objective
 
 
+def compiled_by_kind(objective: Objective) -> Objective:
+    """Compile both passes in place, a layer at a time: layers of one kind share their code.
+
+    The compiler then has two layers to work on instead of all of them.
+    """
+    compile_ = partial(torch.compile, dynamic=False)
+    _allow_cases(4 * len(objective.model.layers))
+    objective.enter = compile_(objective.enter)  # type: ignore[method-assign]
+    objective.read = compile_(objective.read)  # type: ignore[method-assign]
+    objective.score = compile_(objective.score)  # type: ignore[method-assign]
+    objective.model.runner = ByKind(objective.model, compile_)
+    return objective
+
+
+class ByKind:
+    """Runs the layers of a model by code that is compiled for each kind; set as its `runner`."""
+
+    def __init__(self, model: Gemma, compile_: Callable[..., Callable[..., object]]) -> None:
+        self.layers = cast(list[Layer], list(model.layers))
+        self.run, self.norm = compile_(run_layer), compile_(model.norm.forward)
+        kinds = model.config.layer_types
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            # Compiled code looks at the number, of which packed contexts read the kind alone.
+            layer.self_attn.layer = kinds.index(kind)
+
+    def __call__(self, x_TD: Tensor, context: Context, turns: Turns) -> Tensor:
+        for layer in self.layers:
+            ran = self.run(layer, x_TD, context, turns)
+            x_TD, cast(NotingRouter, layer.router).noted = cast(tuple[Tensor, Route], ran)
+        return cast(Tensor, self.norm(x_TD))
+
+
+def run_layer(
+    layer: Layer, x_TD: Tensor, context: Context, turns: Turns
+) -> tuple[Tensor, Route | None]:
+    """A layer, and what its router noted, which compiled code must not leave lying about."""
+    x_TD = layer(x_TD, turns, context)
+    router = cast(NotingRouter, layer.router)
+    noted, router.noted = router.noted, None
+    return x_TD, noted
+
+
+def _allow_cases(count: int) -> None:
+    """How often a function may be compiled anew, before it is run plainly, and slowly, instead."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
 def compiled_layers(model: Gemma) -> Gemma:
     """Compile layer by layer, in place: where weights are sharded, they come and go between."""
     # Layers share their code, and each number of a layer is a case of its own.
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 4 * len(model.layers))
+    _allow_cases(4 * len(model.layers))
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)
     return model

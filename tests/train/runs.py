@@ -18,7 +18,7 @@ from dgemma.train.loop import RunSettings, Trainer
 from dgemma.train.mix import Ingredient, Mixture
 from dgemma.train.objective import Counts, Losses, Objective
 from dgemma.train.optim import Masters, OptimSettings, Schedule
-from dgemma.train.rows import Corruption, Example, Ints
+from dgemma.train.rows import Corruption, Example, Ints, Tally
 from dgemma.train.weighting import Weighting
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.random import random_model
@@ -63,10 +63,14 @@ def shaken(config: ModelConfig = TINY, seed: int = 0) -> Gemma:
     return model
 
 
+def counts_of(rows: Tensor, parts: int = 1) -> Counts:
+    return Counts.of(Tally.of(rows.numpy()), torch.device("cpu"), parts)
+
+
 def losses_of(objective: Objective, rows: Ints | Tensor, parts: int = 1) -> Losses:
     """Losses of a whole batch, and their gradients in the model."""
     rows = torch.as_tensor(rows)
-    counts = Counts.of(rows, "cpu", parts)
+    counts = counts_of(rows, parts)
     found = []
     for part in rows.chunk(parts, dim=1):
         losses = objective(Batch.of(part, "cpu"), counts)

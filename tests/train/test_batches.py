@@ -22,6 +22,7 @@ from dgemma.train.rows import (
     Example,
     Ints,
     Layout,
+    Tally,
     lay_out,
 )
 from dgemma.train.store import Store
@@ -37,6 +38,18 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 def ids(*tokens: int) -> Ints:
     return np.array(tokens, np.int32)
+
+
+def test_a_tally_counts_what_is_asked_of_canvases_of_texts_and_what_is_real() -> None:
+    rows = mixture().batch(3)
+    columns = list(
+        zip(*(rows[field].ravel().tolist() for field in range(len(FIELDS))), strict=True)
+    )
+    asked = [column for column in columns if column[TARGET] > NOTHING]
+    canvas = sum(column[CANVAS] > NOTHING for column in asked)
+    real = sum(column[EXAMPLE] > NOTHING for column in columns)
+    assert Tally.of(rows) == (canvas, len(asked) - canvas, real)
+    assert 0 < canvas < len(asked) < real < len(columns)
 
 
 PAIR = Example(ids(2, 11, 12), ids(21, 22, 23, 24, 25, 16))

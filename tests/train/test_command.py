@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dgemma.cli import main
 from dgemma.errors import UsageError
 from dgemma.train.__main__ import main as plain
 from dgemma.train.command import Wanted, note_recipe
+from dgemma.train.feed import Loaded
 from dgemma.train.loop import Trainer
 from dgemma.train.recipe import load_recipe
 from dgemma.train.report import Metrics
@@ -139,10 +139,10 @@ def test_ctrl_c_saves_a_state_and_says_how_to_go_on(
     out, move = tmp_path / "run", Trainer._move
     call(recipe, "--out", tmp_path / "through")
 
-    def interrupted(self: Trainer, rows: torch.Tensor) -> Any:
+    def interrupted(self: Trainer, loaded: Loaded) -> Any:
         if self.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return move(self, rows)
+        return move(self, loaded)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_move", interrupted)

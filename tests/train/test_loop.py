@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ import torch
 
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.train.average import Average
+from dgemma.train.feed import Loaded
 from dgemma.train.interrupt import Interrupt
-from dgemma.train.loop import Trainer, TrainingInterrupted, TrainingStopped
+from dgemma.train.loop import Trainer, TrainingInterrupted, TrainingStopped, sparing_host
+from dgemma.train.mix import Mixture
 from dgemma.train.optim import Schedule
 from dgemma.train.pace import Pace
 from dgemma.train.report import Metrics, Report
+from dgemma.train.rows import Ints
 from dgemma.train.state import forget, load_state, states
 from tests.train.runs import trainer
 
@@ -133,11 +137,11 @@ def poison(one: Trainer, step: int, value: float) -> None:
     """Spoil a weight right before a step, as a broken update would."""
     move = one._move
 
-    def spoiled(rows: torch.Tensor) -> Any:
+    def spoiled(loaded: Loaded) -> Any:
         if one.step == step:
             with torch.no_grad():
                 one.masters.weights[3].fill_(value)
-        return move(rows)
+        return move(loaded)
 
     one._move = spoiled  # type: ignore[method-assign]
 
@@ -213,11 +217,11 @@ def test_reports_are_the_same_however_a_run_was_cut(tmp_path: Path) -> None:
     one = make("run")
     move, calls = one._move, []
 
-    def interrupted(rows: torch.Tensor) -> Any:
+    def interrupted(loaded: Loaded) -> Any:
         calls.append(1)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        return move(rows)
+        return move(loaded)
 
     one._move = interrupted  # type: ignore[method-assign]
     with pytest.raises(TrainingInterrupted, match="after 3 steps"):
@@ -255,6 +259,44 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [True]
+
+
+# --- sparing the host
+
+
+def test_each_batch_is_made_once_and_fetched_before_the_weights_move(tmp_path: Path) -> None:
+    one = trainer(tmp_path)
+    made, move = [], one.masters.step
+
+    class Noting(Mixture):
+        def batch(self, step: int) -> Ints:
+            made.append(step)
+            return super().batch(step)
+
+    def moving(scale: float) -> torch.Tensor:
+        made.append("moved")
+        return move(scale)
+
+    shape = {field.name: getattr(one.mixture, field.name) for field in fields(Mixture)}
+    one.mixture, one.masters.step = Noting(**shape), moving  # type: ignore[method-assign]
+    run(one)
+    expected: list[Any] = [0]
+    for step in range(1, 12):
+        expected += [step, "moved"]
+    assert made == [*expected, "moved"]
+
+
+def test_one_thread_is_enough_beside_a_gpu_and_all_are_given_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with sparing_host(torch.device("cuda")):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        with sparing_host(torch.device("cpu")):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- in parts

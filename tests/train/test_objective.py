@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
 from dgemma.cache import Pass, Span
@@ -19,8 +20,8 @@ from dgemma.denoise import commit
 from dgemma.model import Gemma
 from dgemma.ops import routed
 from dgemma.train import speed
-from dgemma.train.context import Batch, PackedContext, dense_mask
-from dgemma.train.objective import Counts, Objective
+from dgemma.train.context import BLOCKS, Batch, PackedContext, contexts, dense_mask, rule
+from dgemma.train.objective import Guess, Objective
 from dgemma.train.rollout import lots, roll
 from dgemma.train.rows import (
     CANVAS,
@@ -43,7 +44,7 @@ from dgemma.train.rows import (
 from dgemma.train.weighting import Weighting
 from tests.test_parity import row_cache
 from tests.tiny import TINY, configs, ours, shake, twin
-from tests.train.runs import gradients, losses_of, mixture, shaken
+from tests.train.runs import counts_of, gradients, losses_of, mixture, shaken
 
 TOLERANCE = 1e-4
 REPEATABLE = settings(deadline=None, derandomize=True, database=None)
@@ -107,7 +108,7 @@ def test_the_mask_is_the_rule_in_words(seed: int, window: int | None) -> None:
 
 def packed_logits(objective: Objective, rows: Ints, soft_TD: Tensor | None = None) -> Tensor:
     batch = Batch.of(torch.from_numpy(rows), "cpu")
-    context = PackedContext(objective.model.config, batch, is_flex=False)
+    context = PackedContext(objective.model.config, batch)
     with torch.no_grad():
         logits_TV = objective.model.logits(objective._hidden(batch, soft_TD, context))
     return logits_TV.view(*rows.shape[1:], -1)
@@ -309,10 +310,15 @@ def test_an_example_gives_the_same_losses_and_gradients_wherever_it_stands() -> 
     assert all(torch.allclose(of_a[name], of_b[name], atol=1e-5) for name in of_a)
 
 
+def guess_of(objective: Objective, batch: Batch) -> Guess:
+    half, context, _ = contexts(objective.model.config, batch, is_flex=False)
+    return objective.first_pass(half, context)
+
+
 def test_every_second_sequence_is_told_a_guess_and_the_others_nothing() -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch = Batch.of(rows, "cpu")
-    soft = Objective(shaken(), Weighting()).first_pass(batch).told.view(4, rows.shape[2], -1)
+    soft = guess_of(Objective(shaken(), Weighting()), batch).told.view(4, rows.shape[2], -1)
     assert not soft[1::2].any() and not soft.requires_grad
     assert (soft[::2].abs().sum(-1) > 0).all()
     model = shaken()
@@ -331,11 +337,11 @@ def test_a_rolled_out_canvas_is_one_step_of_the_sampler() -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch, model = Batch.of(rows, "cpu"), shaken()
     objective = Objective(model, Weighting(rollout=0.6))
-    guess, half = objective.first_pass(batch), batch.every_second()
+    guess, half = guess_of(objective, batch), batch.every_second()
     assert guess.token is not None
     lot = lots(half, 0.6, TINY.vocab_size)
     with torch.no_grad():
-        context = PackedContext(TINY, half, is_flex=False)
+        context = PackedContext(TINY, half)
         logits_TV = model.logits(objective._hidden(half, None, context))
         chances = torch.distributions.Categorical(logits=logits_TV / lot.heat[:, None])
     rolled = lot.is_rolled.nonzero().flatten().tolist()
@@ -361,7 +367,7 @@ def test_pieces_and_a_second_look_roll_the_same_canvases() -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch = Batch.of(rows, "cpu")
     found = [
-        Objective(shaken(), Weighting(rollout=0.6), piece=piece).first_pass(batch).token
+        guess_of(Objective(shaken(), Weighting(rollout=0.6), piece=piece), batch).token
         for piece in (None, 7)
     ]
     assert found[0] is not None and found[1] is not None
@@ -389,10 +395,13 @@ def test_the_balance_is_that_of_real_rows_and_one_when_even() -> None:
     rows = packed(TINY, seed=3)
     model = shaken()
     objective = Objective(model, Weighting())
+    balance, routes = objective.balance, []
+    objective.balance = lambda batch, own: routes.extend(own) or balance(batch, own)  # type: ignore
     losses = losses_of(objective, rows)
     is_real = torch.from_numpy(rows[EXAMPLE].ravel() > NOTHING)
     parts = []
-    for p_TE, ids_TK in objective.routes.values():
+    assert len(routes) == TINY.num_hidden_layers
+    for p_TE, ids_TK in routes:
         chosen = torch.bincount(ids_TK[is_real].flatten(), minlength=4) / ids_TK[is_real].numel()
         parts.append(4 * (chosen * p_TE[is_real].mean(0)).sum())
     assert losses.balance.item() == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
@@ -459,9 +468,48 @@ def test_recomputing_keeps_less() -> None:
 
         rows = torch.from_numpy(mixture().batch(0))
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            objective(Batch.of(rows, "cpu"), Counts.of(rows, "cpu"))
+            objective(Batch.of(rows, "cpu"), counts_of(rows))
         kept.append(sum(sizes))
     assert kept[1] < 0.5 * kept[0]
+
+
+# --- by blocks
+
+
+@pytest.mark.parametrize("rows", [384, 300])
+def test_blocks_and_turns_of_both_passes_are_those_of_each(rows: int) -> None:
+    """Against FlexAttention's own way to make a mask, one pass and one kind of layer at a time."""
+    config = replace(TINY, sliding_window=150)
+    batch = Batch.of(torch.from_numpy(packed(config, seed=5, sequences=4, rows=rows)), "cpu")
+    half, first, second = contexts(config, batch, is_flex=True)
+    windows = {SLIDING: 150, FULL: None}
+    for own, context in ((half, first), (batch, second)):
+        plain = PackedContext(config, own)
+        for kind, window in windows.items():
+            mask, size = context.masks[kind], (len(own.token), None, rows, rows)
+            other = create_block_mask(rule(own, window), *size, device="cpu")
+            for name in (f"{a}_{b}" for a in BLOCKS for b in ("num_blocks", "indices")):
+                mine, theirs = getattr(mask, name), getattr(other, name)
+                assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype, name
+                assert mine.is_contiguous()
+            b, t = (torch.arange(n) for n in own.token.shape)
+            seen = mask.mask_mod(b[:, None, None, None], t, t[:, None], t[None, :])
+            assert torch.equal(seen, plain.masks[kind])
+            for a, b in zip(context.turns[kind], plain.turns[kind], strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_attention_by_blocks_loses_what_the_rule_written_out_does() -> None:
+    """Forward alone: FlexAttention has no backward on a CPU."""
+    config = replace(TINY, sliding_window=20)
+    rows = torch.from_numpy(packed(config, seed=6, sequences=2, rows=150))
+    batch, counts, found = Batch.of(rows, "cpu"), counts_of(rows), []
+    for is_flex in (False, True):
+        objective = Objective(shaken(config), Weighting(rollout=0.5), is_flex=is_flex)
+        with torch.no_grad():
+            found.append(torch.stack(objective(batch, counts)))
+    assert torch.allclose(*found, atol=1e-5)
 
 
 # --- compiled
@@ -495,6 +543,35 @@ def test_both_passes_are_one_graph_each(
         with torch._dynamo.config.patch(error_on_recompile=True):
             losses = [losses_of(objective, mixture().batch(step)) for step in range(3)]
         found.append((torch.tensor(losses), gradients(objective.model)))
+    (plain, of_plain), (compiled, of_compiled) = found
+    assert torch.allclose(plain, compiled, atol=1e-5)
+    assert all(torch.allclose(of_plain[name], of_compiled[name], atol=1e-4) for name in of_plain)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_of_a_kind_share_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed, "grouped", compilable_grouped)
+    config, found = replace(TINY, layer_types=(SLIDING, SLIDING, FULL) * 2), []
+    graphs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    compile_whole = partial(torch.compile, backend=counting, fullgraph=True)
+    monkeypatch.setattr(
+        speed.torch, "compile", lambda f, dynamic: compile_whole(f, dynamic=dynamic)
+    )
+    torch._dynamo.reset()
+    for is_compiled in (False, True):
+        objective = Objective(shaken(config), Weighting(rollout=0.5))
+        if is_compiled:
+            speed.compiled_by_kind(objective)
+        losses = [losses_of(objective, mixture().batch(step)) for step in range(3)]
+        found.append((torch.tensor(losses), gradients(objective.model)))
+    # Two kinds of layers in two passes, the entrance and the last norm in two, and either's end.
+    assert len(graphs) == 4 + 2 + 2 + 2
     (plain, of_plain), (compiled, of_compiled) = found
     assert torch.allclose(plain, compiled, atol=1e-5)
     assert all(torch.allclose(of_plain[name], of_compiled[name], atol=1e-4) for name in of_plain)

@@ -1,18 +1,31 @@
 """What moves the weights: Muon, masters, schedules and the running mean."""
 
 import math
+from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dgemma.errors import ConfigError
 from dgemma.train import optim
 from dgemma.train.average import Average
 from dgemma.train.fresh import fresh_model
-from dgemma.train.optim import Masters, Muon, OptimSettings, Schedule, is_matrix, orthogonal
+from dgemma.train.optim import (
+    Masters,
+    Muon,
+    OptimSettings,
+    Schedule,
+    can_capture,
+    is_matrix,
+    orthogonal,
+)
+from dgemma.train.replay import Work
 from tests.tiny import TINY
 
 
@@ -196,6 +209,111 @@ def test_a_state_of_other_weights_is_refused() -> None:
     state = Masters(nn.Linear(4, 3), OptimSettings()).state()
     with pytest.raises(ConfigError, match="of other weights than the recipe trains"):
         Masters(nn.Linear(4, 3, bias=False), OptimSettings()).restore(state)
+
+
+# --- a step that is captured
+
+
+class Tape(TorchDispatchMode):
+    """Notes every operation; `play` does them again, on the memory they had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func), "the host waits for a number"
+        out = func(*args, **(kwargs or {}))
+        self.noted.append((func, args, kwargs or {}, out))
+        return out
+
+    def play(self) -> None:
+        for func, args, kwargs, old in self.noted:
+            new = func(*args, **kwargs)
+            for a, b in zip(tree_leaves(old), tree_leaves(new), strict=True):
+                if isinstance(a, Tensor) and a.data_ptr() != b.data_ptr():
+                    a.copy_(b)
+
+
+def taped(work: Work) -> Work:
+    """As a CUDA graph: it knows nothing but the memory that it was captured on."""
+    tape, calls = Tape(), []
+    with tape:
+        out = work()
+
+    def again() -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:  # the first was done while it was noted
+            tape.play()
+        return out.clone()
+
+    return again
+
+
+def trained(masters: Masters, steps: range) -> list[Tensor]:
+    """The norms of some steps, at rates that change."""
+    norms = []
+    for step in steps:
+        for number, weight in enumerate(masters.rounded):
+            weight.grad = draw(*weight.shape, seed=50 * step + number).to(weight.dtype)
+        norms.append(masters.step(1.0 / (1 + step)))
+    return norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_step_is_the_plain_one(dtype: torch.dtype) -> None:
+    settings = OptimSettings(weight_decay=0.1)
+    plain = Masters(fresh_model(TINY, 0), settings, dtype)
+    taken = Masters(fresh_model(TINY, 0), settings, dtype, taped)
+    norms = [torch.stack(trained(one, range(8))) for one in (plain, taken)]
+    assert taken.replay is not None and taken.replay.is_captured and plain.replay is None
+    assert torch.allclose(*norms) and len(set(norms[1].tolist())) == 8
+    for a, b in zip(plain.weights, taken.weights, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    assert all(weight.grad is None for weight in (*taken.rounded, *taken.weights))
+    for rounded, weight in zip(taken.rounded, taken.weights, strict=True):
+        assert torch.equal(rounded, weight.to(dtype))
+
+
+def test_a_captured_run_is_saved_and_taken_up_as_a_plain_one_is() -> None:
+    make = partial(Masters, settings=OptimSettings(), dtype=torch.bfloat16)
+    through, broken, again = (make(fresh_model(TINY, 0), capture=taped) for _ in range(3))
+    trained(through, range(12))
+    trained(broken, range(6))
+    state = broken.state()
+    trained(again, range(5))  # captured already, on memory that the state replaces
+    again.restore(deepcopy(state))
+    trained(again, range(6, 12))
+    assert again.replay is not None and again.replay.is_captured
+    assert all(torch.equal(a, b) for a, b in zip(through.weights, again.weights, strict=True))
+    plain = make(fresh_model(TINY, 0))
+    plain.restore(state)
+    trained(plain, range(6, 12))
+    for a, b in zip(through.weights, plain.weights, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    back = make(fresh_model(TINY, 0), capture=taped)
+    back.restore(plain.state())
+    trained(back, range(12, 18))
+    groups = [group for one in plain.state()["optimizers"] for group in one["param_groups"]]
+    assert [type(group["lr"]) for group in groups] == [float, float]
+
+
+def test_what_cannot_be_captured_is_done_plainly() -> None:
+    def refuse(work: Work) -> Work:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    masters = Masters(fresh_model(TINY, 0), OptimSettings(), torch.bfloat16, refuse)
+    taken = Masters(fresh_model(TINY, 0), OptimSettings(), torch.bfloat16, taped)
+    with pytest.warns(UserWarning, match=r"not be captured \(operation not permitted\)"):
+        trained(masters, range(6))
+    trained(taken, range(6))
+    assert masters.replay is not None and not masters.replay.is_captured
+    assert all(torch.equal(a, b) for a, b in zip(masters.weights, taken.weights, strict=True))
+
+
+def test_only_small_models_on_a_gpu_are_captured() -> None:
+    assert not can_capture([torch.zeros(2)])
+    assert Masters(small_model(torch.float32), OptimSettings()).replay is None
 
 
 # --- schedules
