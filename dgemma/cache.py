@@ -64,8 +64,9 @@ class Buffer:
     def slide(self, start: int, stop: int) -> None:
         """Move positions [start, stop) to the front."""
         kept = self.read(start, stop)
-        self.k_SMH[: stop - start] = kept.k_SMH.clone()
-        self.v_SMH[: stop - start] = kept.v_SMH.clone()
+        # Both before either is written: without memory for them the buffer stays as it was.
+        k_SMH, v_SMH = kept.k_SMH.clone(), kept.v_SMH.clone()
+        self.k_SMH[: stop - start], self.v_SMH[: stop - start] = k_SMH, v_SMH
         self.base = start
 
     @torch.inference_mode(False)

@@ -105,12 +105,14 @@ class Stack:
             heads_TX = attend(layer, product(normed, layer.qkv, dtype), turns)
             attended_TD = product(heads_TX, layer.out, dtype)
             joined, found = self._read(layer, x_TD, attended_TD, few)
-            with self._beside(x_TD):
-                hidden = gated_product(joined.dense_TD, layer.dense, dtype)
-                dense_TD = product(hidden, layer.down, dtype)
-            found = routed(joined.router_TD, layer.router) if found is None else found
-            out_AD = layer.choices(joined.expert_TD, found.ids_TK, found.into)
-            self._join(x_TD)
+            try:
+                with self._beside(x_TD):
+                    hidden = gated_product(joined.dense_TD, layer.dense, dtype)
+                    dense_TD = product(hidden, layer.down, dtype)
+                found = routed(joined.router_TD, layer.router) if found is None else found
+                out_AD = layer.choices(joined.expert_TD, found.ids_TK, found.into)
+            finally:  # a capture that is not joined cannot be ended, and torch never gets over it
+                self._join(x_TD)
             mixed = (out_AD, found.share_TK)
             eight = not few and after is not None and after.qkv.is_8
             x_TD, normed = close(joined.x_TD, dense_TD, mixed, layer.closing, self.eps, eight=eight)

@@ -70,6 +70,8 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as a server's, may go on.
         mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode=mode):
+        capture = torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode=mode)
+        # A capture that cannot be ended would leave its stream the current one.
+        with torch.cuda.stream(stream), capture:
             work()
         return graph

@@ -133,10 +133,10 @@ class Stepper:
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
         """Do it, by a graph where there is one."""
-        if self.graphs.again(name):
-            return
-        if not self.has_kernels:
+        if not self.has_kernels:  # a capture would read places that were not written
             work()
+            return
+        if self.graphs.again(name):
             return
         kept = self.memory.all
         if name.startswith("dense") and self.raw_LV is not None:

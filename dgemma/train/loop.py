@@ -133,6 +133,7 @@ class Trainer:
 
     def _steps(self, pace: Pace | None, interrupt: Interrupt) -> Iterator[Report]:
         self.feed = Feed(self.mixture, self.step, self._feeding())
+        settled = self.step + SETTLED
         while True:
             loaded = self.feed.take()
             losses, norm = self._move(loaded)
@@ -150,7 +151,7 @@ class Trainer:
             self._stop_if(interrupt, is_reporting=is_reporting)
             if pace is not None and self._fit(pace):
                 pace = None
-            if self.step == SETTLED and self.device.type == "cuda":
+            if self.step == settled and self.device.type == "cuda":
                 # The compiler leaves millions of objects, which need not be looked through again.
                 gc.collect()
                 gc.freeze()

@@ -251,7 +251,9 @@ class Masters:
 
 def can_capture(weights: Sequence[Tensor]) -> bool:
     """Whether a step can be captured as a CUDA graph, and should be."""
-    on_gpu = all(weight.device.type == "cuda" for weight in weights)
+    # Only the current GPU's work is: another's would be done once, and left out of the graph.
+    devices = {weight.device for weight in weights}
+    on_gpu = all(d.type == "cuda" and d.index == torch.cuda.current_device() for d in devices)
     is_spread = any(hasattr(weight, "full_tensor") for weight in weights)
     return on_gpu and not is_spread and sum(weight.numel() for weight in weights) <= CAPTURED
 

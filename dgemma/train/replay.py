@@ -54,10 +54,14 @@ class Replay:
 def cuda_graph(work: Work) -> Work:
     """Capture work on the GPU. Nothing is computed yet; what it returns is a copy each time."""
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, such as those that fetch data, may go on.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = work()
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # Other threads, such as those that fetch data, may go on.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = work()
+    finally:
+        # A capture that fails does not leave its own stream.
+        torch.cuda.set_stream(before)
 
     def again() -> Tensor:
         graph.replay()
