@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROCESSORS = 132  # of an H100 or H200
+from dgemma.ops.kernels.launch import PROCESSORS
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -16,9 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.ops.kernels.experts import Buckets
-from dgemma.ops.kernels.launch import after, early
-
-PROCESSORS = 132  # of a Hopper GPU: so many programs at least are wanted
+from dgemma.ops.kernels.launch import PROCESSORS, after, early
 
 
 @dataclass(frozen=True, slots=True)
