@@ -184,8 +184,9 @@ class Trainer:
     def _move(self, loaded: Loaded) -> tuple[Losses, Tensor]:
         """One step of the weights."""
         sums: list[Tensor] | None = None
+        depths = self.objective.weighting.depths
         for part in loaded.parts:
-            losses = self.objective(part, loaded.counts)
+            losses = self.objective(part, loaded.counts, depths[self.step % len(depths)])
             # Sharded gradients are means over the processes; what is wanted is their sum.
             (losses.total * self.group.size).backward()
             own = [loss.detach() for loss in losses]

@@ -6,7 +6,8 @@ at every row of the clean text, in one pass over both.
     soft = for every second sequence the mean token of the model's own guess without soft, a guess
            that has no gradient; else zero
 
-With `rollout`, some canvases that are told a guess are first brought a step further by it.
+With `rollout`, some canvases that are told a guess are first brought a step further by it; with a
+depth of more than one, guess and step are taken so many times, each told of the one before.
 
 T rows of all packed sequences, D width, V vocabulary, E experts.
 """
@@ -65,11 +66,17 @@ def to_device(made: Tensor, device: torch.device) -> Tensor:
     return made.to(device, non_blocking=True)
 
 
+def to_every_second(told_TD: Tensor, sequences: int) -> Tensor:
+    """What rows of all sequences are told: those between nothing."""
+    told_BTD = told_TD.view(sequences // 2, -1, told_TD.shape[-1])
+    return torch.stack([told_BTD, torch.zeros_like(told_BTD)], dim=1).flatten(0, 2)
+
+
 class Guess(NamedTuple):
     """What the model made of every second sequence."""
 
-    told: Tensor  # for all rows as they are told it; probabilities where they have a gradient
-    token: Tensor | None  # of those sequences after a step of the sampler; None: as they are
+    told: Tensor  # as their rows are told it; probabilities where they have a gradient
+    token: Tensor | None  # of their rows after a step of the sampler; None: as they are
 
 
 Route = tuple[Tensor, Tensor]  # how likely each expert was, and which were chosen
@@ -111,26 +118,37 @@ class Objective(nn.Module):
             assert isinstance(router, NotingRouter)
             self.routers.append(router)
 
-    def forward(self, batch: Batch, counts: Counts) -> Losses:
+    def forward(self, batch: Batch, counts: Counts, depth: int = 1) -> Losses:
+        """`depth`: guesses before the one that counts, where a sequence is told any."""
         half, first, second = contexts(self.model.config, batch, is_flex=self.is_flex)
-        guess = self.first_pass(half, first)
+        guess = self.first_pass(half, first, depth)
         del half, first
         return self.losses(batch, guess, second, counts)
 
     @torch.no_grad()
-    def first_pass(self, half: Batch, context: PackedContext) -> Guess:
+    def first_pass(self, half: Batch, context: PackedContext, depth: int = 1) -> Guess:
         """The model's own guess of every second sequence."""
-        return self.guess(half, context)
+        steps = torch.arange(depth, device=half.token.device)
+        guess = self.guess(half, None, context, steps[0])
+        for step in steps[1:]:
+            half = half if guess.token is None else replace(half, token=guess.token)
+            told_TD = guess.told
+            if self.weighting.guess_gradient:
+                told_TD = self.told(half, self.model.embed_soft(told_TD))
+            guess = self.guess(half, told_TD, context, step)
+        return guess
 
-    def guess(self, half: Batch, context: PackedContext) -> Guess:
-        hidden_TD = self._hidden(half, None, context)
+    def guess(
+        self, half: Batch, told_TD: Tensor | None, context: PackedContext, step: Tensor
+    ) -> Guess:
+        hidden_TD = self._hidden(half, told_TD, context)
         self._routes()
-        return self.read(half, hidden_TD)
+        return self.read(half, hidden_TD, step)
 
-    def read(self, half: Batch, hidden_TD: Tensor) -> Guess:
+    def read(self, half: Batch, hidden_TD: Tensor, step: Tensor) -> Guess:
         """The guess that hidden states are."""
         rollout, size = self.weighting.rollout, self.piece or len(hidden_TD)
-        lots = rolling.lots(half, rollout, self.model.config.vocab_size)
+        lots = rolling.lots(half, rollout, self.model.config.vocab_size, step)
         parts, tokens = [], []
         for piece_TD, *own in zip(*(torch.split(x, size) for x in (hidden_TD, *lots)), strict=True):
             lot = rolling.Lots(*own)
@@ -147,21 +165,18 @@ class Objective(nn.Module):
         return Guess(told, torch.cat(tokens).view_as(half.token) if rollout else None)
 
     def told(self, half: Batch, soft_TD: Tensor) -> Tensor:
-        """What all sequences are told: soft embeddings, or nothing in those between."""
-        # Where a token is given, it is told; as the sampler does.
+        """What rows are told: soft embeddings, or their token where it is given, as sampled."""
         own_TD = self.model.embed(half.token.flatten())
-        soft_TD = torch.where(half.pinned.flatten()[:, None] > 0, own_TD, soft_TD)
-        soft_BTD = soft_TD.view(*half.token.shape, -1)
-        return torch.stack([soft_BTD, torch.zeros_like(soft_BTD)], dim=1).flatten(0, 2)
+        return torch.where(half.pinned.flatten()[:, None] > 0, own_TD, soft_TD)
 
     def losses(self, batch: Batch, guess: Guess, context: PackedContext, counts: Counts) -> Losses:
-        told = guess.told
+        told_TD = guess.told
         if self.weighting.guess_gradient:
-            told = self.told(batch.every_second(), self.model.embed_soft(told))
+            told_TD = self.told(batch.every_second(), self.model.embed_soft(told_TD))
         if guess.token is not None:
             token = torch.stack([guess.token, batch.token[1::2]], dim=1).flatten(0, 1)
             batch = replace(batch, token=token)
-        hidden_TD = self._hidden(batch, told, context)
+        hidden_TD = self._hidden(batch, to_every_second(told_TD, len(batch.token)), context)
         return self.score(batch, hidden_TD, self._routes(), counts)
 
     def score(

@@ -1,12 +1,13 @@
-"""Canvases as the sampler leaves them: one step of it, taken inside training.
+"""Canvases as the sampler leaves them: steps of it, taken inside training.
 
 Noise makes canvases whose tokens are clean or random. The sampler's own hold what it has drawn,
 some of it wrong, among fresh noise, and are told a guess of its heat. So a share of the canvases
-that are told a guess are brought one step further by that guess: where it is sure, its draw; else
-new noise; the clean text is asked for as before.
+that are told a guess are brought a step further by that guess: where it is sure, its draw; else
+new noise; the clean text is asked for as before. Several steps in a row lead to where the sampler
+gets stuck, which noise alone never shows.
 
-How sure is sure, the heat and every draw follow from a canvas's lot, a number of its own, so a
-batch gives the same canvases on any machine.
+How sure is sure, the heat and every draw follow from a canvas's lot, a number of its own, and the
+number of the step, so a batch gives the same canvases on any machine.
 
 T rows, V vocabulary.
 """
@@ -37,12 +38,12 @@ class Lots(NamedTuple):
     token: Tensor  # that stands there, and stays in rows that are not rolled
 
 
-def lots(batch: Batch, share: float, vocab_size: int) -> Lots:
-    """`share`: of the canvases that are rolled out."""
+def lots(batch: Batch, share: float, vocab_size: int, step: Tensor) -> Lots:
+    """`share`: of the canvases that are rolled out; `step`, of no dimension, counts from 0."""
     lot, position = batch.lot.flatten(), batch.position.flatten()
     nothing = torch.zeros_like(lot)
     chosen, heat, sure, _ = _even(philox((lot, nothing, nothing, nothing), KEY))
-    even, noise, _, _ = _even(philox((lot, position, nothing + 1, nothing), KEY))
+    even, noise, _, _ = _even(philox((lot, position, nothing + 1, nothing + step), KEY))
     is_free = (batch.is_canvas & (batch.pinned == 0)).flatten()
     is_rolled = is_free & (chosen < share)
     low, high = (math.log(value) for value in SURE)

@@ -12,8 +12,16 @@ class Weighting:
     # Whether what is told of the guess, a mean of token vectors, has a gradient into the vectors,
     # as it has in transformers. It costs the memory of the guess, rows / 2 times the vocabulary.
     guess_gradient: bool = False
-    rollout: float = 0.0  # share of the canvases told a guess that one step of the sampler changes
+    rollout: float = 0.0  # share of the canvases told a guess that steps of the sampler change
+    rollout_steps: int = 1  # most of these steps: each number up to it comes in turn
+
+    @property
+    def depths(self) -> range:
+        """Guesses, one told the other, that the canvases which are told one may have had."""
+        return range(1, self.rollout_steps + 1)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rollout <= 1:
             raise ConfigError(f"[loss] rollout is {self.rollout}; it is a share, from 0 to 1")
+        if self.rollout_steps < 1:
+            raise ConfigError(f"[loss] rollout_steps is {self.rollout_steps}; it must be 1 or more")

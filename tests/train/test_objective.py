@@ -21,7 +21,7 @@ from dgemma.model import Gemma
 from dgemma.ops import routed
 from dgemma.train import speed
 from dgemma.train.context import BLOCKS, Batch, PackedContext, contexts, dense_mask, rule
-from dgemma.train.objective import Guess, Objective
+from dgemma.train.objective import Guess, Objective, to_every_second
 from dgemma.train.rollout import lots, roll
 from dgemma.train.rows import (
     CANVAS,
@@ -310,15 +310,16 @@ def test_an_example_gives_the_same_losses_and_gradients_wherever_it_stands() -> 
     assert all(torch.allclose(of_a[name], of_b[name], atol=1e-5) for name in of_a)
 
 
-def guess_of(objective: Objective, batch: Batch) -> Guess:
+def guess_of(objective: Objective, batch: Batch, depth: int = 1) -> Guess:
     half, context, _ = contexts(objective.model.config, batch, is_flex=False)
-    return objective.first_pass(half, context)
+    return objective.first_pass(half, context, depth)
 
 
 def test_every_second_sequence_is_told_a_guess_and_the_others_nothing() -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch = Batch.of(rows, "cpu")
-    soft = guess_of(Objective(shaken(), Weighting()), batch).told.view(4, rows.shape[2], -1)
+    told_TD = guess_of(Objective(shaken(), Weighting()), batch).told
+    soft = to_every_second(told_TD, 4).view(4, rows.shape[2], -1)
     assert not soft[1::2].any() and not soft.requires_grad
     assert (soft[::2].abs().sum(-1) > 0).all()
     model = shaken()
@@ -339,7 +340,7 @@ def test_a_rolled_out_canvas_is_one_step_of_the_sampler() -> None:
     objective = Objective(model, Weighting(rollout=0.6))
     guess, half = guess_of(objective, batch), batch.every_second()
     assert guess.token is not None
-    lot = lots(half, 0.6, TINY.vocab_size)
+    lot = lots(half, 0.6, TINY.vocab_size, torch.tensor(0))
     with torch.no_grad():
         context = PackedContext(TINY, half)
         logits_TV = model.logits(objective._hidden(half, None, context))
@@ -359,8 +360,39 @@ def test_a_rolled_out_canvas_is_one_step_of_the_sampler() -> None:
             assert tokens[row] == lot.noise[row]
     assert 0 < kept < len(rolled)
     soft_TD = model.embed_soft(chances.probs)
-    told = guess.told.view(4, -1, TINY.hidden_size)[::2].flatten(0, 1)
-    assert torch.allclose(told[rolled], soft_TD[rolled], atol=1e-5)
+    assert torch.allclose(guess.told[rolled], soft_TD[rolled], atol=1e-5)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_deeper_guesses_are_told_of_the_ones_before_and_draw_anew(gradient: bool) -> None:
+    rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
+    batch, model = Batch.of(rows, "cpu"), shaken()
+    objective = Objective(model, Weighting(rollout=0.6, guess_gradient=gradient))
+    half, once = batch.every_second(), guess_of(objective, batch)
+    assert once.token is not None
+    with torch.no_grad():
+        later = replace(half, token=once.token)
+        told_TD = objective.told(half, model.embed_soft(once.told)) if gradient else once.told
+        hidden_TD = objective._hidden(later, told_TD, PackedContext(TINY, half))
+        want = objective.read(later, hidden_TD, torch.tensor(1))
+    found = guess_of(objective, batch, depth=2)
+    assert found.token is not None and want.token is not None
+    assert torch.equal(found.token, want.token) and torch.allclose(found.told, want.told, atol=1e-5)
+    first, second = (lots(half, 0.6, TINY.vocab_size, torch.tensor(n)) for n in (0, 1))
+    assert torch.equal(first.is_rolled, second.is_rolled) and torch.equal(first.sure, second.sure)
+    assert not torch.equal(first.draw, second.draw) and not torch.equal(first.noise, second.noise)
+
+
+def test_depths_come_in_turn_and_change_what_is_learned() -> None:
+    assert list(Weighting(rollout_steps=3).depths) == [1, 2, 3]
+    rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
+    batch, counts = Batch.of(rows, "cpu"), counts_of(rows)
+    objective = Objective(shaken(), Weighting(rollout=0.6))
+    shallow, deep = objective(batch, counts), objective(batch, counts, 3)
+    # Clean rows do not see canvases: only what canvases lose can differ.
+    assert torch.equal(shallow.causal, deep.causal) and not torch.equal(
+        shallow.denoise, deep.denoise
+    )
 
 
 def test_pieces_and_a_second_look_roll_the_same_canvases() -> None:
@@ -378,7 +410,7 @@ def test_draws_follow_their_chances_and_heats_and_bounds_spread() -> None:
     count = 20_000
     rows = torch.zeros(len(FIELDS), 1, count, dtype=torch.int32)
     rows[LOT] = torch.randint(1 << 31, (count,), generator=torch.Generator().manual_seed(0))
-    lot = lots(Batch.of(rows, "cpu"), 1.0, 64)
+    lot = lots(Batch.of(rows, "cpu"), 1.0, 64, torch.tensor(0))
     p_TV = torch.tensor([0.7, 0.2, 0.0, 0.1]).expand(count, 4)
     drawn = roll(p_TV, lot._replace(sure=torch.full((count,), 9.0)))
     shares = torch.bincount(drawn, minlength=4) / count
