@@ -7,16 +7,18 @@ error of the path that PyTorch alone takes, and a kernel passes if its own is at
 that (or below the floor given). Bytes are what has to be read and written at least; the share is of
 the measured copy bandwidth. Of the row statistics, entropy may be 1.5 times off; the number that
 decides a draw must lie in the drawn token's interval of the running sum in float64, or within 1e-6
-of it (a quarter of the interval of one of 262,144 equal tokens); 8-bit experts are held to half of
-what 8 bits cost. Attention is judged by its root-mean-square error: the greatest of a million says
-which of two equally good results was luckier (it may be 1.5 times the plain one's).
+of it (a quarter of the interval of one of 262,144 equal tokens). 8-bit experts are held against
+float32 arithmetic on the numbers that their path multiplies, and may be off by a quarter of the
+output's root mean square, or a twentieth where rows stay in 16 bits; `plain` is what 8 bits cost.
+Attention is judged by its root-mean-square error: the greatest of a million says which of two
+equally good results was luckier (it may be 1.5 times the plain one's).
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -29,12 +31,13 @@ from dgemma.ops import experts as plain_experts
 from dgemma.ops import row_stats as plain_stats
 from dgemma.ops.attention import Segment, attention_reference
 from dgemma.ops.attention import attention as plain_attention
-from dgemma.ops.dense import gated
+from dgemma.ops.dense import Weight, gated, product
 from dgemma.ops.experts import mix
 from dgemma.ops.fast import switched
-from dgemma.ops.fp8 import fp8_choices
+from dgemma.ops.fp8 import Quantized, fp8_choices, quantize
 from dgemma.ops.fused import CloseWeights, JoinWeights, close, join, route
-from dgemma.ops.kernels import attention, experts, layer, row_stats, sparse
+from dgemma.ops.kernels import attention, cuts, dense_8, experts, heads, row_stats, sparse
+from dgemma.ops.kernels.experts_1 import FEW
 from dgemma.ops.kernels.tiles import tiles
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate
@@ -46,6 +49,9 @@ WIDTH, INNER = RELEASED.hidden_size, RELEASED.moe_intermediate_size
 NUM_EXPERTS, TOP_K = RELEASED.num_experts, RELEASED.top_k_experts
 VOCAB, CANVAS, CAP = RELEASED.vocab_size, RELEASED.canvas_length, 30.0
 DRAW_MISS = 1e-6  # in probability
+# Of 8-bit experts: hidden rows, rounded to 16 bits before, now and then become another 8-bit number
+# than in float32; rows that are not quantized do not.
+MISS_8, MISS_FEW = 0.25, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +214,12 @@ def expert_results() -> Iterator[Result]:
 
 
 def fp8_results() -> Iterator[Result]:
-    """Beside the definition on the same 8-bit numbers; `plain` is what 8 bits cost bf16 weights."""
+    """On the same 8-bit numbers; `plain` is what 8 bits cost bf16 weights."""
     weights = expert_weights()
     up, down = (quantize_stacked(weight) for weight in weights)
     for tokens in (CANVAS, 1, 512, 4096):
         case = ExpertCase(normal(tokens, WIDTH), *routing(tokens, "even"), *weights)
-        with switched(False):
-            exact = mix(fp8_choices(case.x_TD.float(), case.ids_TK, up, down), case.share_TK)
+        exact = _exactly(case, up, down)
         loss = largest(exact, case.exact())
 
         def fast(case: ExpertCase = case) -> Tensor:
@@ -223,10 +228,47 @@ def fp8_results() -> Iterator[Result]:
             return experts.combine(out_AD, case.share_TK)
 
         error = largest(fast(), exact)
-        passed = error <= 0.5 * loss and torch.equal(fast(), fast())
+        passed = error <= (MISS_FEW if tokens <= FEW else MISS_8) and torch.equal(fast(), fast())
         took = micros(fast, 10 if tokens <= 512 else 3)
         gbytes = case.gbytes / 2
         yield Result(f"experts fp8 {tokens}", error, loss, passed, took, float("nan"), gbytes)
+
+
+def _exactly(case: ExpertCase, up: Quantized, down: Quantized) -> Tensor:
+    """In float32, with rows in as many bits as the path for so many of them has."""
+    if len(case.x_TD) <= FEW:
+        return replace(case, gate_up_EID=up.whole(), down_EDI=down.whole()).exact()
+    with switched(False):
+        return mix(fp8_choices(case.x_TD.float(), case.ids_TK, up, down), case.share_TK)
+
+
+# --- products outside the experts
+
+
+def cut_results() -> Iterator[Result]:
+    """A canvas's 8-bit products by our kernel; `plain` is the library's."""
+    dense = RELEASED.intermediate_size
+    for name, outputs, depth, form in (
+        ("qkv", 8192, WIDTH, cuts.QKV),
+        ("out", WIDTH, 4096, cuts.OUT),
+        ("out full", WIDTH, 8192, cuts.OUT),
+        ("down", WIDTH, dense, cuts.DOWN),
+    ):
+        x, weight = quantize(normal(CANVAS, depth)), quantize(normal(outputs, depth))
+        exact = x.whole() @ weight.whole().T
+
+        def fast(x: Quantized = x, weight: Quantized = weight, form: cuts.Cut = form) -> Tensor:
+            return dense_8.product(x, weight, HALF, form)
+
+        def plain(x: Quantized = x, weight: Quantized = weight) -> Tensor:
+            with switched(True):
+                return product(x, Weight(*weight), HALF)
+
+        got = fast().sum(0) if form.parts > 1 else fast()
+        error, usual = largest(got, exact), largest(plain(), exact)
+        passed = error <= 1.1 * usual and torch.equal(fast(), fast())
+        gbytes = 1e-9 * (outputs + CANVAS) * depth
+        yield Result(f"8 bits {name}", error, usual, passed, micros(fast), micros(plain), gbytes)
 
 
 # --- row statistics
@@ -399,7 +441,7 @@ def _heads(width: int) -> Result:
     q_weight, k_weight = (1 + normal(width, scale=0.1) for _ in range(2))
     angles_TP = torch.rand(CANVAS, width // 2, device=DEVICE) * 6
     turns = angles_TP.cos(), angles_TP.sin()
-    shape = layer.Heads(
+    shape = heads.Heads(
         queries=16,
         keys=keys,
         width=width,
@@ -410,13 +452,13 @@ def _heads(width: int) -> Result:
     place_6 = torch.tensor([0, 0, 0, *(s.data_ptr() for s in slots), CANVAS + 64], device=DEVICE)
 
     def fast() -> tuple[Tensor, Tensor, Tensor]:
-        q_TNH = layer.heads(qkv_TX, shape, turns, place_6, 1e-6)
+        q_TNH = heads.heads(qkv_TX, shape, turns, place_6, 1e-6)
         return q_TNH, slots[0][64:], slots[1][64:]
 
     def plain(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        heads = qkv_TX.to(dtype).view(CANVAS, count, width)
-        q, k = heads[:, :16], heads[:, 16 : 16 + keys]
-        v = heads[:, 16 + keys :] if has_value else k
+        parts = qkv_TX.to(dtype).view(CANVAS, count, width)
+        q, k = parts[:, :16], parts[:, 16 : 16 + keys]
+        v = parts[:, 16 + keys :] if has_value else k
         q = rotate(rms_norm(q, q_weight.to(dtype), 1e-6), *turns)
         return q, rotate(rms_norm(k, k_weight.to(dtype), 1e-6), *turns), rms_norm(v, None, 1e-6)
 
@@ -433,6 +475,7 @@ def _heads(width: int) -> Result:
 CHECKS: dict[str, Callable[[], Iterator[Result]]] = {
     "experts": expert_results,
     "fp8": fp8_results,
+    "cuts": cut_results,
     "row_stats": stats_results,
     "attention": attention_results,
     "layer": layer_results,

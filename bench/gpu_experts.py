@@ -227,7 +227,7 @@ def show(form: Any) -> str:
         text = f"{form.columns},{form.depth},{form.warps}"
     else:
         text = f"{form.rows},{form.columns},{form.depth},{form.warps},{form.stages}"
-        text += " s" * form.swap + " t" * form.tma
+        text += " s" * form.swap + " t" * form.tma + " w" * form.whole
     return text + (f" r{form.registers}" if form.registers else "")
 
 

@@ -206,7 +206,18 @@ def memory_facts(device: torch.device) -> dict[str, object]:
         "used_gb": (total - free) / 1e9,
         "allocated_gb": torch.cuda.memory_allocated(device) / 1e9,
         "reserved_gb": torch.cuda.memory_reserved(device) / 1e9,
+        "pools_gb": pools(),
     }
+
+
+def pools() -> dict[str, tuple[float, float]]:
+    """Reserved and in use, of the ordinary memory and of that which captures share."""
+    found: dict[str, list[int]] = {}
+    for segment in torch.cuda.memory_snapshot():
+        held = found.setdefault(str(segment["segment_pool_id"]), [0, 0])
+        held[0] += segment["total_size"]
+        held[1] += segment["active_size"]
+    return {name: (held / 1e9, used / 1e9) for name, (held, used) in found.items()}
 
 
 def config_of(arguments: argparse.Namespace) -> ModelConfig:

@@ -20,7 +20,7 @@ from dgemma.cache import Pass
 from dgemma.model import Attention, Context, Gemma, Layer, Turns
 from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product
 from dgemma.ops.fast import is_on
-from dgemma.ops.fp8 import quantize
+from dgemma.ops.fp8 import Quantized, quantize
 from dgemma.ops.fused import (
     CloseWeights,
     Joined,
@@ -32,11 +32,12 @@ from dgemma.ops.fused import (
     join_few,
     routed,
 )
+from dgemma.ops.kernels import cuts
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate
 
 if TYPE_CHECKING:
-    from dgemma.ops.kernels.layer import Heads
+    from dgemma.ops.kernels.heads import Heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class Fused:
     down: Weight
     router: RouterWeights
     choices: Callable[..., Tensor]  # of the experts
+    reads_8: Callable[[Tensor], bool]  # whether they take such rows in 8 bits
     joining: JoinWeights
     closing: CloseWeights
 
@@ -102,31 +104,31 @@ class Stack:
         is_8 = not few and self.layers[0].qkv.is_8
         normed: Rows = quantize(normed_TD) if is_8 else normed_TD
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
-            heads_TX = attend(layer, product(normed, layer.qkv, dtype), turns)
-            attended_TD = product(heads_TX, layer.out, dtype)
-            joined, found = self._read(layer, x_TD, attended_TD, few)
+            heads_TX = attend(layer, product(normed, layer.qkv, dtype, cuts.QKV), turns)
+            attended = product(heads_TX, layer.out, dtype, cuts.OUT)
+            joined, found = self._read(layer, x_TD, attended, few)
             try:
                 with self._beside(x_TD):
                     hidden = gated_product(joined.dense_TD, layer.dense, dtype)
-                    dense_TD = product(hidden, layer.down, dtype)
+                    dense = product(hidden, layer.down, dtype, cuts.DOWN)
                 found = routed(joined.router_TD, layer.router) if found is None else found
-                out_AD = layer.choices(joined.expert_TD, found.ids_TK, found.into)
+                out_AD = _choices(layer, joined.expert_TD, found, dtype)
             finally:  # a capture that is not joined cannot be ended, and torch never gets over it
                 self._join(x_TD)
             mixed = (out_AD, found.share_TK)
             eight = not few and after is not None and after.qkv.is_8
-            x_TD, normed = close(joined.x_TD, dense_TD, mixed, layer.closing, self.eps, eight=eight)
+            x_TD, normed = close(joined.x_TD, dense, mixed, layer.closing, self.eps, eight=eight)
         assert isinstance(normed, Tensor)
         return normed
 
     def _read(
-        self, layer: Fused, x_TD: Tensor, attended_TD: Tensor, few: bool
+        self, layer: Fused, x_TD: Tensor, attended: Tensor, few: bool
     ) -> tuple[Joined, Routed | None]:
         """The stream behind attention, and where each token goes, if that is known already."""
         if few:
-            return join_few(x_TD, attended_TD, layer.joining, layer.router, self.eps)
-        eight = layer.dense.is_8
-        return join(x_TD, attended_TD, layer.joining, self.eps, eight=eight), None
+            return join_few(x_TD, attended, layer.joining, layer.router, self.eps)
+        how = {"eight": layer.dense.is_8, "experts_eight": layer.reads_8(x_TD)}
+        return join(x_TD, attended, layer.joining, self.eps, **how), None
 
     @contextmanager
     def _beside(self, x_TD: Tensor) -> Iterator[None]:
@@ -143,6 +145,13 @@ class Stack:
     def _join(self, x_TD: Tensor) -> None:
         if self.overlap and self.side is not None and x_TD.device.type == "cuda":
             torch.cuda.current_stream(x_TD.device).wait_stream(self.side)
+
+
+def _choices(layer: Fused, rows: Rows, found: Routed, dtype: torch.dtype) -> Tensor:
+    """What each choice of each token gives."""
+    if isinstance(rows, Quantized):
+        return layer.choices(rows, found.ids_TK, found.into, dtype)
+    return layer.choices(rows, found.ids_TK, found.into)
 
 
 # A layer and its joined products to what attention gives for them.
@@ -176,7 +185,7 @@ class ByTable:
 
     def __call__(self, layer: Fused, qkv_TX: Tensor, turns: Turns) -> Tensor:
         from dgemma.ops.kernels import attention as kernels
-        from dgemma.ops.kernels.layer import heads
+        from dgemma.ops.kernels.heads import heads
 
         places, part = self.places, layer.attention
         shape = _heads(layer, self.stack.config.num_attention_heads)
@@ -192,7 +201,7 @@ class ByTable:
 
 
 def _heads(layer: Fused, queries: int) -> "Heads":
-    from dgemma.ops.kernels.layer import Heads
+    from dgemma.ops.kernels.heads import Heads
 
     part = layer.attention
     return Heads(
@@ -235,6 +244,7 @@ def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
         down=_weight(layer.mlp.down_proj),
         router=RouterWeights(router.proj.weight, router.per_expert_scale, router.top_k),
         choices=layer.experts.choices,
+        reads_8=getattr(layer.experts, "reads_8", _never),
         joining=JoinWeights(
             layer.post_attention_layernorm.weight,
             layer.pre_feedforward_layernorm.weight,
@@ -249,6 +259,10 @@ def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
             after_D,
         ),
     )
+
+
+def _never(_: Tensor) -> bool:
+    return False
 
 
 # A product's module, of either kind.

@@ -16,26 +16,26 @@ def new_pool(device: torch.device) -> Pool | None:
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and priority
+_streams: dict[int, torch.cuda.Stream] = {}  # by device
 
 
-def capture_stream(device: int, priority: int) -> torch.cuda.Stream:
-    """Where all work of a priority is tried and captured.
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Where all work is tried and captured.
 
-    One for all: libraries keep memory for each stream they have seen, 32 MiB on an H200.
+    One for all: libraries keep memory for each stream they have seen, 32 MiB on an H200. Of no
+    high priority: kernels that are launched early would then wait in the places of those that run
+    beside them, on streams of their own, and that others wait for.
     """
-    if (device, priority) not in _streams:
-        made = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-        _streams[device, priority] = made
-    return _streams[device, priority]
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
 
 
 class Graphs:
     """Captures by name. The work must read and write the same memory every time."""
 
-    def __init__(self, pool: Pool | None = None, *, urgent: bool = False) -> None:
-        """`urgent`: what runs beside the work, on streams of its own, gives way to it."""
-        self.pool, self.priority = pool, -1 if urgent else 0
+    def __init__(self, pool: Pool | None = None) -> None:
+        self.pool = pool
         self.captured: dict[str, torch.cuda.CUDAGraph] = {}
 
     def again(self, name: str) -> bool:
@@ -56,7 +56,7 @@ class Graphs:
 
     def _capture(self, work: Callable[[], None], kept: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
         before = [tensor.cpu() if tensor.nbytes > LARGE else tensor.clone() for tensor in kept]
-        stream = capture_stream(torch.cuda.current_device(), self.priority)
+        stream = capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):

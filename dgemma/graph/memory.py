@@ -3,10 +3,11 @@
 The first half of what is said of a pass (positions, places of the keys) belongs to a block that is
 committed in it, the second to the canvas behind that; a canvas alone uses the second half.
 
-N steps, L canvas length, D width, V vocabulary, X layers.
+N steps, L canvas length, D width, V vocabulary, X layers, P pairs of a head's numbers.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,13 @@ from dgemma.cache import Pass
 from dgemma.canvas import Canvas
 from dgemma.denoise import Row
 from dgemma.graph.capture import WARM_UPS
-from dgemma.model import Gemma
+from dgemma.model import Gemma, Turns
 from dgemma.sampler import Rule, Sampler
 from dgemma.stack import Places
+
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.enter import Numbers
+    from dgemma.ops.kernels.move import Held
 
 MOVED = ("tokens_L", "guess_L", "kept_L", "entropy_L", "settled", "steady_steps")  # by a step
 TYPES = (torch.long, torch.long, torch.bool, torch.float32, torch.bool, torch.long)
@@ -60,9 +65,12 @@ class Memory:
         self.heat_N = empty(steps, dtype=torch.float32)
         self.sampler: Sampler | None = None  # whose heats these are
         self.index_1 = empty(1)  # steps taken
+        self.heat_L = empty(length, dtype=torch.float32)  # of the step at hand...
+        self.uniform_L = empty(length, dtype=torch.float64)  # ...whose draws these decide
         self.positions_2L = empty(2 * length)
+        self.turns = model.turns(self.positions_2L)  # once for all steps of a block
         self.table_2X6 = empty(2, model.config.num_hidden_layers, 6)
-        self.flags_2 = empty(2, dtype=torch.bool)  # settled; sparse soft embedding will do
+        # What the host reads of a step: settled; the sparse soft embedding will do.
         self.seen_2 = torch.zeros(2, dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def load(self, row: Row) -> None:
@@ -83,11 +91,43 @@ class Memory:
             self.sampler = sampler
         self.index_1.fill_(canvas.num_steps)
 
-    def place(self, context: Pass, places: Places | None) -> None:
-        """Say where the tokens of a pass stand and where their keys lie."""
-        self.positions_2L[-len(context.positions_T) :].copy_(context.positions_T)
-        if places is not None:
-            self.table_2X6[-len(context.spans) :].copy_(places.table_IX6)
+    def place(self, context: Pass, places: Places, turns: Turns) -> None:
+        """Say where the tokens of a pass stand, how that turns them, and where their keys lie."""
+        count = len(context.positions_T)
+        self.positions_2L[-count:].copy_(context.positions_T)
+        for kind, parts in turns.items():
+            for held_2LP, part_TP in zip(self.turns[kind], parts, strict=True):
+                held_2LP[-count:].copy_(part_TP)
+        self.table_2X6[-len(context.spans) :].copy_(places.table_IX6)
+
+    def turns_of(self, count: int) -> Turns:
+        """Of the last so many positions."""
+        return {k: (cos[-count:], sin[-count:]) for k, (cos, sin) in self.turns.items()}
+
+    def numbers(self) -> "Numbers":
+        """For the kernel that fetches a step's own."""
+        from dgemma.ops.kernels.enter import Numbers
+
+        return Numbers(
+            index_1=self.index_1,
+            heat_N=self.heat_N,
+            uniform_NL=self.uniform_NL,
+            heat_L=self.heat_L,
+            uniform_L=self.uniform_L,
+        )
+
+    def held(self) -> "Held":
+        """For the kernel that moves a canvas."""
+        from dgemma.ops.kernels.move import Held
+
+        moved = {name: getattr(self, name) for name in MOVED}
+        return Held(
+            pinned_L=self.pinned_L,
+            noise_NL=self.noise_NL,
+            index_1=self.index_1,
+            seen_2=self.seen_2,
+            **moved,
+        )
 
     def _parts(self, moved: Tensor) -> list[Tensor]:
         """What a step moves, out of one piece of memory, in the order of MOVED."""

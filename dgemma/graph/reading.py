@@ -9,6 +9,7 @@ L positions, V vocabulary, S likely tokens, D width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,43 +17,61 @@ from torch import Tensor
 from dgemma.model import TokenTable
 from dgemma.ops.row_stats import Query, RowStats, row_stats
 
-MASS = 1 - 2e-3  # of a position, that the sparse soft embedding must hold; bfloat16 loses as much
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.sparse import Into, Likely
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
+    """What a step has read, and how to make of it what the host asks for when it sees the flag."""
+
     stats: RowStats
-    is_sparse: Tensor  # bool, 0-d
     dense: Callable[[], Tensor]  # makes probabilities, [L, V], in the place of the head's output
-    found: tuple[Tensor, ...] = ()  # likely tokens [L, S], their probabilities and number
+    likely: "Likely | None" = None  # none searched for: the whole vocabulary always
+    sparse: Callable[[], tuple[Tensor, ...]] = tuple  # likely tokens [L, S], their p and number
+
+    def is_sparse(self) -> Tensor:
+        """Whether the sparse soft embedding will do; bool, 0-d."""
+        if self.likely is None:
+            return torch.zeros((), dtype=torch.bool, device=self.stats.top_T.device)
+        return self.likely.suffice()
 
 
 def read(raw_LV: Tensor, softcap: float | None, query: Query) -> Reading:
     """By definition: probabilities at once, and the whole vocabulary always."""
     stats, p_LV = row_stats(raw_LV, softcap, query)
-    return Reading(stats, torch.zeros((), dtype=torch.bool, device=raw_LV.device), lambda: p_LV)
+    return Reading(stats, lambda: p_LV)
 
 
 def read_by_kernels(raw_LV: Tensor, softcap: float | None, query: Query) -> Reading:
     """Probabilities only when they are asked for: `raw_LV` is left as it is until then."""
     from dgemma.ops.kernels import row_stats as kernels
-    from dgemma.ops.kernels.sparse import survivors
+    from dgemma.ops.kernels.sparse import likely, survivors
 
-    marks = kernels.row_marks(raw_LV, softcap, query.heat_T)
-    ask = (query.heat_T, query.uniform_T, query.held_T)
+    heat_L = query.heat_T
+    marks = kernels.row_marks(raw_LV, softcap, heat_L)
+    ask = (heat_L, query.uniform_T, query.held_T)
     merged = kernels.row_merge(raw_LV, softcap, ask, marks)
-    *found, mass_L = survivors(raw_LV, softcap, query.heat_T, marks, merged)
+    found = likely(raw_LV, softcap, heat_L, marks, merged)
     return Reading(
         RowStats(**{name: getattr(merged, name) for name in RowStats.__slots__}),
-        (mass_L >= MASS).all(),
-        lambda: kernels.probabilities_(raw_LV, softcap, query.heat_T, merged),
-        tuple(found),
+        lambda: kernels.probabilities_(raw_LV, softcap, heat_L, merged),
+        found,
+        lambda: survivors(raw_LV, softcap, heat_L, marks, merged, found)[:3],
     )
 
 
-def sparse_mean(table: TokenTable, reading: Reading) -> Tensor:
-    """The mean vector over the likely tokens of each position, [L, D]."""
+def sparse_mean(table: TokenTable, reading: Reading, into: "Into") -> None:
+    """The mean vector over the likely tokens of each position, put where it goes."""
     from dgemma.ops.kernels.sparse import soft_mean
 
-    id_LS, p_LS, count_L = reading.found
-    return soft_mean(table.weight, id_LS, p_LS, count_L) * table.scale
+    id_LS, p_LS, count_L = reading.sparse()
+    soft_mean(table.weight, id_LS, p_LS, count_L, into)
+
+
+def dense_mean(table: TokenTable, reading: Reading, into: "Into") -> None:
+    """The same over the whole vocabulary."""
+    from dgemma.ops.kernels.sparse import pin_mean
+
+    p_LV = reading.dense().to(table.weight.dtype)
+    pin_mean(table.weight, p_LV @ table.weight, into)

@@ -14,6 +14,7 @@ L canvas length, D width, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -23,13 +24,17 @@ from dgemma.cache import KVCache, Pass, Span
 from dgemma.canvas import Canvas
 from dgemma.denoise import Row
 from dgemma.graph.capture import Graphs, Pool
+from dgemma.graph.entrance import Entrance
 from dgemma.graph.memory import Memory, Shape
-from dgemma.graph.reading import Reading, read, read_by_kernels, sparse_mean
+from dgemma.graph.moving import move
+from dgemma.graph.reading import Reading, dense_mean, read, read_by_kernels, sparse_mean
 from dgemma.model import Gemma
 from dgemma.ops.fast import has_all
 from dgemma.ops.row_stats import Query
-from dgemma.sampler import advance
 from dgemma.stack import ByTable, Places, Stack
+
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.sparse import Into
 
 __all__ = ["Memory", "Shape", "Stepper"]
 
@@ -41,12 +46,12 @@ class Stepper:
 
     def __init__(self, model: Gemma, stack: Stack, shape: Shape, pool: Pool | None = None) -> None:
         self.model, self.stack, self.shape = model, stack, shape
-        self.memory = Memory(model, shape)
+        self.memory, self.entrance = Memory(model, shape), Entrance(model)
         self.context: Pass | None = None  # of the row in memory, if no kernels run
         # The canvas in memory, its row, and how that stood. The row is not kept alive for it.
         self.current: tuple[Canvas, ref[KVCache], int, Layout] | None = None
         # Experts are read at the memory's full speed while the dense part, which computes, waits.
-        self.graphs = Graphs(pool, urgent=True)
+        self.graphs = Graphs(pool)
         self.readings: dict[str, Reading] = {}  # of each kind of step, the last
         self.raw_LV: Tensor | None = None  # where all kinds of steps leave the head's output
 
@@ -116,7 +121,8 @@ class Stepper:
             return False
         self.current, self.context = None, None if self.has_kernels else context
         self.memory.load(row)
-        self.memory.place(context, places)
+        if places is not None:
+            self.memory.place(context, places, self.model.turns(context.positions_T))
         return True
 
     @property
@@ -124,11 +130,9 @@ class Stepper:
         return has_all(self.memory.soft_LD.device)
 
     def _flags(self) -> tuple[bool, bool]:
-        if self.memory.flags_2.device.type == "cuda":
+        if self.memory.tokens_L.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-            settled, is_sparse = self.memory.seen_2.tolist()
-        else:
-            settled, is_sparse = self.memory.flags_2.tolist()
+        settled, is_sparse = self.memory.seen_2.tolist()
         return settled, is_sparse
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
@@ -145,15 +149,13 @@ class Stepper:
 
     def _step(self) -> None:
         """One step, on the memory alone."""
-        memory = self.memory
-        self._move("step", self._stack(self.model.enter(memory.tokens_L, memory.soft_LD)))
+        entered_LD = self.entrance.enter(self.memory, by_kernels=self.has_kernels)
+        self._move("step", self._stack(entered_LD))
 
     def _first(self) -> None:
         """The first step of a canvas, in the pass that commits the block before it."""
-        memory, model = self.memory, self.model
-        entered = [model.embed(memory.block_L), model.enter(memory.tokens_L, None)]
-        hidden_TD = self._stack(torch.cat(entered))
-        self._move("first", hidden_TD[self.shape.length :])
+        entered_TD = self.entrance.enter_behind(self.memory, by_kernels=self.has_kernels)
+        self._move("first", self._stack(entered_TD)[self.shape.length :])
 
     def _stack(self, entered_TD: Tensor) -> Tensor:
         """All layers, over the canvas alone or a block and the canvas behind it."""
@@ -162,25 +164,19 @@ class Stepper:
             return self.model.stack(entered_TD, self.context)
         memory, length = self.memory, self.shape.length
         spans = len(entered_TD) // length
-        turns = self.model.turns(memory.positions_2L[-len(entered_TD) :])
         is_causal = [True, False][-spans:]
         places = Places([length] * spans, is_causal, memory.table_2X6[-spans:])
+        turns = memory.turns_of(len(entered_TD))
         return self.stack.run(entered_TD, turns, ByTable(places, self.stack))
 
     def _move(self, source: str, hidden_LD: Tensor) -> None:
         """What a step makes of the canvas's hidden states."""
-        memory, model = self.memory, self.model
-        heat_L = memory.heat_N.index_select(0, memory.index_1).expand(self.shape.length)
-        uniform_L = memory.uniform_NL.index_select(0, memory.index_1 + 1)[0]
-        noise_L = memory.noise_NL.index_select(0, memory.index_1 + 1)[0]
-        query = Query(heat_T=heat_L.contiguous(), uniform_T=uniform_L, held_T=memory.tokens_L)
-        softcap = model.config.final_logit_softcapping
+        memory = self.memory
+        query = Query(heat_T=memory.heat_L, uniform_T=memory.uniform_L, held_T=memory.tokens_L)
         by = read_by_kernels if self.has_kernels else read
+        softcap = self.model.config.final_logit_softcapping
         reading = self.readings[source] = by(self._head(hidden_LD), softcap, query)
-        memory.keep(advance(memory.canvas(0), reading.stats, noise_L, self.shape.rule))
-        memory.index_1.add_(1)
-        memory.flags_2.copy_(torch.stack([memory.settled, reading.is_sparse]))
-        memory.seen_2.copy_(memory.flags_2, non_blocking=True)
+        move(memory, reading, self.shape.rule)
 
     def _head(self, hidden_LD: Tensor) -> Tensor:
         if not self.has_kernels:
@@ -192,13 +188,21 @@ class Stepper:
         return torch.mm(hidden_LD, table_VD.t(), out=self.raw_LV)
 
     def _dense(self, reading: Reading) -> None:
-        self._soften(self.model.embed_soft(reading.dense()))
+        model, memory = self.model, self.memory
+        if self.has_kernels:
+            dense_mean(model.embed_tokens, reading, self._into())
+            return
+        soft_LD = model.embed_soft(reading.dense())
+        own_LD = model.embed(memory.tokens_L)
+        # A pinned position is conditioned on its own token, as a converged one would be.
+        memory.soft_LD.copy_(torch.where(memory.pinned_L[:, None], own_LD, soft_LD))
 
     def _sparse(self, reading: Reading) -> None:
-        self._soften(sparse_mean(self.model.embed_tokens, reading))
+        sparse_mean(self.model.embed_tokens, reading, self._into())
 
-    def _soften(self, soft_LD: Tensor) -> None:
-        """A pinned position is conditioned on its own token, as a converged one would be."""
+    def _into(self) -> "Into":
+        from dgemma.ops.kernels.sparse import Into
+
         memory = self.memory
-        own_LD = self.model.embed(memory.tokens_L)
-        memory.soft_LD.copy_(torch.where(memory.pinned_L[:, None], own_LD, soft_LD))
+        scale = self.model.embed_tokens.scale
+        return Into(memory.soft_LD, memory.tokens_L, memory.pinned_L, scale)

@@ -4,7 +4,7 @@ Very few rows go to a kernel that streams the weight; with 8-bit weights, rows a
 (each by its greatest), unless they are very few. Rows may come quantized already: the kernels
 between the products have them whole, and write them so.
 
-T tokens, I inputs, O outputs.
+T tokens, I inputs, O outputs, S parts of a product.
 """
 
 from functools import cache
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dgemma.ops.experts import gated as plain_gated
 from dgemma.ops.fast import is_on
 from dgemma.ops.fp8 import Quantized, has_e4m3, quantize
+from dgemma.ops.kernels.cuts import MOST, Cut
 
 FEW = 2  # so many rows are streamed past
 ALIGNED = 16  # bytes; what the 8-bit product asks of both dimensions
@@ -67,8 +68,11 @@ def is_few(x_TI: Tensor) -> bool:
     return len(x_TI) <= FEW and is_on(x_TI) and x_TI.is_contiguous()
 
 
-def product(x: Rows, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """x @ weight.T, in the type asked for."""
+def product(x: Rows, weight: Weight, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
+    """x @ weight.T, in the type asked for.
+
+    `cut`: how our kernel divides it, if it is one for that: then it may come in parts, [S, T, O].
+    """
     if isinstance(x, Tensor):
         if is_few(x) and _can_stream(weight):
             from dgemma.ops.kernels import vector
@@ -79,6 +83,10 @@ def product(x: Rows, weight: Weight, dtype: torch.dtype) -> Tensor:
         x = quantize(x)
     assert weight.factor_O is not None, "quantized rows are for quantized weights"
     stored = Quantized(weight.numbers_OI, weight.factor_O)
+    if cut is not None and _is_for_cuts(x.numbers, stored.numbers):
+        from dgemma.ops.kernels import dense_8
+
+        return dense_8.product(x, stored, dtype, cut)
     if _has_product_8(stored.numbers) and is_on(x.numbers):
         return torch._scaled_mm(
             x.numbers,
@@ -125,6 +133,13 @@ def head_logits(
 
 def _can_stream(weight: Weight) -> bool:
     return weight.factor_O is None or _has_e4m3(weight.numbers_OI.device)
+
+
+def _is_for_cuts(x_TI: Tensor, numbers_OI: Tensor) -> bool:
+    # The copy engine wants rows of a multiple of 16 bytes.
+    is_aligned = numbers_OI.shape[1] % ALIGNED == 0
+    is_some = FEW < len(x_TI) <= MOST
+    return is_some and is_aligned and is_on(x_TI) and _has_e4m3(x_TI.device)
 
 
 def _has_product_8(numbers_OI: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Which kernels of ours may be used: decided once for a device, and asked by every op.
 
 Kernels come in four families, and each is on or off as a whole: `experts`, `attention` (from the
-heads' norms to what attention gives), `row_stats` (head output to statistics and soft embeddings),
+heads' norms to what attention gives), `row_stats` (both ends of a step: the head's output to
+statistics, the canvas that comes of them, its soft embeddings, and how it enters the next step),
 and `layer` for all that lies between. Who builds an engine checks them on the model at hand and
 calls `decide` (see `graph/steppers.py`); until then all are off. An op asks `is_on`, which reads
 nothing but that decision.

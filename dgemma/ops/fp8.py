@@ -53,24 +53,46 @@ def quantize(x: Tensor) -> Quantized:
 
 
 def fp8_choices(
-    x_TD: Tensor,
+    x: Tensor | Quantized,
     ids_TK: Tensor,
     gate_up: Quantized,
     down: Quantized,
     into: "Buckets | None" = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What each choice of each token gives, [A, D], not yet weighted."""
-    # The copy engine wants rows of a multiple of 16 bytes.
-    is_aligned = all(weight.numbers.shape[2] % 16 == 0 for weight in (gate_up, down))
-    if is_on(x_TD, "experts") and is_aligned:
-        from dgemma.ops.kernels import experts as kernels
+    """What each choice of each token gives, [A, D], not yet weighted.
+
+    Rows may come quantized where `reads_8` says so; then `dtype` is that of what is given.
+    """
+    if isinstance(x, Tensor):
+        if not _has_kernel(x, gate_up, down):
+            return choices(x, ids_TK, fp8_grouped(gate_up), fp8_grouped(down))
         from dgemma.ops.kernels import experts_1
 
-        if len(x_TD) <= experts_1.FEW:  # rows stay in 16 bits: there is nothing to save
+        if len(x) <= experts_1.FEW:  # rows stay in 16 bits: there is nothing to save
             factors = (gate_up.factor, down.factor)
-            return experts_1.choices(x_TD, ids_TK, gate_up.numbers, down.numbers, factors)
-        return kernels.choices_8(quantize(x_TD), ids_TK, gate_up, down, x_TD.dtype, into)
-    return choices(x_TD, ids_TK, fp8_grouped(gate_up), fp8_grouped(down))
+            return experts_1.choices(x, ids_TK, gate_up.numbers, down.numbers, factors)
+        dtype = x.dtype
+        x = quantize(x)
+    from dgemma.ops.kernels import experts as kernels
+
+    assert dtype is not None, "quantized rows do not tell what type they had"
+    return kernels.choices_8(x, ids_TK, gate_up, down, dtype, into)
+
+
+def reads_8(x_TD: Tensor, gate_up: Quantized, down: Quantized) -> bool:
+    """Whether rows such as these are quantized for such experts, and may come so already."""
+    if not _has_kernel(x_TD, gate_up, down):
+        return False
+    from dgemma.ops.kernels import experts_1
+
+    return len(x_TD) > experts_1.FEW
+
+
+def _has_kernel(x_TD: Tensor, gate_up: Quantized, down: Quantized) -> bool:
+    # The copy engine wants rows of a multiple of 16 bytes.
+    is_aligned = all(weight.numbers.shape[2] % 16 == 0 for weight in (gate_up, down))
+    return is_aligned and is_on(x_TD, "experts")
 
 
 def fp8_grouped(weight_EOD: Quantized) -> GroupedLinear:

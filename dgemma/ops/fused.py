@@ -1,8 +1,9 @@
 """The stretches between a layer's products: what each computes, and its kernel where there is one.
 
-A kernel keeps float32 inside a stretch, where the definition rounds after every op.
+A kernel keeps float32 inside a stretch, where the definition rounds after every op. What a product
+gave may come in parts, [S, T, D], still to be added up.
 
-T tokens, D width, E experts, K of them per token, S parts of the router's depth.
+T tokens, D width, E experts, K of them per token, S parts of a product's depth.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,7 +35,7 @@ class Joined(NamedTuple):
 
     x_TD: Tensor
     dense_TD: Rows
-    expert_TD: Tensor
+    expert_TD: Rows
     router_TD: Tensor
 
 
@@ -61,20 +62,31 @@ class CloseWeights(NamedTuple):
 
 
 def join(
-    x_TD: Tensor, attended_TD: Tensor, weights: JoinWeights, eps: float, *, eight: bool = False
+    x_TD: Tensor,
+    attended: Tensor,
+    weights: JoinWeights,
+    eps: float,
+    *,
+    eight: bool = False,
+    experts_eight: bool = False,
 ) -> Joined:
-    """Add what attention found, and norm it for three readers; `eight`: for an 8-bit dense part."""
+    """Add what attention found (maybe in parts), and norm it for three readers.
+
+    `eight`: for an 8-bit dense part; `experts_eight`: for experts that read 8 bits.
+    """
     if is_on(x_TD):
         from dgemma.ops.kernels import layer
 
-        x_TD, dense, *rest = layer.join(x_TD, attended_TD, weights, eps, eight=eight)
-        return Joined(x_TD, _rows(dense), *rest)
-    x_TD = x_TD + rms_norm(attended_TD, weights.post_D, eps)
+        how = {"eight": eight, "experts_eight": experts_eight}
+        x_TD, dense, expert, router_TD = layer.join(x_TD, attended, weights, eps, **how)
+        return Joined(x_TD, _rows(dense), _rows(expert), router_TD)
+    x_TD = x_TD + rms_norm(_added(attended, x_TD.dtype), weights.post_D, eps)
     dense_TD = rms_norm(x_TD, weights.dense_D, eps)
+    expert_TD = rms_norm(x_TD, weights.expert_D, eps)
     return Joined(
         x_TD,
         quantize(dense_TD) if eight else dense_TD,
-        rms_norm(x_TD, weights.expert_D, eps),
+        quantize(expert_TD) if experts_eight else expert_TD,
         rms_norm(x_TD, None, eps) * weights.router_D * x_TD.shape[-1] ** -0.5,
     )
 
@@ -115,7 +127,7 @@ def route(logits_TE: Tensor, scale_E: Tensor, top_k: int) -> tuple[Tensor, Tenso
 
 def close(
     x_TD: Tensor,
-    dense_TD: Tensor,
+    dense: Tensor,
     mixed: tuple[Tensor, Tensor],
     weights: CloseWeights,
     eps: float,
@@ -124,15 +136,15 @@ def close(
 ) -> tuple[Tensor, Rows]:
     """Mix the experts, add both parts to the stream, scale it, and norm it for what comes next.
 
-    `mixed`: what each choice gave, [T * K, D], and its share, [T, K]. `eight`: what comes next is
-    an 8-bit product.
+    `dense`: maybe in parts. `mixed`: what each choice gave, [T * K, D], and its share, [T, K].
+    `eight`: what comes next is an 8-bit product.
     """
     if is_on(x_TD):
         from dgemma.ops.kernels import layer
 
-        x_TD, after = layer.close(x_TD, dense_TD, mixed, weights, eps, eight=eight)
+        x_TD, after = layer.close(x_TD, dense, mixed, weights, eps, eight=eight)
         return x_TD, _rows(after)
-    dense_TD = rms_norm(dense_TD, weights.dense_D, eps)
+    dense_TD = rms_norm(_added(dense, x_TD.dtype), weights.dense_D, eps)
     mixed_TD = rms_norm(mix(*mixed).to(x_TD.dtype), weights.expert_D, eps)
     x_TD = x_TD + rms_norm(dense_TD + mixed_TD, weights.both_D, eps)
     x_TD = x_TD * weights.scalar
@@ -148,3 +160,7 @@ def _choose(found: "Parts", scale_E: Tensor, top_k: int) -> Routed:
 
 def _rows(found: Tensor | tuple[Tensor, Tensor]) -> Rows:
     return Quantized(*found) if isinstance(found, tuple) else found
+
+
+def _added(found: Tensor, dtype: torch.dtype) -> Tensor:
+    return found.sum(0).to(dtype) if found.dim() == 3 else found

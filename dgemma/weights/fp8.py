@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dgemma.model import Experts
 from dgemma.ops.experts import mix
-from dgemma.ops.fp8 import E4M3, Quantized, fp8_choices, quantize
+from dgemma.ops.fp8 import E4M3, Quantized, fp8_choices, quantize, reads_8
 
 if TYPE_CHECKING:
     from dgemma.ops.kernels.experts import Buckets
@@ -42,10 +42,24 @@ class Fp8Experts(nn.Module):
             self.register_buffer(f"{name}_proj", weight)
             self.register_buffer(f"{name}_scale", factor)
 
-    def choices(self, x_TD: Tensor, ids_TK: Tensor, into: "Buckets | None" = None) -> Tensor:
+    @property
+    def stored(self) -> tuple[Quantized, Quantized]:
         gate_up = Quantized(self.gate_up_proj, self.gate_up_scale)
-        down = Quantized(self.down_proj, self.down_scale)
-        return fp8_choices(x_TD, ids_TK, gate_up, down, into)
+        return gate_up, Quantized(self.down_proj, self.down_scale)
+
+    def reads_8(self, x_TD: Tensor) -> bool:
+        """Whether rows such as these may come quantized already."""
+        return reads_8(x_TD, *self.stored)
+
+    def choices(
+        self,
+        x: Tensor | Quantized,
+        ids_TK: Tensor,
+        into: "Buckets | None" = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """`dtype`: of what is given, for rows that come quantized."""
+        return fp8_choices(x, ids_TK, *self.stored, into, dtype)
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
         return mix(self.choices(x_TD, ids_TK), share_TK).to(x_TD.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgemma.ops.experts import experts_reference, gated
 from dgemma.ops.fast import switched
-from dgemma.ops.fp8 import fp8_choices, quantize
+from dgemma.ops.fp8 import fp8_choices, quantize, reads_8
 from dgemma.ops.kernels import experts as kernels
 from dgemma.ops.kernels.tiles import TABLE, TABLE_8, Tile, tiles
 
@@ -139,3 +139,16 @@ def test_8_bit_experts_by_kernel_are_near_their_definition() -> None:
         with switched(True):
             got = fp8_choices(x, ids, up_8, down_8)
     assert (got - want).abs().mean() < 0.2 * want.abs().mean()  # without a carry: see above
+
+
+def test_8_bit_experts_take_rows_that_are_quantized_already() -> None:
+    x, ids, _, up, down = case(5, torch.float16)
+    x, up_8, down_8 = x.float(), quantize(up), quantize(down)
+    with torch.inference_mode():
+        assert not reads_8(x, up_8, down_8)
+        with switched(True):
+            assert reads_8(x, up_8, down_8)
+            assert not reads_8(x[:4], up_8, down_8)  # so few stay as they are
+            want = fp8_choices(x, ids, up_8, down_8)
+            got = fp8_choices(quantize(x), ids, up_8, down_8, dtype=torch.float32)
+    assert torch.equal(got, want)

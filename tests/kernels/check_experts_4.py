@@ -18,6 +18,8 @@ FORMS = {
     "plain": Tile(rows=16, columns=16, depth=64),
     "deep": Tile(rows=16, columns=32, depth=128),
     "odd": Tile(rows=16, columns=128, depth=256),
+    "whole": Tile(rows=16, columns=32, depth=64, whole=True),
+    "whole odd": Tile(rows=16, columns=128, depth=256, whole=True),
 }
 
 
@@ -40,7 +42,10 @@ def wanted(x: Tensor, ids: Tensor, up: Laid, down: Laid) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("tokens", "form"), [(1, "plain"), (7, "deep"), (25, "plain"), (5, "odd")])
+@pytest.mark.parametrize(
+    ("tokens", "form"),
+    [(1, "plain"), (7, "deep"), (25, "plain"), (5, "odd"), (7, "whole"), (5, "whole odd")],
+)
 def test_products_with_four_bits_are_those_with_what_they_stand_for(tokens: int, form: str) -> None:
     up, down = weights()
     x, ids = normal(4, tokens, WIDTH), normal(1, tokens, COUNT).topk(2).indices

@@ -113,27 +113,29 @@ def test_probabilities_replace_the_logits(vocab: int, cap: float | None, spread:
 
 def test_the_sparse_mean_is_the_dense_one_where_its_mass_says_so() -> None:
     raw, query = case(5000, 1.0)
-    raw[:4, :7] += 25.0  # the first rows are sharp, the others flat
+    raw[:, :7] += 8.0
+    raw[:4, :7] += 17.0  # the first rows are sharp, the others not quite
     marks, merged = ask(raw, 30.0, query)
+    assert not marks.flat_1.item()
     ids, p, count, mass = sparse.survivors(raw, 30.0, query.heat_T, marks, merged)
     table = torch.randn(5000, 24, generator=torch.Generator().manual_seed(1))
     mean = sparse.soft_mean(table, ids, p, count)
     dense = kernels.probabilities_(raw, 30.0, query.heat_T, merged) @ table
-    assert (mass[:4] > 0.999).all()
-    assert (mass[4:] < 0.998).all()
-    torch.testing.assert_close(mean[:4], dense[:4], atol=2e-3, rtol=1e-3)
-    assert (mean[4:] - dense[4:]).abs().max() > 0.01
+    sure = mass >= sparse.MASS
+    assert sure[:4].all() and not sure.all()
+    torch.testing.assert_close(mean[sure], dense[sure], atol=2e-3, rtol=1e-3)
+    assert (mean - dense)[~sure].abs().max() > 0.01
 
 
 def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
-    """One row with a few, one with some in every chunk, one with more than there is place for."""
+    """One row with a few, and one with some in every chunk."""
     vocab = 20 * kernels.CHUNK + 100
-    raw, query = case(vocab, 0.1, rows=3)
+    raw, query = case(vocab, 0.1, rows=2)
     raw[0, [7, 9000, 9001, vocab - 1]] += 20.0
     raw[1, 50 :: kernels.CHUNK // 4] += 20.0
-    raw[2, ::20] += 20.0
     marks, merged = ask(raw, None, query)
-    ids, p, count, mass = sparse.survivors(raw, None, query.heat_T, marks, merged)
+    found = sparse.likely(raw, None, query.heat_T, marks, merged)
+    ids, p, count, mass = sparse.survivors(raw, None, query.heat_T, marks, merged, found)
     want = (raw.double() / query.heat_T[:, None].double()).softmax(-1)
     for row in range(2):
         likely = (want[row] >= sparse.SPARE).nonzero()[:, 0]
@@ -142,5 +144,53 @@ def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
             p[row, : count[row]].double(), want[row, likely], rtol=1e-4, atol=0
         )
         assert abs(mass[row] - want[row, likely].sum()) < 1e-4
-    assert count[:2].tolist() == [4, 81]
-    assert mass[2] == 0  # seen from the marks
+    assert count.tolist() == [4, 81]
+    assert found.suffice()
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_one_row_with_too_many_likely_tokens_says_that_few_do_not_suffice(is_plain: bool) -> None:
+    """Seen from the marks where they are far too many, else by the search."""
+    vocab = 20 * kernels.CHUNK + 100
+    raw, query = case(vocab, 0.1, rows=3)
+    raw[:, 7] += 25.0
+    query.heat_T[2] = 0.5
+    raw[2, ::20] += 25.0
+    if not is_plain:  # ten in each chunk, less and less likely
+        raw[2] = -40.0
+        at = torch.arange(200)
+        raw[2, at // 10 * kernels.CHUNK + at % 10] = 20.0 - 0.02 * at
+    marks, merged = ask(raw, None, query)
+    found = sparse.likely(raw, None, query.heat_T, marks, merged)
+    assert bool(marks.flat_1.item()) == is_plain
+    assert bool(found.count_TG.any()) != is_plain
+    assert not found.suffice()
+    sharp = [part[:2].contiguous() for part in (raw, query.heat_T, query.uniform_T, query.held_T)]
+    alone = Query(heat_T=sharp[1], uniform_T=sharp[2], held_T=sharp[3])
+    marks, merged = ask(sharp[0], None, alone)
+    assert not marks.flat_1.item()  # it is set anew each time
+    assert sparse.likely(sharp[0], None, alone.heat_T, marks, merged).suffice()
+
+
+def test_no_row_that_few_tokens_hold_is_ever_called_flat() -> None:
+    """Distributions of every kind, as near to the limits as they get."""
+    vocab, flat, rows = 3 * kernels.CHUNK, 0, 0
+    of = torch.Generator().manual_seed(0)
+    for tokens in (1, 100, 128, 129, 160, 1000):
+        for slope in (0.0, 0.02, 1.0):
+            for rest in (0.0, 1.9e-3, 3e-3, 0.1):
+                p = torch.full((vocab,), rest / (vocab - tokens), dtype=torch.float64)
+                head = (-slope * torch.arange(tokens, dtype=torch.float64)).exp()
+                p[torch.randperm(vocab, generator=of)[:tokens]] = (1 - rest) * head / head.sum()
+                raw = p.log().clamp(min=-60).float()[None]
+                query = Query(
+                    heat_T=torch.ones(1),
+                    uniform_T=torch.zeros(1, dtype=torch.float64),
+                    held_T=torch.zeros(1, dtype=torch.long),
+                )
+                marks, _ = ask(raw, None, query)
+                is_likely = p >= sparse.SPARE
+                suffices = int(is_likely.sum()) <= 128 and p[is_likely].sum() >= sparse.MASS
+                assert not (suffices and marks.flat_1.item()), (tokens, slope, rest)
+                flat, rows = flat + int(marks.flat_1), rows + (not suffices)
+    assert flat > 0.3 * rows

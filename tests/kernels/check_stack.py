@@ -1,10 +1,13 @@
 """Whole passes and steps with every kernel in place, beside the model as it is defined."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from dgemma.cache import Pass, Span
+from dgemma.cache import KVCache, Pass, Span
 from dgemma.canvas import Pins
 from dgemma.denoise import commit, denoise
 from dgemma.graph.check import check
@@ -12,12 +15,17 @@ from dgemma.graph.step import Shape, Stepper
 from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
 from dgemma.ops.fast import FAMILIES, switched
-from dgemma.ops.kernels import attention, experts, router
+from dgemma.ops.fp8 import Quantized
+from dgemma.ops.kernels import attention, cuts, dense_8, experts, router
+from dgemma.ops.kernels.cuts import Cut
 from dgemma.ops.kernels.tiles import Tile, Tiles
 from dgemma.sampler import Sampler
 from dgemma.stack import Stack
-from dgemma.weights.packed import Form, shrink_model
+from dgemma.weights import fp8
+from dgemma.weights.packed import FORMS, Form, shrink_model
+from dgemma.weights.random import random_model
 from tests.kernels import small
+from tests.kernels.small import SMALL
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +69,57 @@ def test_passes_with_8_bit_products_are_near_the_model_s() -> None:
         got = passes(of)
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().mean() < 0.3 * b.abs().mean()
+
+
+@pytest.mark.parametrize("form", [FORMS["fp8"], FORMS["nvfp4"]])
+def test_a_canvas_has_its_smaller_products_cut_and_is_near_the_model_s(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, plain_8, seen = dense_8.product, fp8.fp8_choices, set()
+
+    def product(x: Quantized, weight: Quantized, dtype: torch.dtype, cut: Cut) -> Tensor:
+        out = plain(x, weight, dtype, cut)
+        seen.add((tuple(weight.numbers.shape), len(out) if out.dim() == 3 else 1))
+        return out
+
+    def fp8_choices(x: Tensor | Quantized, *rest: Any) -> Tensor:
+        seen.add(("experts", isinstance(x, Quantized)))
+        return plain_8(x, *rest)
+
+    monkeypatch.setattr(dense_8, "product", product)
+    for name, parts in (("QKV", 1), ("OUT", 3), ("DOWN", 2)):
+        monkeypatch.setattr(cuts, name, Cut(rows=16, outputs=64, depth=16, parts=parts))
+    tile = Tile(rows=16, columns=64, depth=64)
+    monkeypatch.setattr(experts, "tiles", lambda *_: Tiles(tile, tile))
+    # Widths that four bits can hold, and all products' depths multiples of 16.
+    wide = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 32}
+    of = shrink_model(random_model(replace(SMALL, **wide), seed=0), form)
+    rows = small.cache(of, 7)
+    want = of_canvas(of, rows)
+    of.runner = Stack(of)
+    monkeypatch.setattr(fp8, "fp8_choices", fp8_choices)
+    with switched({"layer", "experts"}):  # no other reads or writes 8 bits
+        got = of_canvas(of, rows)
+    assert (got - want).abs().mean() < 0.3 * want.abs().mean()
+    products = {((128, 64), 1), ((160, 64), 1), ((64, 64), 2), ((64, 128), 3), ((64, 32), 2)}
+    # 8-bit experts get their rows quantized by what normed them; 4-bit ones read 16 bits.
+    assert seen == products | ({("experts", True)} if form.experts == "fp8" else set())
+
+
+def test_a_model_in_16_bits_has_no_use_for_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_8, "product", None)
+    of = small.model()
+    rows = small.cache(of, 7)
+    want = of_canvas(of, rows)
+    of.runner = Stack(of)
+    with switched({"layer", "experts"}):
+        torch.testing.assert_close(of_canvas(of, rows), want, atol=1e-5, rtol=1e-4)
+
+
+def of_canvas(of: Gemma, rows: KVCache) -> Tensor:
+    """What the layers make of five positions behind a prompt."""
+    with torch.inference_mode():
+        return of.stack(of.enter(torch.arange(5), None), Pass([Span(rows, 5, commit=False)]))
 
 
 def test_steps_on_fixed_memory_agree_with_steps() -> None:

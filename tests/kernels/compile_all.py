@@ -18,11 +18,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from dgemma.ops.kernels import (
     attention,
+    cuts,
+    dense_8,
     experts,
+    heads,
     layer,
     router,
-    row_stats,
-    sparse,
     vector,
     wide_attention,
 )
@@ -60,8 +61,9 @@ def expert_cases() -> list[Case]:
             block = f"tensordesc<{kind}[{tile.columns},{tile.depth}]>"
             types = {"x" if part == "gate_up" else "hidden": f"*{kind}", **shared}
             types["weights"] = block if tile.tma else f"*{kind}"
-            options = {k: v for k, v in experts._options(tile).items() if k.isupper()}
-            options["HAS_SCALES"] = kind != "bf16"
+            is_8 = kind != "bf16"
+            options = experts._options(tile, eight=is_8)
+            options = {k: v for k, v in options.items() if k.isupper()} | {"EARLY": is_8}
             constants = {"D": WIDTH, "I": INNER, "TOP": TOP_K, "E": 128, "P": 128, **options}
             kernel = experts._gate_up if part == "gate_up" else experts._down
             case = Case(f"{part} {name}", kernel, types, constants, tile.warps, tile.stages)
@@ -77,44 +79,6 @@ def expert_cases() -> list[Case]:
         Case("combine", experts._combine, combine, {"D": WIDTH, "TOP": TOP_K, "BLOCK": 1024})
     )
     return found
-
-
-def stats_cases() -> list[Case]:
-    sizes = {"CAP": 30.0, "W": row_stats.CHUNK, "CHUNKS": 128, "C": 128, "S": 128, "LEAST": 1e-5}
-    sizes |= {"EACH": 4, "EVEN": True}
-    row = {"raw_TV": HALF, "heat_T": FLOAT, "vocab": "i32"}
-    marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT}
-    totals = {"peak_T": FLOAT, "total_T": FLOAT}
-    merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
-    floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT}
-    likely = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
-    groups = {"count_TG": INT, "mass_TG": FLOAT}
-    mean = {"table_VD": HALF, "soft_TD": HALF, **likely}
-    return [
-        Case("marks", row_stats._marks, {**row, **marks, "chunks": "i32"}, sizes),
-        Case("merge", row_stats._merge, {**row, **marks, **merge, **floats, **totals}, sizes, 8),
-        Case("probabilities", row_stats._probabilities, {**row, **totals}, sizes),
-        Case(
-            "likely",
-            sparse._likely,
-            {**row, **totals, "peak_TC": FLOAT, "entropy_T": FLOAT, **groups},
-            {**sizes, "EACH": sparse.AT_ONCE, "MOST": sparse._most_entropy(1 << 18)},
-            8,
-        ),
-        Case(
-            "survivors",
-            sparse._survivors,
-            {**row, **totals, **likely, "peak_TC": FLOAT, **groups, "mass_T": FLOAT},
-            {**sizes, "EACH": sparse.AT_ONCE, "G": 32},
-            8,
-        ),
-        Case(
-            "soft mean",
-            sparse._soft_mean,
-            mean,
-            {"D": WIDTH, "S": 128, "BLOCK": 256, "EACH": 16},
-        ),
-    ]
 
 
 def attention_cases() -> list[Case]:
@@ -151,25 +115,24 @@ def attention_cases() -> list[Case]:
 
 def layer_cases() -> list[Case]:
     wide = {"D": WIDTH, "K": TOP_K, "BLOCK": 4096, "HAS_WEIGHT": True}
-    late, soon = {"EIGHT": False, "EARLY": False}, {"EIGHT": True, "EARLY": True}
+    late = {"EIGHT": False, "EXPERTS_EIGHT": False, "PARTS": 1, "EARLY": False}
+    soon = {"EIGHT": True, "EXPERTS_EIGHT": True, "PARTS": 3, "EARLY": True}
     halves = "x_TD attended_TD post_D dense_D expert_D router_D out_TD dense_TD expert_TD router_TD"
-    join = {**dict.fromkeys(halves.split(), HALF), "eps": "fp32", "factor_T": FLOAT}
+    join = {**dict.fromkeys(halves.split(), HALF), "eps": "fp32"}
+    join |= {"dense_T": FLOAT, "expert_T": FLOAT}
+    join_8 = {**join, "attended_TD": FLOAT, "dense_TD": EIGHT, "expert_TD": EIGHT}
     halves = "x_TD dense_TD out_AD dense_D expert_D both_D scalar next_D out_TD next_TD"
     close = {**dict.fromkeys(halves.split(), HALF), "share_TK": FLOAT, "eps": "fp32"}
     close["factor_T"] = FLOAT
+    close_8 = {**close, "dense_TD": FLOAT, "next_TD": EIGHT}
     norm = {"x_TD": HALF, "weight_D": HALF, "out_TD": HALF, "eps": "fp32"}
-    halves = "qkv_TX q_weight_H k_weight_H q_TNH"
-    heads = {**dict.fromkeys(halves.split(), HALF), "cos_TP": FLOAT, "sin_TP": FLOAT}
-    heads |= {"place_6": LONG, "length": "i32", "eps": "fp32"}
-    sliding = {"X": 8192, "N": 16, "M": 8, "H": 256, "HAS_VALUE": True, **late}
-    full = {"X": 9216, "N": 16, "M": 2, "H": 512, "HAS_VALUE": False, **soon}
     gated = {"gate_up_TX": HALF, "out_TI": HALF, "factor_T": FLOAT}
     return [
         Case("norm", layer._norm, norm, {**wide, **late}, 8),
         Case("join", layer._join, join, {**wide, **late}, 8),
-        Case("join 8", layer._join, {**join, "dense_TD": EIGHT}, {**wide, **soon}, 8),
+        Case("join 8", layer._join, join_8, {**wide, **soon}, 8),
         Case("close", layer._close, close, {**wide, **late}, 8),
-        Case("close 8", layer._close, {**close, "next_TD": EIGHT}, {**wide, **soon}, 8),
+        Case("close 8", layer._close, close_8, {**wide, **soon}, 8),
         Case("gated", layer._gated, gated, {"I": 2112, "BLOCK": 1024, **late}),
         Case(
             "gated 8",
@@ -178,9 +141,38 @@ def layer_cases() -> list[Case]:
             {"I": 2112, "BLOCK": 4096, **soon},
             8,
         ),
-        Case("heads sliding", layer._heads, heads, sliding, 2),
-        Case("heads full", layer._heads, heads, full, 2),
     ]
+
+
+def head_cases() -> list[Case]:
+    halves = "qkv_TX q_weight_H k_weight_H q_TNH"
+    types = {**dict.fromkeys(halves.split(), HALF), "cos_TP": FLOAT, "sin_TP": FLOAT}
+    types |= {"place_6": LONG, "length": "i32", "eps": "fp32"}
+    found = []
+    for keys, width, has_value in ((8, 256, True), (2, 512, False)):
+        norms = {"q_weight": None, "k_weight": None, "has_value": has_value}
+        form = heads.cut(heads.Heads(queries=16, keys=keys, width=width, **norms))
+        sizes = {"X": (16 + keys * (1 + has_value)) * width, "N": 16, "M": keys, "H": width}
+        sizes |= {"HAS_VALUE": has_value, "HEADS": form.heads, "EARLY": True}
+        found.append(Case(f"heads {width}", heads._heads, types, sizes, form.warps))
+    return found
+
+
+def cut_cases() -> list[Case]:
+    found = []
+    for name, form, out in (("qkv", cuts.QKV, HALF), ("out", cuts.OUT, FLOAT)):
+        types = {
+            "x_TI": f"tensordesc<fp8e4nv[{form.rows},{form.depth}]>",
+            "weight_OI": f"tensordesc<fp8e4nv[{form.outputs},{form.depth}]>",
+        }
+        types |= {"factor_T": FLOAT, "factor_O": FLOAT, "out_STO": out, "rows": "i32"}
+        sizes = {"O": WIDTH, "SHARE": 1408, "BM": form.rows, "BN": form.outputs}
+        sizes |= {"BK": form.depth, "EARLY": True}
+        case = Case(f"{name} 8", dense_8._product, types, sizes, form.warps, form.stages)
+        found.append(case)
+    quantize = {"x_TD": HALF, "out_TD": EIGHT, "factor_T": FLOAT}
+    sizes = {"D": 4096, "BLOCK": 4096, "EARLY": True}
+    return [*found, Case("quantize", experts._quantize, quantize, sizes)]
 
 
 def router_cases() -> list[Case]:
@@ -233,6 +225,7 @@ def compiled(case: Case) -> Any:
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": case.warps, "num_stages": case.stages}
+    options["maxnreg"] = case.constants.get("maxnreg")
     return triton.compile(source, target=HOPPER, options=options)
 
 
@@ -260,9 +253,10 @@ def usage(binary: bytes) -> tuple[int, int]:
 if __name__ == "__main__":
     for case in (
         expert_cases()
-        + stats_cases()
         + attention_cases()
         + layer_cases()
+        + head_cases()
+        + cut_cases()
         + router_cases()
         + vector_cases()
     ):

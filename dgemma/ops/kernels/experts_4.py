@@ -8,15 +8,18 @@ The matrix unit takes weights on the left (its tall side), from registers.
 T tokens, K experts per token, A choices, E experts, D width, I expert width.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dgemma.ops.kernels import experts_1
 from dgemma.ops.kernels.experts import Buckets, buckets, most_shares, share
+from dgemma.ops.kernels.launch import after, early
 from dgemma.ops.kernels.pieces import activate
 from dgemma.ops.kernels.tiles import Tile, tiles
-from dgemma.ops.kernels.unpack_4 import is_compiled, load_scales, load_words, unpack
+from dgemma.ops.kernels.unpack_4 import in_order, is_compiled, load_scales, load_words, unpack
 from dgemma.ops.nvfp4_order import Laid
 
 
@@ -82,9 +85,11 @@ def down_4(
     return out_AD
 
 
-def _options(tile: Tile, *, fast: bool) -> dict[str, int | bool | None]:
+def _options(tile: Tile, *, fast: bool) -> dict[str, Any]:
     return {
+        **early(),
         "FAST": fast and is_compiled(),
+        "WHOLE": tile.whole,
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.depth,
@@ -95,29 +100,40 @@ def _options(tile: Tile, *, fast: bool) -> dict[str, int | bool | None]:
 
 
 @triton.jit
-def _rows_4(x, row, is_row, block, K: tl.constexpr, BLOCKS: tl.constexpr):
-    """The columns of rows that meet the four places of words."""
-    c = tl.arange(0, 16 * BLOCKS)
-    k = block * 64 + c // 16 * 64 + c % 16
+def _rows_4(x, row, is_row, block, K: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
+    """The columns of rows that meet the four places of words; whole, the first has all of them."""
+    if WHOLE:
+        k = block * 64 + tl.arange(0, 64 * BLOCKS)
+    else:
+        c = tl.arange(0, 16 * BLOCKS)
+        k = block * 64 + c // 16 * 64 + c % 16
     at = x + row.to(tl.int64)[:, None] * K + k[None, :]
     if K % (64 * BLOCKS) == 0:
         here = is_row[:, None]
     else:
         here = is_row[:, None] & (k < K)[None, :]
     first = tl.load(at, mask=here, other=0.0)
-    second = tl.load(at + 16, mask=here, other=0.0)
-    third = tl.load(at + 32, mask=here, other=0.0)
-    fourth = tl.load(at + 48, mask=here, other=0.0)
+    second = first
+    third = first
+    fourth = first
+    if not WHOLE:
+        second = tl.load(at + 16, mask=here, other=0.0)
+        third = tl.load(at + 32, mask=here, other=0.0)
+        fourth = tl.load(at + 48, mask=here, other=0.0)
     return first, second, third, fourth
 
 
 @triton.jit
-def _dot_4(tile, part, total):
-    """[BN, BK] in four tiles times rows in four parts."""
-    total = tl.dot(tile[0], tl.trans(part[0]), total)
-    total = tl.dot(tile[1], tl.trans(part[1]), total)
-    total = tl.dot(tile[2], tl.trans(part[2]), total)
-    return tl.dot(tile[3], tl.trans(part[3]), total)
+def _dot_4(tile, part, total, N: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
+    """[BN, BK] in four tiles times rows in four parts; whole, in one product."""
+    if WHOLE:
+        total = tl.dot(in_order(tile, N, BLOCKS), tl.trans(part[0]), total)
+    else:
+        total = tl.dot(tile[0], tl.trans(part[0]), total)
+        total = tl.dot(tile[1], tl.trans(part[1]), total)
+        total = tl.dot(tile[2], tl.trans(part[2]), total)
+        total = tl.dot(tile[3], tl.trans(part[3]), total)
+    return total
 
 
 @triton.jit
@@ -136,10 +152,13 @@ def _gate_up_4(
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     FAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     tiles: tl.constexpr = (I + BN - 1) // BN
     blocks: tl.constexpr = BK // 64
     divides: tl.constexpr = I % BN == 0 and D % BK == 0
@@ -158,11 +177,11 @@ def _gate_up_4(
             gate_scales = load_scales(scales, n, block, I, D, blocks, divides)
             up_words = load_words(words + I * D // 4, n, block, I, D, blocks, divides)
             up_scales = load_scales(scales + I * D // 64, n, block, I, D, blocks, divides)
-            part = _rows_4(x, choice // TOP, is_row, block, D, blocks)
+            part = _rows_4(x, choice // TOP, is_row, block, D, blocks, WHOLE)
             tile = unpack(gate_words, gate_scales, BN, blocks, x.dtype.element_ty, FAST)
-            gates = _dot_4(tile, part, gates)
+            gates = _dot_4(tile, part, gates, BN, blocks, WHOLE)
             tile = unpack(up_words, up_scales, BN, blocks, x.dtype.element_ty, FAST)
-            ups = _dot_4(tile, part, ups)
+            ups = _dot_4(tile, part, ups, BN, blocks, WHOLE)
         gates *= tl.load(factor_E2 + 2 * expert)
         ups *= tl.load(factor_E2 + 2 * expert + 1)
         hidden = activate(gates, ups).to(out.dtype.element_ty)
@@ -185,10 +204,13 @@ def _down_4(
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     FAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     tiles: tl.constexpr = (D + BN - 1) // BN
     blocks: tl.constexpr = BK // 64
     divides: tl.constexpr = D % BN == 0 and I % BK == 0
@@ -204,9 +226,9 @@ def _down_4(
         for block in range(0, I // 64, blocks):
             found = load_words(words, n, block, D, I, blocks, divides)
             scale = load_scales(scales, n, block, D, I, blocks, divides)
-            part = _rows_4(hidden, choice, is_row, block, I, blocks)
+            part = _rows_4(hidden, choice, is_row, block, I, blocks, WHOLE)
             tile = unpack(found, scale, BN, blocks, hidden.dtype.element_ty, FAST)
-            total = _dot_4(tile, part, total)
+            total = _dot_4(tile, part, total, BN, blocks, WHOLE)
         total *= tl.load(factor_E + expert)
         at = choice.to(tl.int64)[:, None] * D + n[None, :]
         done = tl.trans(total.to(out.dtype.element_ty))

@@ -1,13 +1,12 @@
 """What lies between the products of a layer, each stretch of it as one kernel over its rows.
 
 Statistics are float32, and a value is rounded to the stream's type where it leaves a kernel, or
-where it joins the stream. What an 8-bit product reads next is written in 8 bits, since the kernel
-has whole rows at hand: `eight` asks for it, and gives numbers and a factor for each row instead.
+where it joins the stream. A product that was cut in parts comes so, [S, T, D], and is added up
+here. What an 8-bit product reads next is written in 8 bits, since the kernel has whole rows at
+hand: `eight` asks for it, and gives numbers and a factor for each row instead.
 
-T tokens, D width, N query heads, M key heads, H head width, E experts, K of them per token.
+T tokens, D width, S parts, A choices of experts, K of a token.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -45,14 +44,16 @@ def join(
     eps: float,
     *,
     eight: bool = False,
-) -> tuple[Tensor, Rows, Tensor, Tensor]:
+    experts_eight: bool = False,
+) -> tuple[Tensor, Rows, Rows, Tensor]:
     """The stream behind attention, and what the dense part, the experts and the router read of it.
 
     Weights: of the norm behind attention, of those before the dense part and the experts, and the
-    router's scale. `eight`: what the dense part reads is in 8 bits.
+    router's scale. `eight`: what the dense part reads is in 8 bits; `experts_eight`: the experts.
     """
-    out_TD, expert_TD, router_TD = (torch.empty_like(x_TD) for _ in range(3))
-    dense_TD, factor_T = _rows(x_TD, eight)
+    out_TD, router_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    dense_TD, dense_T = _rows(x_TD, eight)
+    expert_TD, expert_T = _rows(x_TD, experts_eight)
     block = triton.next_power_of_2(x_TD.shape[1])
     _join[(len(x_TD),)](
         x_TD,
@@ -60,17 +61,21 @@ def join(
         *weights,
         out_TD,
         dense_TD,
-        factor_T,
+        dense_T,
         expert_TD,
+        expert_T,
         router_TD,
         eps,
         D=x_TD.shape[1],
+        PARTS=_parts(attended_TD),
         EIGHT=eight,
+        EXPERTS_EIGHT=experts_eight,
         BLOCK=block,
         num_warps=_warps(block),
         **early(),
     )
-    return out_TD, (dense_TD, factor_T) if eight else dense_TD, expert_TD, router_TD
+    dense = (dense_TD, dense_T) if eight else dense_TD
+    return out_TD, dense, (expert_TD, expert_T) if experts_eight else expert_TD, router_TD
 
 
 def close(
@@ -103,6 +108,7 @@ def close(
         eps,
         D=x_TD.shape[1],
         K=share_TK.shape[1],
+        PARTS=_parts(dense_TD),
         EIGHT=eight,
         BLOCK=block,
         num_warps=_warps(block),
@@ -130,47 +136,6 @@ def gated(gate_up_TX: Tensor, *, eight: bool = False) -> Rows:
     return (out_TI, factor_T) if eight else out_TI
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """The shape of a layer's heads, and the weights of their norms."""
-
-    queries: int
-    keys: int
-    width: int
-    q_weight: Tensor
-    k_weight: Tensor
-    has_value: bool  # otherwise values are the raw keys
-
-
-def heads(
-    qkv_TX: Tensor, shape: Heads, turns: tuple[Tensor, Tensor], place_6: Tensor, eps: float
-) -> Tensor:
-    """Norm and turn the heads; returns the queries, writes keys and values to their slots.
-
-    `place_6` as in `kernels/attention.py`: the slots are the last of the row's own.
-    """
-    length = len(qkv_TX)
-    q_TNH = qkv_TX.new_empty(length, shape.queries, shape.width)
-    _heads[(length, shape.queries + shape.keys)](
-        qkv_TX,
-        shape.q_weight,
-        shape.k_weight,
-        *turns,
-        place_6,
-        q_TNH,
-        length,
-        eps,
-        X=qkv_TX.shape[1],
-        N=shape.queries,
-        M=shape.keys,
-        H=shape.width,
-        HAS_VALUE=shape.has_value,
-        num_warps=2,
-        **early(),
-    )
-    return q_TNH
-
-
 def _rows(like_TD: Tensor, eight: bool, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Memory for rows, and for their factors; without any, the rows stand in for these."""
     shape = (len(like_TD), like_TD.shape[1] if width is None else width)
@@ -179,6 +144,10 @@ def _rows(like_TD: Tensor, eight: bool, width: int | None = None) -> tuple[Tenso
         return rows_TD, rows_TD
     factor_T = like_TD.new_empty(len(like_TD), dtype=torch.float32)
     return like_TD.new_empty(shape, dtype=torch.float8_e4m3fn), factor_T
+
+
+def _parts(found: Tensor) -> int:
+    return len(found) if found.dim() == 3 else 1
 
 
 def _warps(block: int) -> int:
@@ -193,6 +162,16 @@ def _store(rows, factors, row, at, x, is_in, EIGHT: tl.constexpr):
         tl.store(factors + row, factor)
         x = x / factor
     tl.store(rows + at, x.to(rows.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def _added(parts, at, is_in, D: tl.constexpr, PARTS: tl.constexpr):
+    """A row of a product, its parts added up in their order; there is a program for each row."""
+    total = tl.load(parts + at, mask=is_in, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        at += tl.num_programs(0) * D
+        total += tl.load(parts + at, mask=is_in, other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -226,12 +205,15 @@ def _join(
     router_D,
     out_TD,
     dense_TD,
-    factor_T,
+    dense_T,
     expert_TD,
+    expert_T,
     router_TD,
     eps,
     D: tl.constexpr,
+    PARTS: tl.constexpr,
     EIGHT: tl.constexpr,
+    EXPERTS_EIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -241,7 +223,7 @@ def _join(
     is_in = d < D
     at = row * D + d
     kind: tl.constexpr = out_TD.dtype.element_ty
-    attended = tl.load(attended_TD + at, mask=is_in, other=0.0).to(tl.float32)
+    attended = _added(attended_TD, at, is_in, D, PARTS)
     post = tl.load(post_D + d, mask=is_in, other=0.0).to(tl.float32)
     x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
     x = (x + attended * inverse_rms(attended, D, eps) * post).to(kind)
@@ -249,9 +231,9 @@ def _join(
     x = x.to(tl.float32)
     x = x * inverse_rms(x, D, eps)
     dense = x * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
-    _store(dense_TD, factor_T, row, at, dense, is_in, EIGHT)
+    _store(dense_TD, dense_T, row, at, dense, is_in, EIGHT)
     expert = x * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(expert_TD + at, expert.to(kind), mask=is_in)
+    _store(expert_TD, expert_T, row, at, expert, is_in, EXPERTS_EIGHT)
     router = x * tl.load(router_D + d, mask=is_in, other=0.0).to(tl.float32) * D**-0.5
     tl.store(router_TD + at, router.to(kind), mask=is_in)
 
@@ -273,6 +255,7 @@ def _close(
     eps,
     D: tl.constexpr,
     K: tl.constexpr,
+    PARTS: tl.constexpr,
     EIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -289,7 +272,7 @@ def _close(
         mixed += tl.load(share_TK + row * K + k) * y.to(tl.float32)
     mixed = mixed * inverse_rms(mixed, D, eps)
     mixed = mixed * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
-    dense = tl.load(dense_TD + at, mask=is_in, other=0.0).to(tl.float32)
+    dense = _added(dense_TD, at, is_in, D, PARTS)
     dense = dense * inverse_rms(dense, D, eps)
     both = mixed + dense * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
     both = both * inverse_rms(both, D, eps)
@@ -318,63 +301,3 @@ def _gated(
     gate = tl.load(gate_up_TX + row * 2 * I + i, mask=i < I, other=0.0).to(tl.float32)
     up = tl.load(gate_up_TX + row * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32)
     _store(out_TI, factor_T, row, row * I + i, activate(gate, up), i < I, EIGHT)
-
-
-@triton.jit
-def _turned(first, second, weight_H, scale, cos, sin, H: tl.constexpr):
-    """Both halves of a head, normed and turned."""
-    p = tl.arange(0, H // 2)
-    first = first * scale * tl.load(weight_H + p).to(tl.float32)
-    second = second * scale * tl.load(weight_H + H // 2 + p).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin
-
-
-@triton.jit
-def _heads(
-    qkv_TX,
-    q_weight_H,
-    k_weight_H,
-    cos_TP,
-    sin_TP,
-    place_6,
-    q_TNH,
-    length,
-    eps,
-    X: tl.constexpr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    HAS_VALUE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    after(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    P: tl.constexpr = H // 2
-    p = tl.arange(0, P)
-    at = token * X + head * H + p
-    first = tl.load(qkv_TX + at).to(tl.float32)
-    second = tl.load(qkv_TX + at + P).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / H + eps)
-    cos = tl.load(cos_TP + token * P + p)
-    sin = tl.load(sin_TP + token * P + p)
-    kind: tl.constexpr = q_TNH.dtype.element_ty
-    if head < N:
-        a, b = _turned(first, second, q_weight_H, scale, cos, sin, H)
-        to = q_TNH + (token * N + head) * H + p
-        tl.store(to, a.to(kind))
-        tl.store(to + P, b.to(kind))
-    else:
-        a, b = _turned(first, second, k_weight_H, scale, cos, sin, H)
-        slot = tl.load(place_6 + 5) - length + token
-        offset = (slot * M + head - N) * H + p
-        keys = tl.multiple_of(tl.load(place_6 + 3).to(tl.pointer_type(kind)), 16)
-        values = tl.multiple_of(tl.load(place_6 + 4).to(tl.pointer_type(kind)), 16)
-        tl.store(keys + offset, a.to(kind))
-        tl.store(keys + offset + P, b.to(kind))
-        if HAS_VALUE:
-            first = tl.load(qkv_TX + at + M * H).to(tl.float32)
-            second = tl.load(qkv_TX + at + M * H + P).to(tl.float32)
-            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / H + eps)
-        tl.store(values + offset, (first * scale).to(kind))
-        tl.store(values + offset + P, (second * scale).to(kind))

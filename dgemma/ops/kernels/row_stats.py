@@ -2,12 +2,14 @@
 
 Each warp reads a chunk of one row and leaves its peak and the sums of exp(x) and x exp(x) behind
 the peak. A second kernel, one program a row, merges them: entropy, argmax, and the draw; the chunk
-of the peak and the one that the running sum points to are read again. Probabilities, where they are
-wanted, replace the head's output.
+of the peak and the one that the running sum points to are read again. It also says whether any row
+is so flat that no few tokens can hold it, which spares `sparse.py` its search. Probabilities, where
+they are wanted, replace the head's output.
 
 T positions, V vocabulary, C chunks of W tokens each.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.ops.kernels.launch import after, early
+
 CHUNK = 2048  # tokens summed up by one warp
+SURVIVORS = 128  # most tokens of a position that enter the sparse soft embedding
+ENOUGH = 0.99  # a position whose likeliest so many tokens cannot hold as much is flat
+SMALL = 1e-3  # peaks below it are taken for as much, where tokens are counted
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -26,6 +33,7 @@ class Marks:
     peak_TC: Tensor
     sum_TC: Tensor  # of exp(x), x the heated logit behind the chunk's peak
     moment_TC: Tensor  # of x exp(x)
+    flat_1: Tensor  # int; zero here, and set by the second pass if a row is flat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +54,14 @@ def row_marks(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Marks:
     rows, vocab = raw_TV.shape
     chunks = triton.cdiv(vocab, CHUNK)
     peak_TC, sum_TC, moment_TC = (heat_T.new_empty(rows, chunks) for _ in range(3))
+    flat_1 = torch.empty(1, dtype=torch.int32, device=raw_TV.device)
     _marks[(triton.cdiv(chunks, 4), rows)](
         raw_TV,
         heat_T,
         peak_TC,
         sum_TC,
         moment_TC,
+        flat_1,
         vocab,
         chunks,
         CAP=softcap or 0.0,
@@ -59,8 +69,9 @@ def row_marks(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Marks:
         EACH=4,
         EVEN=vocab % (4 * CHUNK) == 0,
         num_warps=4,
+        **early(),
     )
-    return Marks(peak_TC=peak_TC, sum_TC=sum_TC, moment_TC=moment_TC)
+    return Marks(peak_TC=peak_TC, sum_TC=sum_TC, moment_TC=moment_TC, flat_1=flat_1)
 
 
 def row_merge(
@@ -83,15 +94,31 @@ def row_merge(
         draw_T,
         top_T,
         *floats,
+        marks.flat_1,
         vocab,
+        MOST=most_entropy(vocab),
+        TOKENS=most_tokens(),
+        SMALL=SMALL,
         CAP=softcap or 0.0,
         W=CHUNK,
         CHUNKS=chunks,
         C=triton.next_power_of_2(chunks),
         num_warps=8,
+        **early(),
     )
     names = ("entropy_T", "top_p_T", "held_p_T", "peak_T", "total_T")
     return Merged(draw_T=draw_T, top_T=top_T, **dict(zip(names, floats, strict=True)))
+
+
+def most_entropy(vocab: int) -> float:
+    """Nats that a position can have whose likely tokens hold enough: both shares spread evenly."""
+    parts = ((ENOUGH, min(SURVIVORS, vocab)), (1 - ENOUGH, vocab))
+    return sum(share * math.log(count / share) for share, count in parts)
+
+
+def most_tokens() -> float:
+    """How many tokens `_tokens_needed` may count where so few survivors hold enough."""
+    return SURVIVORS + (1 - ENOUGH) / SMALL
 
 
 def probabilities_(raw_TV: Tensor, softcap: float | None, heat_T: Tensor, merged: Merged) -> Tensor:
@@ -129,15 +156,20 @@ def _marks(
     peak_TC,
     sum_TC,
     moment_TC,
+    flat_1,
     vocab,
     chunks,
     CAP: tl.constexpr,
     W: tl.constexpr,
     EACH: tl.constexpr,
     EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A chunk for each warp, so that no sum has to wait for another warp."""
+    after(EARLY)
     row = tl.program_id(1)
+    if (row == 0) & (tl.program_id(0) == 0):
+        tl.store(flat_1, 0)
     c = tl.program_id(0) * EACH + tl.arange(0, EACH)
     v = c[:, None] * W + tl.arange(0, W)[None, :]
     at = raw_TV + row.to(tl.int64) * vocab + v
@@ -161,6 +193,16 @@ def _marks(
 
 
 @triton.jit
+def _tokens_needed(weight, share, total, SMALL: tl.constexpr):
+    """How many tokens a row's probability is at least spread over, by its chunks' sums and peaks.
+
+    Whoever holds all but d of it needs as many, less d / SMALL: in a chunk of peak q a mass m takes
+    m / q tokens or more, and each token left out spares 1 / SMALL of its mass at most.
+    """
+    return tl.sum(weight / tl.maximum(share, SMALL * total), 0)
+
+
+@triton.jit
 def _merge(
     raw_TV,
     heat_T,
@@ -176,12 +218,18 @@ def _merge(
     held_p_T,
     peak_T,
     total_T,
+    flat_1,
     vocab,
+    MOST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SMALL: tl.constexpr,
     CAP: tl.constexpr,
     W: tl.constexpr,
     CHUNKS: tl.constexpr,
     C: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     row = tl.program_id(0)
     scale = scale_of(tl.load(heat_T + row), CAP)
     c = tl.arange(0, C)
@@ -206,7 +254,10 @@ def _merge(
     top = tl.minimum(tl.min(tl.where(raw == tl.max(raw, 0), v, 2147483647), 0), vocab - 1)
     # With the peak at zero the sum is 1 / p(top): H = log Z - E[x].
     z = total.to(tl.float32)
-    tl.store(entropy_T + row, tl.log(z) - (moment / total).to(tl.float32))
+    entropy = tl.log(z) - (moment / total).to(tl.float32)
+    if (entropy > MOST) | (_tokens_needed(weights.to(tl.float32), share, z, SMALL) > TOKENS):
+        tl.atomic_max(flat_1, 1)
+    tl.store(entropy_T + row, entropy)
     tl.store(top_p_T + row, 1.0 / z)
     tl.store(top_T + row, top)
     tl.store(peak_T + row, peak)

@@ -15,6 +15,7 @@ class Tile:
     swap: bool = False  # weights on the left: they fill the tall side of the matrix unit
     tma: bool = False  # weights through the copy engine, where there is one
     registers: int | None = None  # at most, of a thread: more programs share a processor then
+    whole: bool = False  # 4-bit weights only: a step's depth in one product instead of four
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ TABLE_4 = (
     (
         24.0,
         Tiles(
-            Tile(rows=32, columns=128, depth=64, stages=3),
-            Tile(rows=32, columns=128, depth=64, stages=4, registers=96),
+            Tile(rows=32, columns=64, depth=64, stages=4, whole=True),
+            Tile(rows=32, columns=128, depth=64, stages=4, registers=96, whole=True),
         ),
     ),
     (

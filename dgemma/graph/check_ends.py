@@ -1,0 +1,101 @@
+"""A short check of the kernels at both ends of a captured step: how a canvas enters, and moves.
+
+Each runs once by definition and once by kernel on memory of its own, with the model's own weights
+and the length of its canvas. Part of the check of row statistics; see `check.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from dgemma.graph.entrance import Entrance
+from dgemma.graph.memory import MOVED, Memory, Shape
+from dgemma.graph.moving import move, move_by_rule
+from dgemma.graph.reading import Reading
+from dgemma.model import Gemma
+from dgemma.ops.fast import switched
+from dgemma.ops.row_stats import RowStats
+from dgemma.sampler import EntropyBound
+
+NEAR = 0.02  # of what enters, relative
+STEPS = 3
+SURE = 0.02  # mean nats of the drawn positions: some are decided, some are not
+
+
+def ends_off(model: Gemma) -> str:
+    """What is wrong at the ends of a step; nothing if nothing is."""
+    if model.self_conditioning is None:
+        return ""  # it has no canvas
+    return _entrance_off(model) or _moves_off(model)
+
+
+def _entrance_off(model: Gemma) -> str:
+    mine, want = _memory(model), _memory(model)
+    entrance = Entrance(model)
+    found = []
+    for memory, by_kernels in ((mine, True), (want, False)):
+        with switched({"row_stats"} if by_kernels else ()):
+            conditioned_LD = entrance.enter(memory, by_kernels=by_kernels)
+            behind_TD = entrance.enter_behind(memory, by_kernels=by_kernels)
+        found.append(torch.cat([conditioned_LD, behind_TD]).float())
+    off = float((found[0] - found[1]).norm() / found[1].norm())
+    is_same = torch.equal(mine.heat_L, want.heat_L) and torch.equal(mine.uniform_L, want.uniform_L)
+    return "" if off <= NEAR and is_same else f"wrong: how a canvas enters, by {off:.2g}"
+
+
+def _moves_off(model: Gemma) -> str:
+    mine, want = _memory(model), _memory(model)
+    rule = EntropyBound()
+    for number in range(STEPS):
+        reading = _reading(mine, model.config.vocab_size, number)
+        move(mine, reading, rule)
+        move_by_rule(want, reading, rule)
+        if mine.tokens_L.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        names = (*MOVED, "index_1", "seen_2")
+        other = [n for n in names if not torch.equal(getattr(mine, n), getattr(want, n))]
+        if other:
+            return f"wrong: how a canvas moves ({', '.join(other)})"
+    return ""
+
+
+def _memory(model: Gemma) -> Memory:
+    """Of a canvas like any, always the same."""
+    memory = Memory(model, Shape(model.config.canvas_length, STEPS, EntropyBound()))
+    length, vocab, device = len(memory.tokens_L), model.config.vocab_size, memory.tokens_L.device
+    at_L = torch.arange(length, device=device)
+    memory.tokens_L.copy_(at_L * 7919 % vocab)
+    memory.block_L.copy_(at_L * 104729 % vocab)
+    memory.guess_L.fill_(-1)
+    memory.pinned_L.copy_(at_L % 5 == 1)
+    memory.noise_NL.copy_(
+        (at_L + torch.arange(len(memory.noise_NL), device=device)[:, None]) % vocab
+    )
+    memory.uniform_NL.copy_(at_L / length)
+    memory.heat_N.copy_(0.8 - 0.1 * torch.arange(len(memory.heat_N), device=device))
+    memory.soft_LD.copy_(_drawn(memory.soft_LD, 0))
+    return memory
+
+
+def _reading(memory: Memory, vocab: int, number: int) -> Reading:
+    """Drawn: the entropies of a first step, of a later one, and of one that settles."""
+    from dgemma.ops.kernels.sparse import Likely
+
+    length, device = len(memory.tokens_L), memory.tokens_L.device
+    at_L = torch.arange(length, device=device)
+    sure_L = _drawn(memory.entropy_L, 1).square() * SURE * 10.0 ** (1 - 2 * number)
+    stats = RowStats(
+        draw_T=(at_L + number) % vocab,
+        top_T=(at_L + number // 2) % vocab,
+        entropy_T=sure_L,
+        top_p_T=torch.ones_like(sure_L),
+        held_p_T=torch.ones_like(sure_L),
+    )
+    count_LG = torch.full((length, 3), number, dtype=torch.int32, device=device)
+    mass_LG = torch.full((length, 3), 0.333 + 0.0001 * number, device=device)
+    return Reading(stats, lambda: sure_L, Likely(count_LG, mass_LG))
+
+
+def _drawn(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    drawn = torch.randn(like.shape, generator=generator, device=like.device)
+    return drawn.to(like.dtype)

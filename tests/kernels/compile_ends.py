@@ -1,0 +1,72 @@
+"""Compiles the kernels at both ends of a step for an H100 or H200, as `compile_all.py`."""
+
+from compile_all import DOUBLE, FLOAT, HALF, INT, LONG, WIDTH, Case, compiled, told
+
+from dgemma.ops.kernels import enter, move, row_stats, sparse
+
+BYTE = "*u8"
+CANVAS = 256
+EARLY = {"EARLY": True}
+
+
+def stats_cases() -> list[Case]:
+    sizes = {"CAP": 30.0, "W": row_stats.CHUNK, "CHUNKS": 128, "C": 128, "S": 128, "LEAST": 1e-5}
+    sizes |= {"EACH": 4, "EVEN": True, "MOST": row_stats.most_entropy(1 << 18), **EARLY}
+    sizes |= {"TOKENS": row_stats.most_tokens(), "SMALL": row_stats.SMALL}
+    row = {"raw_TV": HALF, "heat_T": FLOAT, "vocab": "i32"}
+    marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "flat_1": INT}
+    totals = {"peak_T": FLOAT, "total_T": FLOAT}
+    merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
+    floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT}
+    merged = {**row, **marks, **merge, **floats, **totals}
+    likely = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
+    seen = {**row, **totals, "peak_TC": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
+    grouped = {**sizes, "EACH": sparse.AT_ONCE, "G": 32}
+    return [
+        Case("marks", row_stats._marks, {**row, **marks, "chunks": "i32"}, sizes),
+        Case("merge", row_stats._merge, merged, sizes, 8),
+        Case("probabilities", row_stats._probabilities, {**row, **totals}, sizes),
+        Case("likely", sparse._likely, {**seen, "flat_1": INT}, grouped, 8),
+        Case("survivors", sparse._survivors, {**seen, **likely}, grouped, 8),
+    ]
+
+
+def soft_cases() -> list[Case]:
+    into = {"table_VD": HALF, "tokens_T": LONG, "pinned_T": BYTE, "soft_TD": HALF, "scale": "fp32"}
+    mean = {**into, "id_TS": INT, "p_TS": FLOAT, "count_T": INT}
+    sizes = {"D": WIDTH, "S": 128, "BLOCK": sparse.BLOCK, "EACH": 16, "HAS_PINS": True, **EARLY}
+    return [
+        Case("soft mean", sparse._soft_mean, mean, sizes),
+        Case("pin mean", sparse._pin_mean, {**into, "mean_TD": HALF}, sizes),
+    ]
+
+
+def move_cases() -> list[Case]:
+    types = {name: LONG for name in ("draw_L", "top_L", "noise_NL", "tokens_L", "guess_L")}
+    types |= {"found_L": FLOAT, "entropy_L": FLOAT, "count_LG": INT, "mass_LG": FLOAT}
+    types |= {"pinned_L": BYTE, "kept_L": BYTE, "settled_0": BYTE, "seen_2": BYTE}
+    types |= {"steady_0": LONG, "index_1": LONG, "settle_steps": "i32"}
+    types |= {"bound": "fp32", "settle_entropy": "fp32"}
+    found = []
+    for length in (CANVAS, move.LONGEST):
+        sizes = {"L": length, "P": length, "B": move.PAIRS // length, "GROUPS": 32, "G": 32}
+        sizes |= {"S": row_stats.SURVIVORS, "MASS": sparse.MASS, **EARLY}
+        found.append(Case(f"move {length}", move._move, types, sizes, 8))
+    return found
+
+
+def enter_cases() -> list[Case]:
+    halves = "table_VD soft_LD weight_D vector_LD normed_LD out_TD x_TD part_TD"
+    types = {**dict.fromkeys(halves.split(), HALF), "tokens_L": LONG, "block_L": LONG}
+    types |= {"index_1": LONG, "heat_N": FLOAT, "uniform_NL": DOUBLE, "heat_L": FLOAT}
+    types |= {"uniform_L": DOUBLE, "scale": "fp32", "eps": "fp32"}
+    sizes = {"L": CANVAS, "D": WIDTH, "BLOCK": 4096, **EARLY}
+    return [
+        Case(name.strip("_"), getattr(enter, name), types, sizes, 8)
+        for name in ("_conditioned", "_unconditioned", "_add_and_norm")
+    ]
+
+
+if __name__ == "__main__":
+    for case in stats_cases() + soft_cases() + move_cases() + enter_cases():
+        print(told(case, compiled(case)), flush=True)
