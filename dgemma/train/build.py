@@ -233,7 +233,11 @@ def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture, li
     config = base.model.config
     mixture = Mixture(
         ingredients=ingredients,
-        corruption=Corruption(vocab_size=config.vocab_size, hole_share=recipe.canvas.hole_share),
+        corruption=Corruption(
+            vocab_size=config.vocab_size,
+            hole_share=recipe.canvas.hole_share,
+            fill_share=recipe.canvas.fill_share,
+        ),
         sequences=recipe.batch.sequences,
         rows=recipe.batch.rows,
         seed=recipe.seed,
@@ -252,6 +256,7 @@ def _ingredient(
         copies=recipe.canvas.copies if data.copies is None else data.copies,
         learn_prompt=data.learn_prompt,
         hole_share=data.hole_share,
+        fill_share=data.fill_share,
         level_power=data.level_power,
     )
 

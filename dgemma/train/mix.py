@@ -50,7 +50,8 @@ class Ingredient:
     canvas_lengths: Mapping[int, float]  # with their relative frequencies
     copies: int = 1  # of each canvas
     learn_prompt: bool = True
-    hole_share: float | None = None  # None: as the mixture's
+    hole_share: float | None = None  # None here and below: as the mixture's
+    fill_share: float | None = None
     level_power: float = 1.0
 
 
@@ -137,7 +138,7 @@ class Mixture:
             copies=ingredient.copies,
             learn_prompt=ingredient.learn_prompt,
         )
-        corruption = replace(self.corruption, level_power=ingredient.level_power)
-        if ingredient.hole_share is not None:
-            corruption = replace(corruption, hole_share=ingredient.hole_share)
+        own = {name: getattr(ingredient, name) for name in ("hole_share", "fill_share")}
+        said = {name: share for name, share in own.items() if share is not None}
+        corruption = replace(self.corruption, level_power=ingredient.level_power, **said)
         return lay_out(example, layout, corruption, rng)

@@ -1,5 +1,5 @@
 """The published objective: name the clean token at every row of noised canvases, and the next token
-at every row of the clean text, in one pass over both.
+at every row of the clean text, in one pass over both. Rows without a target are asked for nothing.
 
     x0 the text, t ~ U(0, 1) for each canvas, x_t each token replaced by a uniform one with chance t
     loss = CE(denoise(x_t, soft), x0) over all canvas rows  +  CE(encode(x0), next)

@@ -3,7 +3,7 @@
     name, seed
     [model]     config: shape of a new model, or checkpoint: one to go on from; tokenizer; frozen
     [batch]     sequences, rows, accumulate
-    [canvas]    lengths with their frequencies, copies, hole_share
+    [canvas]    lengths with their frequencies, copies, hole_share, fill_share
     [[data]]    file (.npz tokens, .jsonl) or puzzle with its bank; weight; learn_prompt, ...
     [loss] [optim] [schedule] [run]     settings that differ from their defaults
     [lora]      train an adapter beside the weights, which stay as they are
@@ -59,6 +59,7 @@ class CanvasSettings:
     lengths: Mapping[str, float] = field(default_factory=lambda: {"256": 1.0})
     copies: int = 1  # of each canvas in a pass, noised apart
     hole_share: float = 0.2
+    fill_share: float = 1.0  # of what fills a text's last canvas, that is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class DataSource:
     learn_prompt: bool = True
     copies: int | None = None  # None here and below: as [canvas] says
     hole_share: float | None = None
+    fill_share: float | None = None
     lengths: Mapping[str, float] | None = None
     level_power: float = 1.0  # of noise levels; below 1 a canvas is oftener almost all noise
     max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows

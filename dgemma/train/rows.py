@@ -51,7 +51,7 @@ class Corruption:
 
     Most have every token replaced with one probability, the level, drawn evenly. Some have holes:
     spans whose tokens are replaced with a level that is mostly high, while all others are pinned,
-    as in a text to be filled.
+    as in a text to be filled. Nothing is asked of pinned ones: no sampler looks at it.
     """
 
     vocab_size: int
@@ -60,6 +60,7 @@ class Corruption:
     highest: float = 1.0 - 1e-4
     hole_share: float = 0.2  # of the canvases
     level_power: float = 1.0  # of the level, drawn evenly; below 1 high levels are oftener
+    fill_share: float = 1.0  # of what fills a last canvas, that is asked for: it is soon learned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,9 @@ def lay_out(
     ]
     for number, rows in enumerate(canvases):
         rows[CANVAS] += number * count
+        if corruption.fill_share < 1:
+            behind = rows[TARGET, len(reply) :]
+            behind[rng.random(len(behind)) >= corruption.fill_share] = NOTHING
     return np.concatenate([clean, *canvases], axis=1)
 
 
@@ -135,7 +139,7 @@ def _canvas_rows(
     number_CL = np.repeat(np.arange(count, dtype=np.int32)[:, None], length, axis=1)
     rows = np.empty((len(FIELDS), count * length), np.int32)
     rows[TOKEN] = np.where(is_noise_CL, noise_CL, clean_CL).ravel()
-    rows[TARGET] = clean_CL.ravel()
+    rows[TARGET] = np.where(pinned_CL, NOTHING, clean_CL).ravel()
     rows[POSITION] = begin + np.arange(count * length)
     rows[CANVAS] = number_CL.ravel()
     rows[START] = begin + rows[CANVAS] * length

@@ -67,13 +67,13 @@ def counts_of(rows: Tensor, parts: int = 1) -> Counts:
     return Counts.of(Tally.of(rows.numpy()), torch.device("cpu"), parts)
 
 
-def losses_of(objective: Objective, rows: Ints | Tensor, parts: int = 1) -> Losses:
+def losses_of(objective: Objective, rows: Ints | Tensor, parts: int = 1, depth: int = 1) -> Losses:
     """Losses of a whole batch, and their gradients in the model."""
     rows = torch.as_tensor(rows)
     counts = counts_of(rows, parts)
     found = []
     for part in rows.chunk(parts, dim=1):
-        losses = objective(Batch.of(part, "cpu"), counts)
+        losses = objective(Batch.of(part, "cpu"), counts, depth)
         losses.total.backward()
         found.append(torch.stack([loss.detach() for loss in losses]))
     return Losses(*torch.stack(found).sum(0))

@@ -158,10 +158,22 @@ def test_holes_are_spans_and_everything_else_is_given() -> None:
     for one in canvas.swapaxes(0, 1):
         given = one[PINNED] > 0
         assert (one[TOKEN, given] == 50).all() and (one[TOKEN, ~given] != 50).mean() > 0.9
+        assert (one[TARGET, given] == NOTHING).all() and (one[TARGET, ~given] == 50).all()
         edges = np.diff(np.concatenate([[0], ~given, [0]]).astype(int))
         assert 1 <= (edges == 1).sum() <= 3
         at_start += not given[0]
     assert 20 < at_start < 60  # of 80: half of them, and some by chance
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_share_of_what_fills_the_last_canvas_is_asked_for(share: float) -> None:
+    corruption = Corruption(vocab_size=1000, hole_share=0.0, fill_share=share)
+    example = Example(ids(2), ids(*[50] * 150))
+    made = laid(example, corruption, canvas_length=100, max_rows=99999, copies=40)
+    target = made[TARGET, made[CANVAS] > NOTHING].reshape(40, 200)
+    assert (target[:, :150] == 50).all()
+    assert set(np.unique(target[:, 150:])) <= {corruption.fill, NOTHING}
+    assert (target[:, 150:] == corruption.fill).mean() == pytest.approx(share, abs=0.03)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

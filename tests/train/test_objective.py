@@ -218,7 +218,8 @@ def reference_losses(
             own = one[:, one[CANVAS] == canvas]
             cache = encode(reference, clean[TOKEN, : int(own[START, 0])])[1]
             logits = denoise_twice(reference, own, cache, is_told=sequence % 2 == 0)
-            canvases.append(F.cross_entropy(logits, own[TARGET], reduction="none"))
+            own_loss = F.cross_entropy(logits, own[TARGET], reduction="none", ignore_index=-1)
+            canvases.append(own_loss[own[TARGET] >= 0])
     asked = torch.cat(texts)
     return torch.cat(canvases).mean(), asked.sum() / (asked > 0).sum()
 
@@ -600,10 +601,12 @@ def test_layers_of_a_kind_share_their_code(monkeypatch: pytest.MonkeyPatch) -> N
         objective = Objective(shaken(config), Weighting(rollout=0.5))
         if is_compiled:
             speed.compiled_by_kind(objective)
-        losses = [losses_of(objective, mixture().batch(step)) for step in range(3)]
+        batches = [mixture().batch(step) for step in range(3)]
+        losses = [losses_of(objective, rows, depth=1 + n) for n, rows in enumerate(batches)]
         found.append((torch.tensor(losses), gradients(objective.model)))
-    # Two kinds of layers in two passes, the entrance and the last norm in two, and either's end.
-    assert len(graphs) == 4 + 2 + 2 + 2
+    # Two kinds of layers in two passes, the last norm in two, either's end, and the entrance: told
+    # nothing, something, and all of it.
+    assert len(graphs) == 4 + 2 + 2 + 3
     (plain, of_plain), (compiled, of_compiled) = found
     assert torch.allclose(plain, compiled, atol=1e-5)
     assert all(torch.allclose(of_plain[name], of_compiled[name], atol=1e-4) for name in of_plain)
