@@ -14,8 +14,9 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
+from typing import Any
 
 import torch
 from shapes import EXAMPLE
@@ -131,6 +132,21 @@ def timed(work: Callable[[], object], calls: int = 4) -> float:
     return 1000 * (time.perf_counter() - begin) / calls
 
 
+def in_turn(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Times of each, in alternating rounds after two that warm up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 2):
+        for name, work in works.items():
+            times[name].append(timed(work))
+    return {name: values[2:] for name, values in times.items()}
+
+
+def speedup(times: Mapping[str, list[float]], part: str) -> float:
+    """How many times faster ours is, by the median of the rounds."""
+    pairs = zip(times[f"{part} theirs"], times[f"{part} ours"], strict=True)
+    return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
 def peak_of(work: Callable[[], object]) -> float:
     """MiB that one call allocates at its peak, as torch's profiler sees it."""
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -144,6 +160,21 @@ def peak_of(work: Callable[[], object]) -> float:
         level += event.nbytes()
         peak = max(peak, level)
     return peak / 2**20
+
+
+def report(facts: dict[str, Any]) -> None:
+    """A few lines for people, and one of JSON last."""
+    print(
+        f"{facts['parameters'] / 1e6:.1f}M parameters, float32, {facts['threads']} threads, "
+        f"{facts['date']}"
+    )
+    memory, ratio = facts["step_peak_mib"], facts["ratio"]
+    for name, value in facts["median_ms"].items():
+        extra = f"  peak {memory[name]:.0f} MiB" if name in memory else ""
+        print(f"  {name:16} {value:8.1f} ms{extra}")
+    print(f"  forward {ratio['forward']:.2f}x, whole step {ratio['step']:.2f}x faster")
+    print(f"  largest logit difference {max(facts['logit_difference'].values()):.1e}")
+    print(json.dumps(facts))
 
 
 def main() -> None:
@@ -161,12 +192,10 @@ def main() -> None:
     ours = Ours(pack(model), prompt)
     thought = theirs.forward(canvas, None)
     probability = thought[0].softmax(-1)
+    later = theirs.forward(canvas, thought)[0]
     agreement = {
         "first step": (thought[0] - ours.forward(canvas, None)).abs().max().item(),
-        "later step": (theirs.forward(canvas, thought)[0] - ours.forward(canvas, probability))
-        .abs()
-        .max()
-        .item(),
+        "later step": (later - ours.forward(canvas, probability)).abs().max().item(),
     }
     works = {
         "forward theirs": lambda: theirs.forward(canvas, thought),
@@ -174,42 +203,23 @@ def main() -> None:
         "step theirs": lambda: theirs.step(canvas, thought),
         "step ours": ours.step,
     }
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(arguments.rounds + 2):
-        for name, work in works.items():
-            times[name].append(timed(work))
-    times = {name: values[2:] for name, values in times.items()}
+    times = in_turn(works, arguments.rounds)
     median = {name: statistics.median(values) for name, values in times.items()}
-    ratio = {
-        part: statistics.median(
-            a / b for a, b in zip(times[f"{part} theirs"], times[f"{part} ours"], strict=True)
-        )
-        for part in ("forward", "step")
-    }
+    ratio = {part: speedup(times, part) for part in ("forward", "step")}
     memory = {name: peak_of(works[name]) for name in ("step theirs", "step ours")}
-    print(
-        f"{parameters / 1e6:.1f}M parameters, float32, {arguments.threads} threads, {date.today()}"
-    )
-    for name, value in median.items():
-        extra = f"  peak {memory[name]:.0f} MiB" if name in memory else ""
-        print(f"  {name:16} {value:8.1f} ms{extra}")
-    print(f"  forward {ratio['forward']:.2f}x, whole step {ratio['step']:.2f}x faster")
-    print(f"  largest logit difference {max(agreement.values()):.1e}")
-    print(
-        json.dumps(
-            {
-                "bench": "cpu_step",
-                "date": str(date.today()),
-                "cpu": platform.processor() or platform.machine(),
-                "threads": arguments.threads,
-                "parameters": parameters,
-                "median_ms": median,
-                "ratio": ratio,
-                "logit_difference": agreement,
-                "step_peak_mib": memory,
-                "process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            }
-        )
+    report(
+        {
+            "bench": "cpu_step",
+            "date": str(date.today()),
+            "cpu": platform.processor() or platform.machine(),
+            "threads": arguments.threads,
+            "parameters": parameters,
+            "median_ms": median,
+            "ratio": ratio,
+            "logit_difference": agreement,
+            "step_peak_mib": memory,
+            "process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
     )
 
 

@@ -75,6 +75,12 @@ def our_logits(checkpoint: Checkpoint, ids: list[int], canvas: torch.Tensor) -> 
     return model.logits(model.denoise(canvas.to(weight.device), None, over)).cpu()
 
 
+def load_reference(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import DiffusionGemmaForBlockDiffusion
+
+    return DiffusionGemmaForBlockDiffusion.from_pretrained(directory, dtype=dtype).to(device)
+
+
 @torch.inference_mode()
 def reference_logits(reference: Any, ids: list[int], canvas: torch.Tensor) -> torch.Tensor:
     from transformers import DynamicCache
@@ -120,6 +126,16 @@ def answer_all(engine: Engine, max_tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
+def about(checkpoint: Checkpoint) -> dict[str, Any]:
+    count = count_parameters(checkpoint.config)
+    return {
+        "family": checkpoint.config.family,
+        "parameters": f"{count.total} ({short_count(count.total)})",
+        "active_parameters": f"{count.active} ({short_count(count.active)})",
+        "vision_tensors": len(checkpoint.vision),
+    }
+
+
 def report(facts: dict[str, Any]) -> str:
     lines = [
         f"# First contact: {facts['directory']}",
@@ -148,7 +164,7 @@ def report(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--device", default="auto")
@@ -156,7 +172,11 @@ def main() -> None:
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = read_arguments()
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
     begin = time.perf_counter()
@@ -165,7 +185,6 @@ def main() -> None:
     tokenizer = Tokenizer.load(arguments.directory)
     has_template = (arguments.directory / "chat_template.jinja").is_file()
     template = ChatTemplate.load(arguments.directory, tokenizer) if has_template else None
-    count = count_parameters(checkpoint.config)
     prompts = [write_prompt(tokenizer, template, prompt) for prompt in PROMPTS[:COMPARED]]
     canvases = [first_canvas(checkpoint, seed) for seed in range(COMPARED)]
     mine = [our_logits(checkpoint, *pair) for pair in zip(prompts, canvases, strict=True)]
@@ -173,34 +192,27 @@ def main() -> None:
     generation = checkpoint.generation
     engine = Engine(pack(checkpoint.model), tokenizer, template, generation)
     answers = answer_all(engine, arguments.max_tokens)
-    tokens, seconds = (sum(row[key] for row in answers) for key in ("tokens", "seconds"))
+    tokens, seconds, steps, blocks = (
+        sum(row[key] for row in answers) for key in ("tokens", "seconds", "steps", "blocks")
+    )
     facts: dict[str, Any] = {
         "directory": arguments.directory.name,
         "date": str(date.today()),
         "device": describe_device(device),
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
-        "family": checkpoint.config.family,
-        "parameters": f"{count.total} ({short_count(count.total)})",
-        "active_parameters": f"{count.active} ({short_count(count.active)})",
-        "vision_tensors": len(checkpoint.vision),
+        **about(checkpoint),
         "load_seconds": round(loaded, 1),
         "peak_gib": round(memory(device), 2),
         "committed_tokens_per_second": round(tokens / seconds, 1),
-        "steps_per_block": round(
-            sum(row["steps"] for row in answers) / sum(row["blocks"] for row in answers), 2
-        ),
+        "steps_per_block": round(steps / blocks, 2),
         "agreement": [],
         "answers": answers,
     }
     del engine, checkpoint
     gc.collect()
     if not arguments.no_reference:
-        from transformers import DiffusionGemmaForBlockDiffusion
-
-        reference = DiffusionGemmaForBlockDiffusion.from_pretrained(
-            arguments.directory, dtype=dtype
-        ).to(device)
+        reference = load_reference(arguments.directory, dtype, device)
         facts["agreement"] = [
             {"prompt": prompt, **compare(mine[n], reference_logits(reference, ids, canvases[n]))}
             for n, (prompt, ids) in enumerate(zip(PROMPTS, prompts, strict=False))

@@ -6,7 +6,7 @@ Also: whether a canvas moves alike when kernels and the plain path read the very
 from typing import Any
 
 import torch
-from gpu_check import largest, normal
+from gpu_measure import largest, normal
 from gpu_ours import DEVICE, HALF
 from gpu_peer import peer_of
 from shapes import RELEASED, shallow

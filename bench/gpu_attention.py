@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_check import micros_of
+from gpu_measure import micros_of
 from torch import Tensor
 
 from dgemma.ops.attention import Segment, attention_reference

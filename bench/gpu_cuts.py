@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_check import CANVAS, DEVICE, HALF, largest, micros, normal
 from gpu_layer import RATES, SHAPES, copies, each, line, search
+from gpu_measure import CANVAS, DEVICE, HALF, largest, micros, normal
 from torch import Tensor
 
 from dgemma.ops.dense import Weight, product

@@ -14,7 +14,7 @@ from datetime import date
 from typing import Any
 
 import torch
-from gpu_check import CANVAS, CAP, DEVICE, HALF, VOCAB, micros, normal
+from gpu_measure import CANVAS, CAP, DEVICE, HALF, VOCAB, micros, normal
 from shapes import shallow
 from torch import Tensor
 

@@ -21,7 +21,7 @@ from typing import Any
 import expert_forms
 import torch
 from expert_forms import cuts, listed
-from gpu_check import (
+from gpu_measure import (
     CANVAS,
     DEVICE,
     HALF,

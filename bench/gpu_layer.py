@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_check import (
+from gpu_measure import (
     CANVAS,
     DEVICE,
     HALF,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from gpu_agreement import accepted, agreement
-from gpu_check import copy_bandwidth
+from gpu_measure import copy_bandwidth
 from gpu_ours import DEVICE, SURE, Bench, Times, built, prefill, routing
 from gpu_peer import beside
 from gpu_profile import profile

@@ -10,7 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgemma.cache import MAX_MARKS, KVCache, Pass, Room, Span
+from dgemma.cache import KVCache, Pass, Room, Span
+from dgemma.cache.row import MAX_MARKS
 from dgemma.config import FULL, SLIDING
 from dgemma.denoise import commit
 from dgemma.errors import UsageError

@@ -15,14 +15,7 @@ from transformers import DiffusionGemmaConfig, Gemma4Config
 
 from dgemma.config import (
     FULL,
-    IGNORED_GENERATION,
-    IGNORED_TEXT,
-    IGNORED_TOP,
-    MUST_BE_STATED,
-    REQUIRED_TEXT,
     SLIDING,
-    TEXT_KEYS,
-    TOP_KEYS,
     GenerationConfig,
     ModelConfig,
     config_to_json,
@@ -31,6 +24,15 @@ from dgemma.config import (
     load_generation_config,
     read_config,
     read_generation_config,
+)
+from dgemma.config.read import (
+    IGNORED_GENERATION,
+    IGNORED_TEXT,
+    IGNORED_TOP,
+    MUST_BE_STATED,
+    REQUIRED_TEXT,
+    TEXT_KEYS,
+    TOP_KEYS,
 )
 from dgemma.errors import CheckpointError, ConfigError
 from tests.tiny import TINY, configs, gemma4_twin, twin

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.cache import MAX_MARKS, KVCache, Pass, Room, Span
+from dgemma.cache import KVCache, Pass, Room, Span
+from dgemma.cache.row import MAX_MARKS
 from dgemma.config import FULL, SLIDING, ModelConfig
 from dgemma.denoise import commit
 from dgemma.errors import UsageError

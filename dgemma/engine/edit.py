@@ -1,23 +1,22 @@
 """Editing a text in place: find what must change, open only that, and fill it anew.
 
 A long text is edited in segments, each with its own prompt, and a segment in windows of one canvas,
-from left to right: a window sees the edited text before it and the old text behind it. What is
-opened is searched like holes are (`engine.search`), in sizes around the old one; the old text is
-among the candidates. The result is joined from the given text and the fills (`guide.edits`).
+from left to right (`engine.windows`). The result is joined from the given text and the fills
+(`guide.edits`).
 """
 
 import secrets
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dgemma.canvas import Noise
-from dgemma.engine.doubt import copy_bias, preference, surprise
+from dgemma.engine.doubt import copy_bias
 from dgemma.engine.events import Draft
 from dgemma.engine.fill import closing_ids, end_id
-from dgemma.engine.search import Search, Sheet, Sizes, Tuning
 from dgemma.engine.trials import SharedPrefix
+from dgemma.engine.windows import EVERYTHING, Manner, Segment, Tokens, Windows
 from dgemma.errors import CheckpointError, PromptTooLong, UsageError
 from dgemma.guide.edits import (
     Change,
@@ -30,18 +29,14 @@ from dgemma.guide.edits import (
     compose,
     diff,
     encode_apart,
-    is_cut,
     joined,
     line_spans,
     open_spans,
-    runs,
     segments,
     shift,
-    whole_characters,
     whole_words,
 )
-from dgemma.guide.holes import Rules, Span, around, check_spans, tail
-from dgemma.guide.seams import is_whole
+from dgemma.guide.holes import Span, check_spans, tail
 from dgemma.sampler import Sampler
 from dgemma.text.chat import Message, Prompt
 from dgemma.text.tokenizer import refuse_surrogates
@@ -50,17 +45,10 @@ if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
 
 STRENGTH = 0.5
-EVERYTHING = float("-inf")  # a threshold that opens all
 NOISE = -1  # on a canvas to start from
 LOUDEST, DECADES = 7.0, 2.0  # nats of surprise that open a token at strength 0, and how they fall
 PREFERENCE, SLOPE = 8.0, 12.0  # the same for preference beyond the copy bias, linear
-SCORED_AFTER = 8  # tokens behind an opened span that count in a score
-LOOK_AHEAD = 32  # tokens behind a window that its canvas shows, where it has place
 PASSES, CORRECTION_PASSES = 2, 3  # the most, with an instruction and without
-REJOINED = 3  # tokens of the old text by which the causal mode has come back to it
-FURTHER = 8  # tokens that it may write beyond the old text's
-LONG = 12  # tokens of a span from which on its size is varied by shares too
-NEAR = (-1, 1)  # tokens more or fewer than the old text had
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,27 +154,20 @@ def _selection(text: str, options: EditOptions) -> list[Span] | None:
     return joined(options.selection)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A stretch of the text that has its own prompt."""
-
-    header: tuple[int, ...]
-    context: tuple[int, ...]  # of the text before it
-    text: str
-    start: int  # in the whole text
-    is_last: bool
-
-
 class Editing:
     """Passes over a text. `steps` and `canvases` count what they took."""
 
     def __init__(
         self, engine: "Engine", instruction: str | None, options: EditOptions, seed: int
     ) -> None:
-        self.engine, self.instruction, self.options, self.seed = engine, instruction, options, seed
+        self.engine, self.instruction, self.options = engine, instruction, options
         self.length = engine.model.config.canvas_length
-        # A window leaves a part of its canvas to what follows it.
-        self.window = self.length - min(LOOK_AHEAD, self.length // 4)
+        self.manner = Manner(
+            is_told=instruction is not None,
+            seed=seed,
+            sampler=options.sampler or engine.sampler,
+            drafts=options.drafts,
+        )
         self.threshold = self._threshold(STRENGTH if options.strength is None else options.strength)
         self.limit = options.passes or (PASSES if instruction is not None else CORRECTION_PASSES)
         self.passes = self.steps = self.canvases = 0
@@ -281,165 +262,9 @@ class Editing:
             raise CheckpointError("the tokenizer does not give the text back as it was")
         places = character_places(tokenizer, ids)
         allowed = allowed_tokens(places, selection)
-        windows = Windows(self, segment, ids, places, allowed, threshold)
+        tokens = Tokens(tuple(ids), places, allowed)
+        windows = Windows(self.engine, segment, tokens, threshold, self.manner)
         yield from windows.run()
+        self.steps += windows.steps
+        self.canvases += windows.canvases
         return windows.patches
-
-
-class Windows:
-    """The canvases of a segment, from left to right."""
-
-    def __init__(
-        self,
-        editing: Editing,
-        segment: Segment,
-        ids: Sequence[int],
-        places: Sequence[Span],
-        allowed: Sequence[bool],
-        threshold: float,
-    ) -> None:
-        self.editing, self.segment, self.engine = editing, segment, editing.engine
-        self.threshold = threshold
-        self.ids, self.places, self.allowed = tuple(ids), places, allowed
-        self.written = list(segment.context)  # the tokens before the window, edited
-        self.patches: list[Patch] = []
-        self.next_open = 0  # where the span behind the present one begins
-
-    def run(self) -> Generator[Draft, None, None]:
-        """Fill what is opened, one span after the other: each sees the edited text before it."""
-        start = 0
-        while start < len(self.ids):
-            stop = self._window_end(start)
-            spans = self._find(start, stop) if any(self.allowed[start:stop]) else []
-            changed = False
-            while spans and not changed:
-                span = spans.pop(0)
-                self.next_open = spans[0][0] if spans else stop
-                changed = yield from self._edit(start, span)
-                start = span[1]
-            if not changed:  # else the rest of the window is looked at anew
-                self.written += self.ids[start:stop]
-                start = stop
-
-    def _window_end(self, start: int) -> int:
-        """Where a window that begins here ends: at a whole character."""
-        stop = last = min(start + self.editing.window, len(self.ids))
-        while stop > start and is_cut(self.places, stop):
-            stop -= 1
-        if stop > start:
-            return stop
-        while is_cut(self.places, last):  # a character longer than a window
-            last += 1
-        return last
-
-    def _edit(self, start: int, span: Span) -> Generator[Draft, None, bool]:
-        """Decide what stands in a span, and whether it differs from what stood there."""
-        a, b = span
-        self.written += self.ids[start:a]
-        old = self._text(span)
-        new = yield from self._fill(span, old)
-        self.written += self.ids[a:b] if new == old else self.engine.tokenizer.encode(new)
-        self.patches.append(Patch(self.places[a][0], self.places[b - 1][1], new))
-        return new != old
-
-    def _find(self, start: int, stop: int) -> list[Span]:
-        """What to open of a window, in tokens of the segment."""
-        allowed = self.allowed[start:stop]
-        if self.threshold == EVERYTHING:
-            found = runs(allowed)
-        else:
-            doubted = open_spans(self._doubts(start, stop), self.threshold, allowed)
-            ids = self.ids[start:stop]
-            found = whole_words(self.engine.tokenizer, ids, doubted, allowed)
-        moved = [(start + a, start + b) for a, b in found]
-        return whole_characters(moved, self.places)
-
-    def _doubts(self, start: int, stop: int) -> list[float]:
-        canvas = self.ids[start : max(start + self.editing.length, stop)]
-        room = max(0, self.editing.length - len(canvas))
-        if self._reaches_end(start + len(canvas)):
-            canvas += (*self._closing(), *[end_id(self.engine)] * room)[:room]
-        shared = SharedPrefix(self.engine, (*self.segment.header, *self.written))
-        try:
-            if self.editing.instruction is None:
-                return preference(shared, canvas, stop - start)
-            return surprise(shared, canvas, stop - start, self.editing.seed)
-        finally:
-            shared.close()
-
-    def _fill(self, span: Span, old: str) -> Generator[Draft, None, str]:
-        """What is to stand in an opened span; the old text, unless something likelier is found."""
-        editing, (a, b) = self.editing, span
-        last = min(a + editing.length, len(self.ids))
-        after = (b, max(b, last))
-        sheet = Sheet(
-            header=self.segment.header,
-            before=tuple(self.written),
-            edge="",
-            pieces=(self._text(after),),
-            piece_ids=(self.ids[slice(*after)],),
-            closing=self._closing() if self._reaches_end(last) else (),
-            heal=self._is_forced(a),
-        )
-        tuning = Tuning(
-            rules=Rules(allow_empty=True),
-            seed=editing.seed,
-            sampler=editing.options.sampler or self.engine.sampler,
-            end=end_id(self.engine),
-            drafts=editing.options.drafts,
-            # What is itself in doubt tells nothing: a name not yet changed would keep this one.
-            scored_after=max(1, min(SCORED_AFTER, self.next_open - b)),
-        )
-        search = Search(self.engine, sheet, tuning)
-        proposed = self._propose(search, b - a)
-        known = [old] if proposed is None else [old, proposed]
-        sizes = self._sizes(b - a, None if proposed is None else len(self._encode(proposed)))
-        found = yield from search.run(sizes, [(text,) for text in known])
-        editing.steps += search.steps
-        editing.canvases += search.canvases
-        return found[0].fills[0]
-
-    def _propose(self, search: Search, size: int) -> str | None:
-        """What the causal mode would write in an opened span, if it comes back to the old text."""
-        if self.editing.instruction is None:
-            return None
-        goal = search.seams.tight.gaps[0].after[:REJOINED]
-        ids = search.shared.rejoin(goal, size + FURTHER) if goal else None
-        data = b"" if ids is None else self.engine.tokenizer.decode_bytes(ids, skip_control=True)
-        edge = search.seams.edge
-        if ids is None or not data.startswith(edge) or not is_whole(data[len(edge) :]):
-            return None
-        return data[len(edge) :].decode()
-
-    def _is_forced(self, token: int) -> bool:
-        """Whether a selection begins here in the middle of what would be one token."""
-        seam = self.ids[max(0, token - 1) : token + 1]
-        data = self.engine.tokenizer.decode_bytes(seam)
-        return len(seam) == 2 and is_whole(data) and tuple(self._encode(data.decode())) != seam
-
-    def _encode(self, text: str) -> list[int]:
-        return self.engine.tokenizer.encode(text)
-
-    def _sizes(self, size: int, proposed: int | None) -> Sizes:
-        near = {size + more for more in NEAR}
-        if size > LONG:
-            near |= set(around(size, 2 * size))
-        if proposed is not None:
-            near.add(proposed)
-        if self.threshold == EVERYTHING:
-            near.add(0)
-        choices = tuple(sorted(one for one in near if one >= 0))
-        return Sizes(first=(size,), choices=(choices,), limits=(size,), refine=False)
-
-    def _text(self, span: Span) -> str:
-        """The old text of some tokens that part no character, or end inside one of them."""
-        a, b = span
-        if a >= b:
-            return ""
-        return self.segment.text[self.places[a][0] : self.places[b - 1][1]]
-
-    def _reaches_end(self, token: int) -> bool:
-        return self.segment.is_last and token >= len(self.ids)
-
-    def _closing(self) -> tuple[int, ...]:
-        return closing_ids(self.engine, is_turn=self.editing.instruction is not None)

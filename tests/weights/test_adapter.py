@@ -20,7 +20,6 @@ from dgemma.model import Gemma
 from dgemma.ops.linear import can_pack
 from dgemma.weights.adapter import (
     Adapter,
-    LoRALinear,
     Pair,
     attach,
     detach,
@@ -30,6 +29,7 @@ from dgemma.weights.adapter import (
     read_back,
     save_adapter,
 )
+from dgemma.weights.adapter.modules import LoRALinear
 from dgemma.weights.load import load_model
 from dgemma.weights.names import skeleton
 from dgemma.weights.pack import PackedLinear, pack
@@ -546,7 +546,7 @@ def test_an_interrupted_save_never_looks_whole(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dgemma.weights.adapter.write_safetensors", full)
+        patch.setattr("dgemma.weights.adapter.files.write_safetensors", full)
         with pytest.raises(CheckpointError, match="No space left"):
             save_adapter(trained(adapter, seed=6), tmp_path, overwrite=True)
     assert_same(load_adapter(tmp_path), adapter)

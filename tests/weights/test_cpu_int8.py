@@ -6,7 +6,8 @@ from torch import nn
 
 from dgemma.engine import Engine, Options
 from dgemma.ops.int8 import Whole, int8_grouped, int8_linear, int8_reference, quantize_rows
-from dgemma.weights.adapter import LoRALinear, new_adapter
+from dgemma.weights.adapter import new_adapter
+from dgemma.weights.adapter.modules import LoRALinear
 from dgemma.weights.agreement import agreement
 from dgemma.weights.cpu_int8 import Int8Experts, Int8Linear, Int8Table, pack_int8
 from dgemma.weights.download import NANO_DIRECTORY

@@ -1,28 +1,25 @@
-"""What a checkpoint says about itself: `config.json` and `generation_config.json`, read strictly.
+"""Strict reading of `config.json` and `generation_config.json`.
 
 Every key is either used, or checked against the one value this build supports, or named below as
 ignored with the reason. Anything else is refused by name: a new architecture flag must not vanish.
-This module knows no tensors and imports only the standard library.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+from dgemma.config.shape import (
+    ARCHITECTURES,
+    FULL,
+    SLIDING,
+    Family,
+    GenerationConfig,
+    LayerType,
+    ModelConfig,
+)
 from dgemma.errors import CheckpointError, ConfigError
 
-Family = Literal["diffusion_gemma", "gemma4"]
-LayerType = Literal["sliding_attention", "full_attention"]
-
-SLIDING: LayerType = "sliding_attention"
-FULL: LayerType = "full_attention"
-
-ARCHITECTURES: dict[Family, str] = {
-    "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
-    "gemma4": "Gemma4ForConditionalGeneration",
-}
 # What the reference classes assume when the key is absent: they write no key for their default.
 SOFTCAP_WHEN_ABSENT: dict[Family, float | None] = {"diffusion_gemma": 30.0, "gemma4": None}
 
@@ -83,138 +80,6 @@ VISION_KEYS = frozenset(
     output_hidden_states patch_size pooling_kernel_size position_embedding_size problem_type
     return_dict rms_norm_eps rope_parameters standardize use_clipped_linears""".split()
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """The geometry of one kind of attention layer."""
-
-    num_kv_heads: int
-    head_dim: int
-    window: int | None  # tokens a causal query sees, itself included; None sees all
-    rope_theta: float
-    rotary_fraction: float  # share of the head that rotates; the rest carries no position
-    has_value: bool  # False: V is the raw K projection
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The shape of one Gemma stack. Field names are those of the released file."""
-
-    family: Family = "diffusion_gemma"
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_experts: int
-    top_k_experts: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    num_global_key_value_heads: int
-    head_dim: int
-    global_head_dim: int
-    layer_types: tuple[LayerType, ...]
-    sliding_window: int
-    sliding_rope_theta: float = 10_000.0
-    full_rope_theta: float = 1_000_000.0
-    full_rotary_fraction: float = 0.25
-    rms_norm_eps: float = 1e-6
-    final_logit_softcapping: float | None = 30.0
-    max_position_embeddings: int = 262_144
-    canvas_length: int = 256
-    pad_token_id: int = 0
-    bos_token_id: int = 2
-    dtype: str = "bfloat16"
-    vision: Mapping[str, Any] | None = None
-    media_ids: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        sizes = [f.name for f in fields(self) if f.type is int and not f.name.endswith("_token_id")]
-        bad = {
-            name: value
-            for name in sizes
-            if type(value := getattr(self, name)) is not int or value <= 0
-        }
-        if bad:
-            raise ConfigError(f"sizes must be positive whole numbers, but the config says {bad}")
-        self._check_heads()
-        self._check_layers()
-
-    def _check_heads(self) -> None:
-        for kv_heads in (self.num_key_value_heads, self.num_global_key_value_heads):
-            if self.num_attention_heads % kv_heads:
-                raise ConfigError(
-                    f"{self.num_attention_heads} attention heads cannot share {kv_heads} "
-                    "key/value heads: the first must be a multiple of the second"
-                )
-        if self.head_dim % 2 or self.global_head_dim % 2:
-            raise ConfigError("head sizes must be even, since rotary positions turn pairs")
-        if self.top_k_experts > self.num_experts:
-            raise ConfigError(f"top_k_experts {self.top_k_experts} exceeds {self.num_experts}")
-
-    def _check_layers(self) -> None:
-        unknown = set(self.layer_types) - {SLIDING, FULL}
-        if unknown or not self.layer_types:
-            raise ConfigError(f"layer_types may hold {SLIDING} and {FULL}, not {sorted(unknown)}")
-        if self.layer_types[-1] != FULL:
-            raise ConfigError(f"the last layer must be {FULL}: the reference silently forces it")
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return len(self.layer_types)
-
-    @property
-    def can_denoise(self) -> bool:
-        """Whether the checkpoint has the self-conditioning block; a Gemma 4 has only AR mode."""
-        return self.family == "diffusion_gemma"
-
-    def attention(self, layer: int) -> AttentionShape:
-        if self.layer_types[layer] == SLIDING:
-            return AttentionShape(
-                num_kv_heads=self.num_key_value_heads,
-                head_dim=self.head_dim,
-                window=self.sliding_window,
-                rope_theta=self.sliding_rope_theta,
-                rotary_fraction=1.0,
-                has_value=True,
-            )
-        return AttentionShape(
-            num_kv_heads=self.num_global_key_value_heads,
-            head_dim=self.global_head_dim,
-            window=None,
-            rope_theta=self.full_rope_theta,
-            rotary_fraction=self.full_rotary_fraction,
-            has_value=False,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationConfig:
-    """The released defaults of `generate`; the sampler turns them into its own knobs."""
-
-    max_denoising_steps: int = 48
-    t_max: float = 0.8
-    t_min: float = 0.4
-    entropy_bound: float = 0.1
-    stability_threshold: int = 1
-    confidence_threshold: float = 0.005
-    max_new_tokens: int = 256
-    stop_ids: tuple[int, ...] = (1,)
-    pad_token_id: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_denoising_steps", "stability_threshold", "max_new_tokens"):
-            if type(getattr(self, name)) is not int:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
-        for name in ("t_max", "t_min", "entropy_bound", "confidence_threshold"):
-            if type(getattr(self, name)) not in (int, float):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a number")
-        if not self.stop_ids or any(type(token) is not int for token in self.stop_ids):
-            raise ConfigError(
-                f"eos_token_id is {self.stop_ids}; it must be one id or a list of ids"
-            )
-
-
 IGNORED_GENERATION: dict[str, str] = {
     "transformers_version": "who wrote the file",
     "return_dict_in_generate": "output format of another library",
@@ -371,65 +236,6 @@ def read_generation_config(raw: Mapping[str, Any], source: str = "config") -> Ge
     if stops is not None:
         values["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
     return GenerationConfig(**values)
-
-
-def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """The released spelling of a config, which every known reader of these files accepts."""
-    text: dict[str, Any] = {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": config.bos_token_id,
-        "dtype": config.dtype,
-        "eos_token_id": 1,
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "global_head_dim": config.global_head_dim,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "initializer_range": 0.02,
-        "layer_types": list(config.layer_types),
-        "model_type": f"{config.family}_text",
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_global_key_value_heads": config.num_global_key_value_heads,
-        "pad_token_id": config.pad_token_id,
-        "rope_parameters": {
-            FULL: {
-                "partial_rotary_factor": config.full_rotary_fraction,
-                "rope_theta": config.full_rope_theta,
-                "rope_type": "proportional",
-            },
-            SLIDING: {"rope_theta": config.sliding_rope_theta, "rope_type": "default"},
-        },
-        "tie_word_embeddings": True,
-        "use_bidirectional_attention": "vision",
-    }
-    same = """head_dim hidden_size intermediate_size max_position_embeddings moe_intermediate_size
-        num_attention_heads num_experts num_key_value_heads rms_norm_eps sliding_window
-        top_k_experts vocab_size"""
-    text |= {key: getattr(config, key) for key in same.split()}
-    top: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.family]],
-        "dtype": config.dtype,
-        "model_type": config.family,
-        "text_config": text,
-        "tie_word_embeddings": True,
-        **config.media_ids,
-    }
-    if config.vision is not None:
-        top["vision_config"] = dict(config.vision)
-    if config.family == "gemma4":
-        text |= {"attention_k_eq_v": True, "enable_moe_block": True}
-        text |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-    else:
-        top["canvas_length"] = config.canvas_length
-    return top
-
-
-def generation_config_to_json(config: GenerationConfig) -> dict[str, Any]:
-    """The released spelling of the generation defaults."""
-    raw = {name: getattr(config, name) for name in GenerationConfig.__slots__}
-    raw["eos_token_id"] = list(raw.pop("stop_ids"))
-    bound = raw.pop("entropy_bound")
-    raw["sampler_config"] = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}
-    return raw
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

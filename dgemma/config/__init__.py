@@ -1,0 +1,37 @@
+"""What a checkpoint says about itself: `config.json` and `generation_config.json`, read strictly.
+
+This package knows no tensors and imports only the standard library.
+"""
+
+from dgemma.config.read import (
+    load_config,
+    load_generation_config,
+    read_config,
+    read_generation_config,
+)
+from dgemma.config.shape import (
+    FULL,
+    SLIDING,
+    AttentionShape,
+    Family,
+    GenerationConfig,
+    LayerType,
+    ModelConfig,
+)
+from dgemma.config.write import config_to_json, generation_config_to_json
+
+__all__ = [
+    "FULL",
+    "SLIDING",
+    "AttentionShape",
+    "Family",
+    "GenerationConfig",
+    "LayerType",
+    "ModelConfig",
+    "config_to_json",
+    "generation_config_to_json",
+    "load_config",
+    "load_generation_config",
+    "read_config",
+    "read_generation_config",
+]
