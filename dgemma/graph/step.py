@@ -50,7 +50,6 @@ class Stepper:
         self.context: Pass | None = None  # of the row in memory, if no kernels run
         # The canvas in memory, its row, and how that stood. The row is not kept alive for it.
         self.current: tuple[Canvas, ref[KVCache], int, Layout] | None = None
-        # Experts are read at the memory's full speed while the dense part, which computes, waits.
         self.graphs = Graphs(pool)
         self.readings: dict[str, Reading] = {}  # of each kind of step, the last
         self.raw_LV: Tensor | None = None  # where all kinds of steps leave the head's output

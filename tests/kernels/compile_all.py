@@ -106,11 +106,12 @@ def attention_cases() -> list[Case]:
         name = f"attention {length} {width}{' causal' if is_causal else ''}"
         case = Case(name, attention._attend, types, constants, form.warps, form.stages)
         found.append(case)
-    merge = {"out_PLNH": FLOAT, "log_PLN": FLOAT, "out_LNH": HALF, "rows": "i32"}
-    sizes = {"H": 512, "BLOCK": 512, "ROWS": 4, "PARTS": 4}
+    parts = {"out_PLNH": FLOAT, "log_PLN": FLOAT, "out_LNH": HALF}
+    many, few = {"H": 512, "ROWS": 4, "PARTS": 4}, {"H": 512, "BLOCK": 128, "PARTS": 66, "P": 128}
     wide = {"N": 16, "M": 2, "H": 512, "CAUSAL": True, "WINDOW": 0, "BM": 64, "BN": 64}
     found.append(Case("wide attention", wide_attention._attend, types, wide, 8))
-    return [*found, Case("merge parts", attention._merge, merge, sizes)]
+    found.append(Case("merge parts", attention._merge, parts | {"rows": "i32"}, many))
+    return [*found, Case("merge many parts", attention._merge_few, parts, few)]
 
 
 def layer_cases() -> list[Case]:

@@ -137,19 +137,15 @@ def merge(out_PLNH: Tensor, log_PLN: Tensor, out_LNH: Tensor) -> None:
     """The parts as one: a mean of theirs by the sums they stand for."""
     parts, length, heads = log_PLN.shape
     rows, width = length * heads, out_LNH.shape[-1]
-    # Few rows have many parts: then a row is shared out; else a program takes several.
-    block, each = (min(width, 128), 1) if rows < PROCESSORS else (width, 4)
-    _merge[(triton.cdiv(rows, each), width // block)](
-        out_PLNH,
-        log_PLN,
-        out_LNH,
-        rows,
-        H=width,
-        BLOCK=block,
-        ROWS=each,
-        PARTS=parts,
-        num_warps=4,
-    )
+    given = (out_PLNH, log_PLN, out_LNH)
+    if rows < PROCESSORS:
+        # Few rows have many parts: a row is shared out, and its parts are read at once.
+        block, many = min(width, 128), triton.next_power_of_2(parts)
+        _merge_few[(rows, width // block)](
+            *given, H=width, BLOCK=block, PARTS=parts, P=many, num_warps=4
+        )
+        return
+    _merge[(triton.cdiv(rows, 4),)](*given, rows, H=width, ROWS=4, PARTS=parts, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -275,18 +271,17 @@ def _merge(
     out_LNH,
     rows,
     H: tl.constexpr,
-    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.arange(0, H)
     peak = tl.load(log_PLN + row, mask=is_row, other=0.0)
     for part in tl.static_range(1, PARTS):
         peak = tl.maximum(peak, tl.load(log_PLN + part * rows + row, mask=is_row, other=0.0))
     total = tl.zeros((ROWS,), dtype=tl.float32)
-    out = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    out = tl.zeros((ROWS, H), dtype=tl.float32)
     for part in tl.static_range(PARTS):
         log = tl.load(log_PLN + part * rows + row, mask=is_row, other=0.0)
         share = tl.exp2(log - peak)
@@ -296,3 +291,24 @@ def _merge(
         out += share[:, None] * one.to(tl.float32)
     at = out_LNH + row.to(tl.int64)[:, None] * H + h[None, :]
     tl.store(at, (out / total[:, None]).to(out_LNH.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit
+def _merge_few(
+    out_PLNH,
+    log_PLN,
+    out_LNH,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    P: tl.constexpr,
+):
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.arange(0, P)
+    log = tl.load(log_PLN + p * rows + row, mask=p < PARTS, other=float("-inf"))
+    share = tl.exp2(log - tl.max(log, 0))
+    at = (p * rows + row).to(tl.int64) * H
+    part = tl.load(out_PLNH + at[:, None] + h[None, :], mask=(p < PARTS)[:, None], other=0.0)
+    out = tl.sum(share[:, None] * part.to(tl.float32), 0) / tl.sum(share, 0)
+    tl.store(out_LNH + row.to(tl.int64) * H + h, out.to(out_LNH.dtype.element_ty))
