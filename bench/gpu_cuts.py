@@ -12,12 +12,12 @@ Lines as in `gpu_layer.py`; `first` is what is used now. What is found goes by h
 
 import argparse
 import itertools
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from gpu_layer import RATES, SHAPES, copies, each, line, search
+from gpu_layer import RATES, SHAPES, copies, each, line, search, section
 from gpu_measure import CANVAS, DEVICE, HALF, largest, micros, normal
 from torch import Tensor
 
@@ -116,13 +116,7 @@ def main() -> None:
     torch.manual_seed(0)
     switch_early(True)
     for name in arguments.names:
-        begin = time.monotonic()
-        try:
-            SECTIONS[name](arguments.seconds, arguments.rows)
-        except Exception as error:
-            print(f"BROKEN {name}: {type(error).__name__}: {str(error)[:1000]}", flush=True)
-        print(f"# {name}: {time.monotonic() - begin:.0f} s", flush=True)
-        torch.cuda.empty_cache()
+        section(name, partial(SECTIONS[name], arguments.seconds, arguments.rows))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -358,6 +359,17 @@ SECTIONS: dict[str, Callable[[float], None]] = {
 }
 
 
+def section(name: str, work: Callable[[], None]) -> None:
+    """What fails is printed, and does not end the run."""
+    begin = time.monotonic()
+    try:
+        work()
+    except Exception as error:
+        print(f"BROKEN {name}: {type(error).__name__}: {str(error)[:1000]}", flush=True)
+    print(f"# {name}: {time.monotonic() - begin:.0f} s", flush=True)
+    torch.cuda.empty_cache()
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -367,16 +379,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     for name in arguments.names:
-        begin = time.monotonic()
-        try:
-            if name == "chain":
-                chain_section(arguments.layers)
-            else:
-                SECTIONS[name](arguments.seconds)
-        except Exception as error:
-            print(f"BROKEN {name}: {type(error).__name__}: {str(error)[:1000]}", flush=True)
-        print(f"# {name}: {time.monotonic() - begin:.0f} s", flush=True)
-        torch.cuda.empty_cache()
+        if name == "chain":
+            section(name, lambda: chain_section(arguments.layers))
+        else:
+            section(name, partial(SECTIONS[name], arguments.seconds))
 
 
 if __name__ == "__main__":

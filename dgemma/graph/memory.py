@@ -1,7 +1,7 @@
 """Memory that captured steps of one row read and write. It never moves.
 
-The first half of what is said of a pass (positions, places of the keys) belongs to a block that is
-committed in it, the second to the canvas behind that; a canvas alone uses the second half.
+The first half of what is said of a pass (how positions turn heads, places of the keys) belongs to a
+block that is committed in it, the second to the canvas behind that; a canvas alone uses the second.
 
 N steps, L canvas length, D width, V vocabulary, X layers, P pairs of a head's numbers.
 """
@@ -67,8 +67,7 @@ class Memory:
         self.index_1 = empty(1)  # steps taken
         self.heat_L = empty(length, dtype=torch.float32)  # of the step at hand...
         self.uniform_L = empty(length, dtype=torch.float64)  # ...whose draws these decide
-        self.positions_2L = empty(2 * length)
-        self.turns = model.turns(self.positions_2L)  # once for all steps of a block
+        self.turns = model.turns(empty(2 * length))  # once for all steps of a block
         self.table_2X6 = empty(2, model.config.num_hidden_layers, 6)
         # What the host reads of a step: settled; the sparse soft embedding will do.
         self.seen_2 = torch.zeros(2, dtype=torch.bool, pin_memory=device.type == "cuda")
@@ -92,9 +91,8 @@ class Memory:
         self.index_1.fill_(canvas.num_steps)
 
     def place(self, context: Pass, places: Places, turns: Turns) -> None:
-        """Say where the tokens of a pass stand, how that turns them, and where their keys lie."""
+        """Say how the places of a pass's tokens turn their heads, and where their keys lie."""
         count = len(context.positions_T)
-        self.positions_2L[-count:].copy_(context.positions_T)
         for kind, parts in turns.items():
             for held_2LP, part_TP in zip(self.turns[kind], parts, strict=True):
                 held_2LP[-count:].copy_(part_TP)

@@ -71,7 +71,7 @@ def is_few(x_TI: Tensor) -> bool:
 def product(x: Rows, weight: Weight, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
     """x @ weight.T, in the type asked for.
 
-    `cut`: how our kernel divides it, if it is one for that: then it may come in parts, [S, T, O].
+    `cut`: how our kernel divides it, where it takes such rows; it may come in parts, [S, T, O].
     """
     if isinstance(x, Tensor):
         if is_few(x) and _can_stream(weight):

@@ -78,6 +78,9 @@ def reason_against(device: torch.device, dtype: torch.dtype = torch.bfloat16) ->
         return None if device.type == "cpu" else f"{INTERPRET} is set"
     if device.type != "cuda" or torch.version.hip is not None:
         return f"kernels are for NVIDIA GPUs, not for {device.type}"
+    if device.index not in (None, torch.cuda.current_device()):
+        # Triton launches there, wherever the memory lies.
+        return f"kernels run on the current GPU alone: set CUDA_VISIBLE_DEVICES={device.index}"
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return "the GPU has no bfloat16 arithmetic"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -1,7 +1,7 @@
 """Compiles every kernel at the released shapes for an H100 or H200, which need not be there.
 
-A line for each: shared memory, registers, bytes spilled. Fails where a kernel does not compile or
-wants more shared memory than there is.
+A line for each: shared memory, registers, bytes spilled. Fails where a kernel does not compile,
+wants more shared memory than there is, or is launched early and touches what it should wait for.
 """
 
 import re
@@ -35,6 +35,9 @@ SPILLED = 256  # bytes of a thread's registers that may go to memory
 HALF, FLOAT, INT, LONG, DOUBLE = "*bf16", "*fp32", "*i32", "*i64", "*fp64"
 EIGHT = "*fp8e4nv"
 WIDTH, INNER, EXPERTS, TOP_K = 2816, 704, 128, 8
+# What may not come before the wait of a kernel that is launched early, nor loads, but of weights.
+NOT_YET = ("st.global", "atom.", "red.global", "cp.async", "bra", "ret;")
+READ_WEIGHTS = (heads._heads, dense_8._product, vector._product, vector._join)
 Types = dict[str, str]
 
 
@@ -236,6 +239,11 @@ def told(case: Case, made: Any) -> str:
     shared = made.metadata.shared
     assert shared <= SHARED, f"{case.name}: {shared} bytes of shared memory"
     assert spilled <= SPILLED, f"{case.name}: {spilled} bytes spilled"
+    if "EARLY" in case.kernel.arg_names and case.constants["EARLY"]:
+        before, *waits = made.asm["ptx"].split("griddepcontrol.wait")
+        wrong = NOT_YET if case.kernel in READ_WEIGHTS else (*NOT_YET, "ld.global")
+        assert waits, f"{case.name}: launched early, it never waits"
+        assert not any(word in before for word in wrong), f"{case.name}: does not wait"
     return f"{case.name:24} compiled: {shared:7} shared, {registers} registers, {spilled} spilled"
 
 

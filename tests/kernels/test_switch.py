@@ -77,6 +77,15 @@ def test_a_decision_is_for_one_device_and_family(monkeypatch: pytest.MonkeyPatch
     assert has_all(CPU)
 
 
+def test_kernels_are_for_the_gpu_that_a_launch_goes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert reason_against(torch.device("cuda")) is None
+    assert reason_against(torch.device("cuda", 0)) is None
+    assert "CUDA_VISIBLE_DEVICES=1" in (reason_against(torch.device("cuda", 1)) or "")
+
+
 def test_what_was_found_of_16_bits_says_nothing_of_32() -> None:
     """Another model on the same GPU; row statistics read either."""
     gpu = torch.device("cuda", 0)

@@ -1,8 +1,10 @@
 """Launching a kernel while the one before it still ends ("programmatic dependent launch").
 
-A kernel that is launched so waits, by `after`, before it reads what an earlier kernel wrote; what
-never changes (weights) it may read before. `after` also lets the next kernel come, which waits in
-its turn: since every such kernel waits for its predecessor's end, it waits for all before that.
+A kernel that is launched so waits, by `after`, before it reads what an earlier kernel wrote, and
+before it writes anything, since an earlier one may still read what is there; what never changes
+(weights) it may read before. Every program waits, also one with nothing to do. `after` also lets
+the next kernel come, which waits in its turn: since every such kernel waits for its predecessor's
+end, it waits for all before that.
 Off until it is switched on; the interpreter and GPUs before Hopper do not have it.
 """
 
@@ -56,7 +58,7 @@ def can_launch_early() -> bool:
 
 @triton.jit
 def after(EARLY: tl.constexpr):
-    """What earlier kernels wrote can be read from here on."""
+    """What earlier kernels wrote can be read from here on, and what they read can be written."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
