@@ -134,6 +134,10 @@ class Experts(nn.Module):
         """What each choice of each token gives, [T * K, D], not yet weighted."""
         return stacked_choices(x_TD, ids_TK, self.gate_up_proj, self.down_proj, into)
 
+    def reads_8(self, x_TD: Tensor) -> bool:
+        """Whether rows such as these may come to `choices` in 8 bits."""
+        return False
+
 
 class Layer(nn.Module):
     """Attention, then a dense MLP and the experts side by side, each between norms."""

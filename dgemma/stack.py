@@ -244,7 +244,7 @@ def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
         down=_weight(layer.mlp.down_proj),
         router=RouterWeights(router.proj.weight, router.per_expert_scale, router.top_k),
         choices=layer.experts.choices,
-        reads_8=getattr(layer.experts, "reads_8", _never),
+        reads_8=layer.experts.reads_8,
         joining=JoinWeights(
             layer.post_attention_layernorm.weight,
             layer.pre_feedforward_layernorm.weight,
@@ -259,10 +259,6 @@ def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
             after_D,
         ),
     )
-
-
-def _never(_: Tensor) -> bool:
-    return False
 
 
 # A product's module, of either kind.

@@ -76,6 +76,9 @@ class Fp4Experts(nn.Module):
     def choices(self, x_TD: Tensor, ids_TK: Tensor, into: "Buckets | None" = None) -> Tensor:
         return fp4_choices(x_TD, ids_TK, self.gate_up, self.down, into)
 
+    def reads_8(self, x_TD: Tensor) -> bool:
+        return False
+
     def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
         return mix(self.choices(x_TD, ids_TK), share_TK).to(x_TD.dtype)
 
