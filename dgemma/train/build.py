@@ -258,6 +258,7 @@ def _ingredient(
         hole_share=data.hole_share,
         fill_share=data.fill_share,
         level_power=data.level_power,
+        rolls=data.rollout,
     )
 
 

@@ -53,6 +53,7 @@ class Ingredient:
     hole_share: float | None = None  # None here and below: as the mixture's
     fill_share: float | None = None
     level_power: float = 1.0
+    rolls: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,5 +141,6 @@ class Mixture:
         )
         own = {name: getattr(ingredient, name) for name in ("hole_share", "fill_share")}
         said = {name: share for name, share in own.items() if share is not None}
-        corruption = replace(self.corruption, level_power=ingredient.level_power, **said)
+        said |= {"level_power": ingredient.level_power, "rolls": ingredient.rolls}
+        corruption = replace(self.corruption, **said)
         return lay_out(example, layout, corruption, rng)

@@ -74,6 +74,7 @@ class DataSource:
     fill_share: float | None = None
     lengths: Mapping[str, float] | None = None
     level_power: float = 1.0  # of noise levels; below 1 a canvas is oftener almost all noise
+    rollout: bool = True  # whether [loss] rollout is for it: where one reply alone is right
     max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows
 
     def __post_init__(self) -> None:

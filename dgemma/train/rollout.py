@@ -6,6 +6,10 @@ that are told a guess are brought a step further by that guess: where it is sure
 new noise; the clean text is asked for as before. Several steps in a row lead to where the sampler
 gets stuck, which noise alone never shows.
 
+This is for texts that have one right form, such as a puzzle's solution. Where many would do, a draw
+is rarely what the text at hand says, and whoever is asked for that one learns to doubt every draw:
+such sources give their canvases no lot.
+
 How sure is sure, the heat and every draw follow from a canvas's lot, a number of its own, and the
 number of the step, so a batch gives the same canvases on any machine.
 
@@ -21,6 +25,7 @@ from torch import Tensor
 from dgemma.ops.philox import Words, philox
 from dgemma.ops.row_stats import draw
 from dgemma.train.context import Batch
+from dgemma.train.rows import NOTHING
 
 KEY = (0x5EED, 0)
 HEATS = (0.4, 1.0)  # the released sampler's last, and none
@@ -40,12 +45,13 @@ class Lots(NamedTuple):
 
 def lots(batch: Batch, share: float, vocab_size: int, step: Tensor) -> Lots:
     """`share`: of the canvases that are rolled out; `step`, of no dimension, counts from 0."""
-    lot, position = batch.lot.flatten(), batch.position.flatten()
+    has_lot = batch.lot.flatten() > NOTHING
+    lot, position = batch.lot.flatten().clamp(min=0), batch.position.flatten()
     nothing = torch.zeros_like(lot)
     chosen, heat, sure, _ = _even(philox((lot, nothing, nothing, nothing), KEY))
     even, noise, _, _ = _even(philox((lot, position, nothing + 1, nothing + step), KEY))
     is_free = (batch.is_canvas & (batch.pinned == 0)).flatten()
-    is_rolled = is_free & (chosen < share)
+    is_rolled = is_free & has_lot & (chosen < share)
     low, high = (math.log(value) for value in SURE)
     return Lots(
         is_rolled=is_rolled,

@@ -5,7 +5,9 @@ may be noise and is asked for the clean one. One pass holds both, so that gradie
 reach the text they look back on: there is no cache to stop them.
 
 Rows are the columns of an int32 array, one line per field; `lot` is a random number of a canvas,
-for what chance has still to decide about it. N rows, C canvases, L canvas length.
+for what chance has still to decide about it; none where it decides nothing.
+
+N rows, C canvases, L canvas length.
 """
 
 from dataclasses import dataclass
@@ -61,6 +63,7 @@ class Corruption:
     hole_share: float = 0.2  # of the canvases
     level_power: float = 1.0  # of the level, drawn evenly; below 1 high levels are oftener
     fill_share: float = 1.0  # of what fills a last canvas, that is asked for: it is soon learned
+    rolls: bool = True  # whether steps of the sampler may change a canvas (`train/rollout.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +148,8 @@ def _canvas_rows(
     rows[START] = begin + rows[CANVAS] * length
     rows[PINNED] = pinned_CL.ravel()
     rows[EXAMPLE] = 0
-    rows[LOT] = np.repeat(rng.integers(1 << 31, size=count, dtype=np.int32), length)
+    lot_C = rng.integers(1 << 31, size=count, dtype=np.int32)
+    rows[LOT] = np.repeat(lot_C, length) if corruption.rolls else NOTHING
     return rows
 
 

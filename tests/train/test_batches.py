@@ -12,6 +12,7 @@ from dgemma.train.rows import (
     CANVAS,
     EXAMPLE,
     FIELDS,
+    LOT,
     NOTHING,
     PINNED,
     POSITION,
@@ -174,6 +175,14 @@ def test_a_share_of_what_fills_the_last_canvas_is_asked_for(share: float) -> Non
     assert (target[:, :150] == 50).all()
     assert set(np.unique(target[:, 150:])) <= {corruption.fill, NOTHING}
     assert (target[:, 150:] == corruption.fill).mean() == pytest.approx(share, abs=0.03)
+
+
+def test_a_source_may_keep_its_canvases_from_being_rolled_out() -> None:
+    (ingredient,) = mixture().ingredients[:1]
+    for rolls in (True, False):
+        batch = mixture(ingredients=[replace(ingredient, rolls=rolls)]).batch(0)
+        lots = batch[LOT][batch[CANVAS] > NOTHING]
+        assert (lots >= 0).all() if rolls else (lots == NOTHING).all()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

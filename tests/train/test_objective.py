@@ -364,6 +364,18 @@ def test_a_rolled_out_canvas_is_one_step_of_the_sampler() -> None:
     assert torch.allclose(guess.told[rolled], soft_TD[rolled], atol=1e-5)
 
 
+def test_canvases_without_a_lot_are_left_as_they_are() -> None:
+    rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
+    batch, objective = Batch.of(rows, "cpu"), Objective(shaken(), Weighting(rollout=1.0))
+    rolled, half = guess_of(objective, batch).token, batch.every_second()
+    assert rolled is not None and not torch.equal(rolled, half.token)
+    is_first = half.example == 0
+    spared = replace(batch, lot=torch.where(batch.example == 0, NOTHING, batch.lot))
+    found = guess_of(objective, spared).token
+    assert found is not None and torch.equal(found[is_first], half.token[is_first])
+    assert torch.equal(found[~is_first], rolled[~is_first])
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 def test_deeper_guesses_are_told_of_the_ones_before_and_draw_anew(gradient: bool) -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
