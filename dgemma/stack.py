@@ -11,7 +11,7 @@ T tokens of a pass, L of them in one span, D width, X outputs of joined products
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,15 @@ from dgemma.ops.rope import rotate
 
 if TYPE_CHECKING:
     from dgemma.ops.kernels.heads import Heads
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """Experts that a stack can use: they weigh nothing, and say which rows they take."""
+
+    def choices(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor: ...
+
+    def reads_8(self, x_TD: Tensor) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +235,7 @@ def _can_join(layer: Layer) -> bool:
     groups = (_qkv(layer), _gate_up(layer), [layer.self_attn.o_proj], [layer.mlp.down_proj])
     kinds = [{type(module) for module in group} for group in groups]
     is_known = all(kind in ({nn.Linear}, {Fp8Linear}) for kind in kinds)
-    return is_known and type(layer.router.proj) is nn.Linear and hasattr(layer.experts, "choices")
+    return is_known and type(layer.router.proj) is nn.Linear and isinstance(layer.experts, Choosing)
 
 
 def layers_of(model: Gemma) -> list[Layer]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgemma.model import TokenTable
-from dgemma.ops.row_stats import Query, RowStats, row_stats
+from dgemma.ops.row_stats import Query, RowStats, row_stats, stats_by_kernels
 
 if TYPE_CHECKING:
     from dgemma.ops.kernels.sparse import Into, Likely
@@ -45,17 +45,15 @@ def read(raw_LV: Tensor, softcap: float | None, query: Query) -> Reading:
 
 def read_by_kernels(raw_LV: Tensor, softcap: float | None, query: Query) -> Reading:
     """Probabilities only when they are asked for: `raw_LV` is left as it is until then."""
-    from dgemma.ops.kernels import row_stats as kernels
+    from dgemma.ops.kernels.row_stats import probabilities_
     from dgemma.ops.kernels.sparse import likely, survivors
 
+    stats, marks, merged = stats_by_kernels(raw_LV, softcap, query)
     heat_L = query.heat_T
-    marks = kernels.row_marks(raw_LV, softcap, heat_L)
-    ask = (heat_L, query.uniform_T, query.held_T)
-    merged = kernels.row_merge(raw_LV, softcap, ask, marks)
     found = likely(raw_LV, softcap, heat_L, marks, merged)
     return Reading(
-        RowStats(**{name: getattr(merged, name) for name in RowStats.__slots__}),
-        lambda: kernels.probabilities_(raw_LV, softcap, heat_L, merged),
+        stats,
+        lambda: probabilities_(raw_LV, softcap, heat_L, merged),
         found,
         lambda: survivors(raw_LV, softcap, heat_L, marks, merged, found)[:3],
     )

@@ -9,12 +9,16 @@ T positions, V vocabulary, C chunks of W tokens each.
 
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.ops.fast import is_on
+
+if TYPE_CHECKING:
+    from dgemma.ops.kernels.row_stats import Marks, Merged
 
 CHUNK = 128  # tokens summed together; the draw re-reads one chunk per position
 COLDEST = 1e-3  # a temperature below it takes the likeliest token
@@ -86,13 +90,23 @@ def _by_groups(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[Row
 
 
 def _by_kernels(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
-    from dgemma.ops.kernels import row_stats as kernels
+    from dgemma.ops.kernels.row_stats import probabilities_
 
-    marks = kernels.row_marks(raw_TV, softcap, query.heat_T)
+    stats, _, merged = stats_by_kernels(raw_TV, softcap, query)
+    return stats, probabilities_(raw_TV, softcap, query.heat_T, merged)
+
+
+def stats_by_kernels(
+    raw_TV: Tensor, softcap: float | None, query: Query
+) -> "tuple[RowStats, Marks, Merged]":
+    """The statistics, and what the kernels have left for whoever reads on; `raw_TV` stays."""
+    from dgemma.ops.kernels.row_stats import row_marks, row_merge
+
+    marks = row_marks(raw_TV, softcap, query.heat_T)
     ask = (query.heat_T, query.uniform_T, query.held_T)
-    merged = kernels.row_merge(raw_TV, softcap, ask, marks)
-    p_TV = kernels.probabilities_(raw_TV, softcap, query.heat_T, merged)
-    return RowStats(**{name: getattr(merged, name) for name in RowStats.__slots__}), p_TV
+    merged = row_merge(raw_TV, softcap, ask, marks)
+    stats = RowStats(**{name: getattr(merged, name) for name in RowStats.__slots__})
+    return stats, marks, merged
 
 
 def row_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> RowStats:

@@ -185,8 +185,9 @@ class Trainer:
         """One step of the weights."""
         sums: list[Tensor] | None = None
         depths = self.objective.weighting.depths
+        depth = depths[self.step % len(depths)]
         for part in loaded.parts:
-            losses = self.objective(part, loaded.counts, depths[self.step % len(depths)])
+            losses = self.objective(part, loaded.counts, depth)
             # Sharded gradients are means over the processes; what is wanted is their sum.
             (losses.total * self.group.size).backward()
             own = [loss.detach() for loss in losses]

@@ -54,12 +54,21 @@ class BatchShape:
             raise ConfigError("[batch] sequences, rows and accumulate must be 1 or more")
 
 
+def _check_shares(table: str, **shares: float | None) -> None:
+    for name, share in shares.items():
+        if share is not None and not 0 <= share <= 1:
+            raise ConfigError(f"{table} {name} is {share}; it is a share, from 0 to 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasSettings:
     lengths: Mapping[str, float] = field(default_factory=lambda: {"256": 1.0})
     copies: int = 1  # of each canvas in a pass, noised apart
     hole_share: float = 0.2
     fill_share: float = 1.0  # of what fills a text's last canvas, that is asked for
+
+    def __post_init__(self) -> None:
+        _check_shares("[canvas]", hole_share=self.hole_share, fill_share=self.fill_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +93,7 @@ class DataSource:
             raise ConfigError("[[data]] needs either file, or puzzle with its bank")
         if self.level_power <= 0:
             raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
+        _check_shares("[[data]]", hole_share=self.hole_share, fill_share=self.fill_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
