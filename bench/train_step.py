@@ -106,10 +106,14 @@ class RandomTexts:
 
 
 def mixture(args: argparse.Namespace) -> Mixture:
-    lengths = {64: 1.0, 96: 1.0, 128: 2.0}
-    return Mixture(
-        ingredients=[Ingredient(source=RandomTexts(), weight=1.0, canvas_lengths=lengths)],
+    texts = Ingredient(
+        source=RandomTexts(),
+        weight=1.0,
+        canvas_lengths={64: 1.0, 96: 1.0, 128: 2.0},
         corruption=Corruption(vocab_size=8192),
+    )
+    return Mixture(
+        ingredients=[texts],
         sequences=args.sequences,
         rows=args.rows,
         seed=0,

@@ -230,14 +230,8 @@ def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture, li
     ingredients = [_ingredient(data, recipe, place, base, notes) for data in recipe.data]
     if place.group.is_first:
         place.group.wait(place.device)
-    config = base.model.config
     mixture = Mixture(
         ingredients=ingredients,
-        corruption=Corruption(
-            vocab_size=config.vocab_size,
-            hole_share=recipe.canvas.hole_share,
-            fill_share=recipe.canvas.fill_share,
-        ),
         sequences=recipe.batch.sequences,
         rows=recipe.batch.rows,
         seed=recipe.seed,
@@ -248,17 +242,21 @@ def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture, li
 def _ingredient(
     data: DataSource, recipe: Recipe, place: Place, base: Base, notes: list[str]
 ) -> Ingredient:
-    lengths = recipe.canvas.lengths if data.lengths is None else data.lengths
+    canvas, config = recipe.canvas, base.model.config
+    lengths = canvas.lengths if data.lengths is None else data.lengths
     return Ingredient(
         source=_source(data, recipe, place, base, notes),
         weight=data.weight,
-        canvas_lengths=_lengths(lengths, base.model.config.canvas_length),
-        copies=recipe.canvas.copies if data.copies is None else data.copies,
+        canvas_lengths=_lengths(lengths, config.canvas_length),
+        copies=canvas.copies if data.copies is None else data.copies,
         learn_prompt=data.learn_prompt,
-        hole_share=data.hole_share,
-        fill_share=data.fill_share,
-        level_power=data.level_power,
-        rolls=data.rollout,
+        corruption=Corruption(
+            vocab_size=config.vocab_size,
+            hole_share=canvas.hole_share if data.hole_share is None else data.hole_share,
+            fill_share=canvas.fill_share if data.fill_share is None else data.fill_share,
+            level_power=data.level_power,
+            rolls=data.rollout,
+        ),
     )
 
 

@@ -7,7 +7,7 @@ B packed sequences, T rows in each, F fields of a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -50,16 +50,12 @@ class Ingredient:
     canvas_lengths: Mapping[int, float]  # with their relative frequencies
     copies: int = 1  # of each canvas
     learn_prompt: bool = True
-    hole_share: float | None = None  # None here and below: as the mixture's
-    fill_share: float | None = None
-    level_power: float = 1.0
-    rolls: bool = True
+    corruption: Corruption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
     ingredients: Sequence[Ingredient]
-    corruption: Corruption
     sequences: int
     rows: int  # of each sequence
     seed: int
@@ -139,8 +135,4 @@ class Mixture:
             copies=ingredient.copies,
             learn_prompt=ingredient.learn_prompt,
         )
-        own = {name: getattr(ingredient, name) for name in ("hole_share", "fill_share")}
-        said = {name: share for name, share in own.items() if share is not None}
-        said |= {"level_power": ingredient.level_power, "rolls": ingredient.rolls}
-        corruption = replace(self.corruption, **said)
-        return lay_out(example, layout, corruption, rng)
+        return lay_out(example, layout, ingredient.corruption, rng)

@@ -15,7 +15,7 @@ from dgemma.model import Gemma
 from dgemma.train.context import Batch
 from dgemma.train.fresh import fresh_model
 from dgemma.train.loop import RunSettings, Trainer
-from dgemma.train.mix import Ingredient, Mixture
+from dgemma.train.mix import Ingredient, Mixture, Source
 from dgemma.train.objective import Counts, Losses, Objective
 from dgemma.train.optim import Masters, OptimSettings, Schedule
 from dgemma.train.rows import Corruption, Example, Ints, Tally
@@ -42,15 +42,21 @@ class RandomTexts:
         return [Example(p if self.has_prompt else p[:0], r) for p, r in pairs]
 
 
+def ingredient(source: Source, **changes: Any) -> Ingredient:
+    """A source whose canvases have 8 tokens, all of them the tiny model's."""
+    given = {"weight": 1.0, "canvas_lengths": {8: 1.0}}
+    corruption = Corruption(vocab_size=TINY.vocab_size)
+    return Ingredient(**{"source": source, "corruption": corruption, **given, **changes})
+
+
 def mixture(**changes: Any) -> Mixture:
     """Two kinds of texts, canvases of two lengths, two copies of each."""
     ingredients = [
-        Ingredient(source=RandomTexts(), weight=2.0, canvas_lengths={8: 1.0, 5: 1.0}, copies=2),
-        Ingredient(source=RandomTexts(has_prompt=False), weight=1.0, canvas_lengths={4: 1.0}),
+        ingredient(RandomTexts(), weight=2.0, canvas_lengths={8: 1.0, 5: 1.0}, copies=2),
+        ingredient(RandomTexts(has_prompt=False), canvas_lengths={4: 1.0}),
     ]
-    corruption = Corruption(vocab_size=TINY.vocab_size)
-    given = {"ingredients": ingredients, "corruption": corruption, "sequences": 4, "rows": 96}
-    return Mixture(**{**given, "seed": 0, **changes})
+    given = {"ingredients": ingredients, "sequences": 4, "rows": 96, "seed": 0}
+    return Mixture(**{**given, **changes})
 
 
 def shaken(config: ModelConfig = TINY, seed: int = 0) -> Gemma:

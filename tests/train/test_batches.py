@@ -1,13 +1,13 @@
 """Examples as rows, and rows as batches: what is asked, what is noised, what is mixed."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from dgemma.errors import UsageError
-from dgemma.train.mix import Ingredient, Mixture, StoreSource
+from dgemma.train.mix import Source, StoreSource
 from dgemma.train.rows import (
     CANVAS,
     EXAMPLE,
@@ -27,7 +27,7 @@ from dgemma.train.rows import (
     lay_out,
 )
 from dgemma.train.store import Store
-from tests.train.runs import RandomTexts, mixture
+from tests.train.runs import RandomTexts, ingredient, mixture
 
 CLEAN = Corruption(vocab_size=100, lowest=0.0, highest=0.0, hole_share=0.0)
 NOISE = Corruption(vocab_size=100, lowest=1.0, highest=1.0, hole_share=0.0)
@@ -178,9 +178,9 @@ def test_a_share_of_what_fills_the_last_canvas_is_asked_for(share: float) -> Non
 
 
 def test_a_source_may_keep_its_canvases_from_being_rolled_out() -> None:
-    (ingredient,) = mixture().ingredients[:1]
     for rolls in (True, False):
-        batch = mixture(ingredients=[replace(ingredient, rolls=rolls)]).batch(0)
+        corruption = Corruption(vocab_size=100, rolls=rolls)
+        batch = mixture(ingredients=[ingredient(RandomTexts(), corruption=corruption)]).batch(0)
         lots = batch[LOT][batch[CANVAS] > NOTHING]
         assert (lots >= 0).all() if rolls else (lots == NOTHING).all()
 
@@ -227,12 +227,7 @@ def test_sources_have_their_shares_of_the_rows() -> None:
     weights = {10: 5.0, 11: 3.0, 12: 1.0, 13: 1.0}
     lengths = {10: 8, 11: 40, 12: 8, 13: 16}
     ingredients = [
-        Ingredient(
-            source=Marked(token, lengths[token]),
-            weight=weight,
-            canvas_lengths={8: 1.0},
-            copies=1 + token % 2,
-        )
+        ingredient(Marked(token, lengths[token]), weight=weight, copies=1 + token % 2)
         for token, weight in weights.items()
     ]
     mix = mixture(ingredients=ingredients, sequences=8, rows=512)
@@ -250,10 +245,7 @@ def test_sources_have_their_shares_of_the_rows() -> None:
 
 def test_every_kind_of_example_meets_both_kinds_of_sequences() -> None:
     """Every second sequence is conditioned on a guess."""
-    ingredients = [
-        Ingredient(source=Marked(token, 8), weight=1.0, canvas_lengths={8: 1.0})
-        for token in (10, 11)
-    ]
+    ingredients = [ingredient(Marked(token, 8)) for token in (10, 11)]
     mix = mixture(ingredients=ingredients, sequences=4, rows=128)
     counts = np.zeros((2, 2))
     for step in range(20):
@@ -265,8 +257,8 @@ def test_every_kind_of_example_meets_both_kinds_of_sequences() -> None:
 
 
 def test_canvas_lengths_have_their_frequencies() -> None:
-    ingredient = Ingredient(source=Marked(10, 8), weight=1.0, canvas_lengths={8: 3.0, 4: 1.0})
-    mix = mixture(ingredients=[ingredient], sequences=4, rows=256)
+    marked = ingredient(Marked(10, 8), canvas_lengths={8: 3.0, 4: 1.0})
+    mix = mixture(ingredients=[marked], sequences=4, rows=256)
     counts: Counter[int] = Counter()
     for step in range(20):
         batch = mix.batch(step)
@@ -286,26 +278,19 @@ def test_an_odd_number_of_sequences_is_refused() -> None:
 
 
 def test_a_weight_of_nothing_is_refused() -> None:
-    ingredient = Ingredient(source=RandomTexts(), weight=0.0, canvas_lengths={4: 1.0})
     with pytest.raises(UsageError, match="a weight above 0"):
-        mixture(ingredients=[ingredient])
+        mixture(ingredients=[ingredient(RandomTexts(), weight=0.0)])
 
 
 @pytest.mark.parametrize("source", [Marked(10, 8), RandomTexts(has_prompt=False, lengths=(2, 4))])
-def test_examples_that_give_no_canvas_are_named_and_not_sought_for_ever(source: object) -> None:
-    ingredient = Ingredient(source=source, weight=1.0, canvas_lengths={8: 1.0})  # type: ignore[arg-type]
+def test_examples_that_give_no_canvas_are_named_and_not_sought_for_ever(source: Source) -> None:
     with pytest.raises(UsageError, match="not one canvas could be made of 32 examples"):
-        mixture(ingredients=[ingredient], rows=8).batch(0)
+        mixture(ingredients=[ingredient(source)], rows=8).batch(0)
 
 
 def test_a_useless_source_leaves_the_batch_to_the_others() -> None:
-    good, useless = (
-        Ingredient(source=source, weight=weight, canvas_lengths={8: 1.0})
-        for source, weight in (
-            (Marked(10, 8), 1.0),
-            (RandomTexts(has_prompt=False, lengths=(2, 3)), 9.0),
-        )
-    )
+    good = ingredient(Marked(10, 8))
+    useless = ingredient(RandomTexts(has_prompt=False, lengths=(2, 3)), weight=9.0)
     batch = mixture(ingredients=[good, useless]).batch(0)
     assert (batch[EXAMPLE] > NOTHING).mean() > 0.7
 
@@ -323,10 +308,9 @@ def test_a_store_is_drawn_from_evenly() -> None:
 
 
 def test_an_ingredient_may_have_its_own_share_of_holes() -> None:
-    ingredient = Ingredient(source=Marked(10, 8), weight=1.0, canvas_lengths={8: 1.0})
     for share, expected in ((0.0, 0.0), (1.0, 1.0)):
-        mix: Mixture = mixture(ingredients=[replace(ingredient, hole_share=share)])
-        batch = mix.batch(0)
+        corruption = Corruption(vocab_size=100, hole_share=share)
+        batch = mixture(ingredients=[ingredient(Marked(10, 8), corruption=corruption)]).batch(0)
         canvases = batch[PINNED][batch[CANVAS] > NOTHING].reshape(-1, 8)
         # A canvas may be one hole, but hardly all of them.
         assert (canvases.any(1).mean() > 0.5) == bool(expected)

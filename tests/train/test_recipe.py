@@ -13,11 +13,12 @@ from dgemma.errors import ConfigError, UsageError
 from dgemma.train import tokens
 from dgemma.train.build import Job, Place, build, find_beside
 from dgemma.train.recipe import load_recipe
+from dgemma.train.rows import Corruption
 from dgemma.train.store import Store
 from dgemma.weights.adapter import detach, load_adapter, merge, read_back
 from dgemma.weights.download import NANO_DIRECTORY
 from dgemma.weights.load import load_model
-from tests.taught import ANSWERS, SHORT, ask
+from tests.taught import ANSWERS, SHORT, ask, taught_config
 from tests.train.runs import RECIPE, save_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +142,23 @@ def test_canvases_longer_than_the_models_are_refused(recipe: Path) -> None:
         built(recipe, "canvas.lengths={32=1.0}")
     with pytest.raises(ConfigError, match="canvas lengths of 1 to 16 tokens"):
         built(recipe, "canvas.lengths={long=1.0}")
+
+
+def test_a_source_is_noised_as_the_canvas_settings_say_or_as_it_says_itself(recipe: Path) -> None:
+    shares = ("canvas.hole_share=0.3", "canvas.fill_share=0.5")
+    own = ("data.0.hole_share=0.0", "data.0.level_power=0.5", "data.0.rollout=false")
+    vocab = taught_config().vocab_size
+    for changes, expected in (
+        (shares, Corruption(vocab_size=vocab, hole_share=0.3, fill_share=0.5)),
+        (
+            (*shares, *own),
+            Corruption(
+                vocab_size=vocab, hole_share=0.0, fill_share=0.5, level_power=0.5, rolls=False
+            ),
+        ),
+    ):
+        (ingredient,) = built(recipe, *changes).trainer.mixture.ingredients
+        assert ingredient.corruption == expected
 
 
 def test_files_are_sought_beside_the_recipe_or_where_the_command_runs(
