@@ -143,9 +143,10 @@ def keepers(entropy_L: Tensor, bound: float) -> Tensor:
     """Mark the surest positions, as many as may be decided together.
 
     With entropies sorted h1 <= h2 <= ..., position k is kept while h1 + ... + h(k-1) <= bound
-    (arXiv:2505.24857). The first is always kept, so every step moves.
+    (arXiv:2505.24857). The first is always kept, so every step moves. Equal ones count in order of
+    position: so does the reference on a GPU, for more than 32; else its sort leaves them open.
     """
-    sorted_L, order_L = entropy_L.sort()
+    sorted_L, order_L = entropy_L.sort(stable=True)
     within_L = sorted_L.cumsum(0) - sorted_L <= bound
     return torch.zeros_like(within_L).scatter(0, order_L, within_L)
 

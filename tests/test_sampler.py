@@ -1,8 +1,10 @@
 """How a canvas moves: hand-worked cases, the reference's own classes, and properties."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,12 +97,22 @@ def test_the_kept_positions_are_those_of_the_reference(
     logits *= torch.rand(length, 1, generator=generator) * 3
     peer = EntropyBoundSampler(EntropyBoundSamplerConfig(bound), length, VOCAB, 48)
     current, drawn = torch.zeros(1, length).long(), torch.ones(1, length).long()
-    accepted = peer.accept_canvas(current, drawn, logits, cur_step=7)[0]
+    # Its sort leaves equal entropies in any order on a CPU, in that of positions on a GPU.
+    with patch.object(torch, "sort", partial(torch.sort, stable=True)):
+        accepted = peer.accept_canvas(current, drawn, logits, cur_step=7)[0]
     entropy = torch.distributions.Categorical(logits=logits[0]).entropy()
     kept = keepers(entropy, bound)
     assert torch.equal(kept, peer.accepted_token_mask[0])
     assert torch.equal(torch.where(kept, drawn[0], current[0]), accepted)
     assert entropy[kept].min() == entropy.min()
+
+
+@pytest.mark.parametrize("length", [8, 17, 32, 256])
+def test_of_equal_entropies_the_first_positions_are_kept(length: int) -> None:
+    entropy = torch.full((length,), 0.5)
+    entropy[length // 2] = 0.25
+    kept = keepers(entropy, 1.0)
+    assert kept.nonzero().flatten().tolist() == [0, 1, length // 2]
 
 
 def test_a_step_holds_what_is_kept_and_renoises_the_rest() -> None:

@@ -167,8 +167,7 @@ def _keepers(
 ):
     """The open positions before which entropies add up to the bound at most.
 
-    Summed in float64 and rounded then, as a running sum on a CPU is. Equal ones count in order; the
-    definition's sort leaves theirs open (a CPU's for more than sixteen, a GPU's for up to 32).
+    Summed in float64 and rounded then, as a running sum on a CPU is. Equal ones count in order.
     """
     i = tl.arange(0, P)
     upto = tl.zeros((P,), dtype=tl.float64)
