@@ -25,3 +25,9 @@ class Weighting:
             raise ConfigError(f"[loss] rollout is {self.rollout}; it is a share, from 0 to 1")
         if self.rollout_steps < 1:
             raise ConfigError(f"[loss] rollout_steps is {self.rollout_steps}; it must be 1 or more")
+        if self.rollout_steps > 1 and self.rollout == 0:
+            # Guesses told of guesses, about tokens that stay: a sampler never gives such canvases.
+            raise ConfigError(
+                f"[loss] rollout_steps is {self.rollout_steps}, but rollout is 0: no canvas would "
+                "take these steps; give rollout, a share above 0, or leave rollout_steps out"
+            )

@@ -397,7 +397,7 @@ def test_deeper_guesses_are_told_of_the_ones_before_and_draw_anew(gradient: bool
 
 
 def test_depths_come_in_turn_and_change_what_is_learned() -> None:
-    assert list(Weighting(rollout_steps=3).depths) == [1, 2, 3]
+    assert list(Weighting(rollout=0.6, rollout_steps=3).depths) == [1, 2, 3]
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch, counts = Batch.of(rows, "cpu"), counts_of(rows)
     objective = Objective(shaken(), Weighting(rollout=0.6))
