@@ -23,10 +23,11 @@ from torch import Tensor
 
 from dgemma.ops.dense import Weight, product
 from dgemma.ops.fast import switched
-from dgemma.ops.fp8 import Quantized, quantize
+from dgemma.ops.fp8 import quantize
 from dgemma.ops.kernels import dense_8, heads
 from dgemma.ops.kernels.cuts import DOWN, OUT, QKV, Cut
 from dgemma.ops.kernels.launch import switch_early
+from dgemma.ops.quantized import Quantized
 
 CUTS = {"qkv": QKV, "qkv full": QKV, "o": OUT, "o full": OUT, "down": DOWN}
 

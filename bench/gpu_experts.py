@@ -38,11 +38,12 @@ from torch import Tensor
 from dgemma.ops.experts import gated
 from dgemma.ops.fast import switched
 from dgemma.ops.fp4 import fp4_choices
-from dgemma.ops.fp8 import Quantized, fp8_choices, quantize
+from dgemma.ops.fp8 import fp8_choices, quantize
 from dgemma.ops.kernels import experts, experts_1, experts_4
 from dgemma.ops.kernels.experts_1 import Cut
 from dgemma.ops.kernels.tiles import TABLE_4, Tile
 from dgemma.ops.nvfp4_order import Laid
+from dgemma.ops.quantized import Quantized
 from dgemma.weights.fp8 import quantize_stacked
 from dgemma.weights.nvfp4 import lay_stacked
 

@@ -42,10 +42,11 @@ from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.ops.dense import Weight, product
 from dgemma.ops.experts import gated
 from dgemma.ops.fast import switched
-from dgemma.ops.fp8 import Quantized, quantize
+from dgemma.ops.fp8 import quantize
 from dgemma.ops.fused import CloseWeights, JoinWeights, route
 from dgemma.ops.kernels import layer, router, vector
 from dgemma.ops.kernels.launch import launching
+from dgemma.ops.quantized import Quantized
 from dgemma.stack import ByTable, Places, Stack
 from dgemma.weights.packed import Form, shrink_model
 from dgemma.weights.random import random_model

@@ -24,10 +24,11 @@ from dgemma.ops import experts as plain_experts
 from dgemma.ops.dense import Weight, product
 from dgemma.ops.experts import mix
 from dgemma.ops.fast import switched
-from dgemma.ops.fp8 import Quantized, fp8_choices, quantize
+from dgemma.ops.fp8 import fp8_choices, quantize
 from dgemma.ops.kernels import cuts, dense_8, experts
 from dgemma.ops.kernels.experts_1 import FEW
 from dgemma.ops.kernels.tiles import tiles
+from dgemma.ops.quantized import Quantized
 from dgemma.weights.fp8 import quantize_stacked
 
 # Of 8-bit experts: hidden rows, rounded to 16 bits before, now and then become another 8-bit number

@@ -52,8 +52,7 @@ def in_eight_bits(model: Gemma) -> Gemma:
     changed = deepcopy(model)
     for weight in changed.state_dict().values():
         if weight.dim() > 1:
-            whole, scale = quantize(weight)
-            weight.copy_(whole * scale[..., None])
+            weight.copy_(quantize(weight).whole())
     return changed
 
 

@@ -20,7 +20,7 @@ from dgemma.cache import Pass
 from dgemma.model import Attention, Context, Gemma, Layer, Turns
 from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product
 from dgemma.ops.fast import is_on
-from dgemma.ops.fp8 import Quantized, quantize
+from dgemma.ops.fp8 import quantize
 from dgemma.ops.fused import (
     CloseWeights,
     Joined,
@@ -34,6 +34,7 @@ from dgemma.ops.fused import (
 )
 from dgemma.ops.kernels import cuts
 from dgemma.ops.norm import rms_norm
+from dgemma.ops.quantized import Quantized
 from dgemma.ops.rope import rotate
 
 if TYPE_CHECKING:

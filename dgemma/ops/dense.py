@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from dgemma.ops.experts import gated as plain_gated
 from dgemma.ops.fast import is_on
-from dgemma.ops.fp8 import Quantized, has_e4m3, quantize
+from dgemma.ops.fp8 import has_e4m3, quantize
 from dgemma.ops.kernels.cuts import MOST, Cut
+from dgemma.ops.quantized import Quantized
 
 FEW = 2  # so many rows are streamed past
 ALIGNED = 16  # bytes; what the 8-bit product asks of both dimensions

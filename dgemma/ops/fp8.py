@@ -6,7 +6,7 @@ their way, row by row ("dynamic"); sums are float32.
 T tokens, K experts per token, A choices, E experts, D width, I expert width, O outputs.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 from dgemma.ops.experts import GroupedLinear, choices, one_by_one
 from dgemma.ops.fast import is_on
 from dgemma.ops.linear import Linear
+from dgemma.ops.quantized import Quantized
 
 if TYPE_CHECKING:
     from dgemma.ops.kernels.experts import Buckets
@@ -30,16 +31,6 @@ def has_e4m3(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= CAPABILITY
-
-
-class Quantized(NamedTuple):
-    """Numbers and the factor of each row: `numbers * factor[..., None]` is what they stand for."""
-
-    numbers: Tensor
-    factor: Tensor
-
-    def whole(self) -> Tensor:
-        return self.numbers.float() * self.factor[..., None]
 
 
 def quantize(x: Tensor) -> Quantized:

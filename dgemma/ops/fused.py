@@ -15,8 +15,9 @@ from torch import Tensor
 from dgemma.ops.dense import Rows
 from dgemma.ops.experts import mix, top
 from dgemma.ops.fast import is_on
-from dgemma.ops.fp8 import Quantized, quantize
+from dgemma.ops.fp8 import quantize
 from dgemma.ops.norm import rms_norm
+from dgemma.ops.quantized import Quantized
 
 if TYPE_CHECKING:
     from dgemma.ops.kernels.experts import Buckets

@@ -9,34 +9,26 @@ whole numbers, so a row's result never depends on the rows beside it.
 T rows, A choices, E experts, I inputs, O outputs.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from dgemma.ops.experts import GroupedLinear
 from dgemma.ops.linear import Linear
+from dgemma.ops.quantized import Quantized
 
 LARGEST = 127
 LEAST = 1e-12  # a row of zeros has a factor too
 PIECE = 1 << 18  # sums at a time; what a core's cache holds
 
 
-class Whole(NamedTuple):
-    """Numbers and the factor of each row: `numbers * factor[..., None]` is what they stand for."""
-
-    numbers: Tensor  # int8
-    factor: Tensor  # float32
-
-
-def quantize_rows(x_TI: Tensor) -> Whole:
+def quantize_rows(x_TI: Tensor) -> Quantized:
     """Each row with the factor that lets its greatest be the greatest."""
     x_TI = x_TI.float()
     factor_T1 = x_TI.abs().amax(-1, keepdim=True).clamp_(min=LEAST).div_(LARGEST)
-    return Whole((x_TI / factor_T1).round_().to(torch.int8), factor_T1.squeeze(-1))
+    return Quantized((x_TI / factor_T1).round_().to(torch.int8), factor_T1.squeeze(-1))
 
 
-def int8_linear(weight: Whole) -> Linear:
+def int8_linear(weight: Quantized) -> Linear:
     """A product of a whole weight [O, I] with rows that are rounded for it."""
 
     def apply(x: Tensor) -> Tensor:
@@ -48,9 +40,9 @@ def int8_linear(weight: Whole) -> Linear:
     return apply
 
 
-def int8_grouped(weight_EOI: Whole) -> GroupedLinear:
+def int8_grouped(weight_EOI: Quantized) -> GroupedLinear:
     """The same for stacked experts, whose rows lie one behind the other."""
-    each = [Whole(*pair) for pair in zip(*weight_EOI, strict=True)]
+    each = [Quantized(*pair) for pair in zip(*weight_EOI, strict=True)]
 
     def apply(x_AI: Tensor, expert_A: Tensor) -> Tensor:
         counts = torch.bincount(expert_A, minlength=len(each)).tolist()
@@ -64,14 +56,14 @@ def int8_grouped(weight_EOI: Whole) -> GroupedLinear:
     return apply
 
 
-def int8_reference(x_TI: Tensor, weight: Whole) -> Tensor:
+def int8_reference(x_TI: Tensor, weight: Quantized) -> Tensor:
     """The definition, with sums in float64, which are exact."""
     numbers_TI, factor_T = quantize_rows(x_TI)
     sums_TO = numbers_TI.double() @ weight.numbers.double().T
     return (sums_TO.float() * weight.factor * factor_T[:, None]).to(x_TI.dtype)
 
 
-def _fill(out_TO: Tensor, numbers_TI: Tensor, weight: Whole) -> None:
+def _fill(out_TO: Tensor, numbers_TI: Tensor, weight: Quantized) -> None:
     """Write the products of whole rows with a weight, its factors applied."""
     rows = max(1, PIECE // max(1, out_TO.shape[1]))
     for out, numbers in zip(torch.split(out_TO, rows), torch.split(numbers_TI, rows), strict=True):

@@ -17,7 +17,7 @@ from dgemma.cost.predict import memory
 from dgemma.errors import UsageError
 from dgemma.ops.fast import reason_against
 from dgemma.ops.fp8 import has_e4m3
-from dgemma.ops.int8 import Whole, int8_linear
+from dgemma.ops.int8 import int8_linear
 from dgemma.ops.linear import Linear, can_pack, linear, packed_linear
 from dgemma.weights.files import INT8_INDEX
 from dgemma.weights.int8 import quantize
@@ -212,7 +212,7 @@ def _timed(shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype, threads
     with torch.inference_mode():
         for rows, inputs, outputs in shapes:
             weight_OI, x_TI = _waves(outputs, inputs), _waves(rows, inputs)
-            int8 += _seconds(int8_linear(Whole(*quantize(weight_OI))), x_TI)
+            int8 += _seconds(int8_linear(quantize(weight_OI)), x_TI)
             plain += _seconds(_plain(weight_OI.to(dtype)), x_TI.to(dtype))
     return Timing(int8, plain)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dgemma.model import Experts, Gemma, TokenTable
 from dgemma.ops.experts import choices, mix
-from dgemma.ops.int8 import Whole, int8_grouped, int8_linear
+from dgemma.ops.int8 import int8_grouped, int8_linear
 from dgemma.ops.linear import Linear, can_pack, linear, packed_linear
 from dgemma.weights.int8 import quantize
 
@@ -20,7 +20,7 @@ ROUTER = "router"
 class Int8Linear(nn.Module):
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
-        self.product = int8_linear(Whole(*quantize(source.weight)))
+        self.product = int8_linear(quantize(source.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)
@@ -29,8 +29,8 @@ class Int8Linear(nn.Module):
 class Int8Experts(nn.Module):
     def __init__(self, source: Experts) -> None:
         super().__init__()
-        self.gate_up = int8_grouped(Whole(*quantize(source.gate_up_proj)))
-        self.down = int8_grouped(Whole(*quantize(source.down_proj)))
+        self.gate_up = int8_grouped(quantize(source.gate_up_proj))
+        self.down = int8_grouped(quantize(source.down_proj))
 
     def choices(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         return choices(x_TD, ids_TK, self.gate_up, self.down)
@@ -43,7 +43,7 @@ class Int8Table(TokenTable):
     def __init__(self, source: TokenTable) -> None:
         super().__init__(*source.weight.shape)
         self.weight = source.weight
-        self.product = int8_linear(Whole(*quantize(source.weight)))
+        self.product = int8_linear(quantize(source.weight))
         self.transposed, self.mean_dtype = _mean_product(source.weight)
 
     def score(self, hidden_TD: Tensor) -> Tensor:

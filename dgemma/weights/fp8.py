@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dgemma.model import Experts
 from dgemma.ops.experts import mix
-from dgemma.ops.fp8 import E4M3, Quantized, fp8_choices, quantize, reads_8
+from dgemma.ops.fp8 import E4M3, fp8_choices, quantize, reads_8
+from dgemma.ops.quantized import Quantized
 
 if TYPE_CHECKING:
     from dgemma.ops.kernels.experts import Buckets

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dgemma.errors import CheckpointError
+from dgemma.ops.quantized import Quantized
 from dgemma.weights.files import ROW_SCALE, StoredTensor, listing
 from dgemma.weights.mapped import MappedTensors, Tensors
 
@@ -24,7 +25,7 @@ LARGEST = 127
 DROPPED_BITS = 0xFF  # of a scale's 24: the seven of a whole number more still fit a float32
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> Quantized:
     """The whole numbers nearest to a weight, and the scales that its rows' largest values set."""
     exact = weight.detach().to("cpu", torch.float32)
     scale = exact.abs().amax(-1) / LARGEST
@@ -32,7 +33,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = ((scale.view(torch.int32) + DROPPED_BITS) & ~DROPPED_BITS).view(torch.float32)
     scale = torch.where(scale > 0, scale, 1.0)
     whole = (exact / scale[..., None]).round()
-    return whole.to(torch.int8), scale
+    return Quantized(whole.to(torch.int8), scale)
 
 
 def to_int8(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

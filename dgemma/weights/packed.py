@@ -24,9 +24,10 @@ from dgemma.config import ModelConfig
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.model import Experts, Gemma, Layer
 from dgemma.ops.dense import Fp8Linear
-from dgemma.ops.fp8 import E4M3, Quantized
+from dgemma.ops.fp8 import E4M3
 from dgemma.ops.nvfp4 import Packed
 from dgemma.ops.nvfp4_order import DEPTH, fits
+from dgemma.ops.quantized import Quantized
 from dgemma.weights.cpu_int8 import Int8Table, swap_int8
 from dgemma.weights.fp8 import Fp8Experts
 from dgemma.weights.layouts import ONE_EXPERT, PARTS, STACKED, SchemeName

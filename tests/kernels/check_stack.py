@@ -15,10 +15,10 @@ from dgemma.graph.step import Shape, Stepper
 from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
 from dgemma.ops.fast import FAMILIES, switched
-from dgemma.ops.fp8 import Quantized
 from dgemma.ops.kernels import attention, cuts, dense_8, experts, router
 from dgemma.ops.kernels.cuts import Cut
 from dgemma.ops.kernels.tiles import Tile, Tiles
+from dgemma.ops.quantized import Quantized
 from dgemma.sampler import Sampler
 from dgemma.stack import Stack
 from dgemma.weights import fp8

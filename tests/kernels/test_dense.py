@@ -7,7 +7,8 @@ from dgemma.cache import Pass, Span
 from dgemma.model import Gemma
 from dgemma.ops.dense import Fp8Linear, gated_product, head_logits, product
 from dgemma.ops.experts import gated
-from dgemma.ops.fp8 import Quantized, quantize
+from dgemma.ops.fp8 import quantize
+from dgemma.ops.quantized import Quantized
 from dgemma.stack import Stack, can_fuse
 from dgemma.weights.packed import FORMS, Form, shrink_model
 from tests.kernels import small

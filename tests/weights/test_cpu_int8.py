@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from dgemma.engine import Engine, Options
-from dgemma.ops.int8 import Whole, int8_grouped, int8_linear, int8_reference, quantize_rows
+from dgemma.ops.int8 import int8_grouped, int8_linear, int8_reference, quantize_rows
+from dgemma.ops.quantized import Quantized
 from dgemma.weights.adapter import new_adapter
 from dgemma.weights.adapter.modules import LoRALinear
 from dgemma.weights.agreement import agreement
@@ -23,7 +24,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 3, 17, 128])
 @pytest.mark.parametrize("shape", [(61, 12), (7, 33), (320, 512), (8192, 16)])
 def test_a_product_is_its_definition_to_the_bit(rows: int, shape: tuple[int, int]) -> None:
-    weight = Whole(*quantize(draw(*shape)))
+    weight = quantize(draw(*shape))
     x = draw(rows, shape[1], seed=1)
     have = int8_linear(weight)(x)
     assert torch.equal(have, int8_reference(x, weight))
@@ -36,22 +37,21 @@ def test_a_product_is_its_definition_to_the_bit(rows: int, shape: tuple[int, int
 def test_rows_of_any_size_are_rounded_within_half_a_step() -> None:
     x = draw(9, 40) * torch.logspace(-20, 20, 9)[:, None]
     x[3] = 0
-    numbers, factor = quantize_rows(x)
+    rows = quantize_rows(x)
     # Rows below what a model ever holds become zero.
-    assert numbers.abs().amax(-1).tolist() == [0, 0, 127, 0, 127, 127, 127, 127, 127]
-    is_normal = numbers.any(-1)
-    whole = numbers * factor[:, None]
-    assert ((whole - x).abs() <= 0.5001 * factor[:, None])[is_normal].all()
+    assert rows.numbers.abs().amax(-1).tolist() == [0, 0, 127, 0, 127, 127, 127, 127, 127]
+    off = (rows.whole() - x).abs() / rows.factor[:, None]
+    assert off[rows.numbers.any(-1)].max() <= 0.5001
 
 
 def test_experts_are_products_of_their_own_rows() -> None:
-    weight = Whole(*quantize(draw(5, 24, 32)))
+    weight = quantize(draw(5, 24, 32))
     expert_A = torch.tensor([4, 0, 0, 2, 4, 4, 0])
     x = draw(7, 32, seed=2)
     order = expert_A.argsort(stable=True)
     have = int8_grouped(weight)(x[order], expert_A)
     for row, source in zip(have, order.tolist(), strict=True):
-        own = Whole(*(part[expert_A[source]] for part in weight))
+        own = Quantized(*(part[expert_A[source]] for part in weight))
         assert torch.equal(row, int8_reference(x[source][None], own)[0])
 
 
@@ -59,8 +59,7 @@ def test_the_built_in_model_loses_nothing_of_its_weights_and_little_of_its_answe
     plain = load_model(NANO_DIRECTORY).model
     for name, weight in plain.state_dict().items():
         if weight.dim() > 1:
-            numbers, scale = quantize(weight)
-            assert torch.equal(numbers * scale[..., None], weight), name
+            assert torch.equal(quantize(weight).whole(), weight), name
     small = load_model(NANO_DIRECTORY, quant="int8").model
     moved = agreement(plain, small, seed=0)
     assert moved.kl < 1e-3
