@@ -21,7 +21,7 @@ from dgemma.serve.limits import BodyLimit
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.page_routes import router as page_router
 from dgemma.serve.security import Guard
-from dgemma.serve.service import ERRORS, STREAM, Served, Service, Settings, answer, head
+from dgemma.serve.service import ERRORS, Served, Service, Settings, answer, head, whole_or_stream
 from dgemma.serve.shapes import ChatShape, Shape, TextShape
 from dgemma.serve.wire import (
     TEXT_PART,
@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 router = APIRouter(responses=ERRORS)
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=None,
-    responses={200: {"model": replies.ChatCompletion, **STREAM}},
-)
+@router.post("/v1/chat/completions", **whole_or_stream(replies.ChatCompletion))
 async def chat(request: Request, body: ChatBody, service: Served) -> Response:
     """Answer a conversation."""
     start = head("chatcmpl", service, body)
@@ -53,11 +49,7 @@ async def chat(request: Request, body: ChatBody, service: Served) -> Response:
     return await answer(request, service, body, read_chat, shape)
 
 
-@router.post(
-    "/v1/completions",
-    response_model=None,
-    responses={200: {"model": replies.TextCompletion, **STREAM}},
-)
+@router.post("/v1/completions", **whole_or_stream(replies.TextCompletion))
 async def completions(request: Request, body: CompletionBody, service: Served) -> Response:
     """Go on with a text."""
     start = head("cmpl", service, body)

@@ -14,7 +14,7 @@ from dgemma.serve.asking_fill import (
     read_next_edit,
     read_sudoku,
 )
-from dgemma.serve.service import ERRORS, STREAM, Served, answer, head
+from dgemma.serve.service import ERRORS, Served, answer, head, whole_or_stream
 from dgemma.serve.shapes import ChatShape, Shape
 from dgemma.serve.shapes_fill import (
     FimShape,
@@ -36,20 +36,14 @@ from dgemma.serve.wire_fill import (
 router = APIRouter(responses=ERRORS)
 
 
-@router.post(
-    "/v1/fim/completions",
-    response_model=None,
-    responses={200: {"model": replies_fill.FimCompletion, **STREAM}},
-)
+@router.post("/v1/fim/completions", **whole_or_stream(replies_fill.FimCompletion))
 async def fim(request: Request, body: FimBody, service: Served) -> Response:
     """Fill the hole between a prompt and a suffix, for clients of Mistral and of Mercury."""
     shape = FimShape(head("fim", service, body))
     return await answer(request, service, body, read_fim, lambda asked: shape)
 
 
-@router.post(
-    "/infill", response_model=None, responses={200: {"model": replies_fill.Infilled, **STREAM}}
-)
+@router.post("/infill", **whole_or_stream(replies_fill.Infilled))
 async def infill(request: Request, body: InfillBody, service: Served) -> Response:
     """Fill the hole at a cursor, in llama.cpp's shape."""
     shape = InfillShape(head("infill", service, body))
@@ -59,55 +53,35 @@ async def infill(request: Request, body: InfillBody, service: Served) -> Respons
     return await answer(request, service, body, read_infill, lambda asked: shape)
 
 
-@router.post(
-    "/v1/edit/completions",
-    response_model=None,
-    responses={200: {"model": replies.ChatCompletion, **STREAM}},
-)
+@router.post("/v1/edit/completions", **whole_or_stream(replies.ChatCompletion))
 async def next_edit(request: Request, body: OneMessageBody, service: Served) -> Response:
     """The next edit of a region of a file, in Mercury's form."""
     shape = ChatShape(head("edit", service, body), service.engine.tokenizer)
     return await answer(request, service, body, read_next_edit, lambda asked: shape)
 
 
-@router.post(
-    "/v1/apply/completions",
-    response_model=None,
-    responses={200: {"model": replies.ChatCompletion, **STREAM}},
-)
+@router.post("/v1/apply/completions", **whole_or_stream(replies.ChatCompletion))
 async def apply(request: Request, body: OneMessageBody, service: Served) -> Response:
     """A file with an update applied, in Mercury's form."""
     shape = ChatShape(head("apply", service, body), service.engine.tokenizer)
     return await answer(request, service, body, read_apply, lambda asked: shape)
 
 
-@router.post(
-    "/v1/dgemma/fill",
-    response_model=None,
-    responses={200: {"model": replies_fill.FillReply, **STREAM}},
-)
+@router.post("/v1/dgemma/fill", **whole_or_stream(replies_fill.FillReply))
 async def fill(request: Request, body: FillBody, service: Served) -> Response:
     """Fill all holes of a text; the rest stays as it is."""
     shape = ResultShape(head("fill", service, body), "dgemma.fill", of_fill)
     return await answer(request, service, body, read_fill, lambda asked: shape)
 
 
-@router.post(
-    "/v1/dgemma/edit",
-    response_model=None,
-    responses={200: {"model": replies_fill.EditReply, **STREAM}},
-)
+@router.post("/v1/dgemma/edit", **whole_or_stream(replies_fill.EditReply))
 async def edit(request: Request, body: EditBody, service: Served) -> Response:
     """Change a text as told, only where it must."""
     shape = ResultShape(head("edit", service, body), "dgemma.edit", of_edit)
     return await answer(request, service, body, read_edit, lambda asked: shape)
 
 
-@router.post(
-    "/v1/dgemma/sudoku",
-    response_model=None,
-    responses={200: {"model": replies_fill.SudokuReply, **STREAM}},
-)
+@router.post("/v1/dgemma/sudoku", **whole_or_stream(replies_fill.SudokuReply))
 async def sudoku(request: Request, body: SudokuBody, service: Served) -> Response:
     """Solve a Sudoku by the model alone; the solution is checked when all is over."""
     start = head("sudoku", service, body)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from dgemma.serve import replies
@@ -113,6 +114,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 # Tools differ in whether a schema means the whole stream or each event of it, so it says neither.
 EVENTS = {"description": "Server-sent events, ended by [DONE]; docs/serve.md has their form"}
 STREAM = {"content": {"text/event-stream": {"schema": EVENTS}}}
+
+
+def whole_or_stream(reply: type[BaseModel]) -> dict[str, Any]:
+    """What a route says of its answers: one reply, or events, as the body asks."""
+    return {"response_model": None, "responses": {200: {"model": reply, **STREAM}}}
 
 
 async def answer(
