@@ -13,7 +13,6 @@ well.
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +40,8 @@ from dgemma.weights.save import (
     copy_companions,
     header_bytes,
     name_files,
-    publish,
     refuse_existing,
+    save_whole,
     split,
     sync,
     write_json,
@@ -244,20 +243,11 @@ def _pack(matrices: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Packed]:
 
 
 def _write(source: Path, directory: Path, scheme: Scheme, shards: _Shards) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
-        try:
-            names = [*copy_companions(source, place), *_write_configs(source, place, scheme)]
-            names += shards.write(place)
-        except BaseException:
-            shutil.rmtree(place)
-            raise
-        publish(place, directory, names)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot save to {directory}: {error.strerror}; check its free space and permissions"
-        ) from None
+    def write(place: Path) -> list[str]:
+        names = [*copy_companions(source, place), *_write_configs(source, place, scheme)]
+        return names + shards.write(place)
+
+    save_whole(directory, write)
 
 
 def _write_configs(source: Path, place: Path, scheme: Scheme) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -156,16 +156,23 @@ def header_bytes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> by
 
 
 def _save(checkpoint: Checkpoint, plan: Plan, directory: Path, companions: Path | None) -> None:
+    save_whole(
+        directory,
+        lambda place: [*copy_companions(companions, place), *_write_all(checkpoint, plan, place)],
+    )
+
+
+def save_whole(directory: Path, write: Callable[[Path], list[str]]) -> None:
+    """Have files written into a hidden directory, and rename all of them, in order, when done."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
         try:
-            names = copy_companions(companions, place)
-            names += _write_all(checkpoint, plan, place)
+            names = write(place)
         except BaseException:
             shutil.rmtree(place)
             raise
-        publish(place, directory, names)
+        _publish(place, directory, names)
     except OSError as error:
         raise CheckpointError(
             f"cannot save to {directory}: {error.strerror}; check its free space and permissions"
@@ -246,7 +253,7 @@ def copy_companions(source: Path | None, place: Path) -> list[str]:
     return names
 
 
-def publish(place: Path, directory: Path, names: list[str]) -> None:
+def _publish(place: Path, directory: Path, names: list[str]) -> None:
     # The old entry point goes first: a mixture of old and new shards must never look whole.
     entry_points = [directory / name for name in ENTRY_POINTS]
     for old in (*entry_points, *find_shards(directory)):
