@@ -11,6 +11,7 @@ T tokens of a pass, L of them in one span, D width, X outputs of joined products
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
@@ -109,27 +110,40 @@ class Stack:
 
     def run(self, x_TD: Tensor, turns: Turns, attend: "Attend") -> Tensor:
         """All layers, and the last norm."""
-        few, dtype = is_few(x_TD), x_TD.dtype
+        few = is_few(x_TD)
         normed_TD = rms_norm(x_TD, self.first_D, self.eps)
         is_8 = not few and self.layers[0].qkv.is_8
         normed: Rows = quantize(normed_TD) if is_8 else normed_TD
+        del normed_TD
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
-            heads_TX = attend(layer, product(normed, layer.qkv, dtype, cuts.QKV), turns)
-            attended = product(heads_TX, layer.out, dtype, cuts.OUT)
-            joined, found = self._read(layer, x_TD, attended, few)
-            try:
-                with self._beside(x_TD):
-                    hidden = gated_product(joined.dense_TD, layer.dense, dtype)
-                    dense = product(hidden, layer.down, dtype, cuts.DOWN)
-                found = routed(joined.router_TD, layer.router) if found is None else found
-                out_AD = _choices(layer, joined.expert_TD, found, dtype)
-            finally:  # a capture that is not joined cannot be ended, and torch never gets over it
-                self._join(x_TD)
-            mixed = (out_AD, found.share_TK)
             eight = not few and after is not None and after.qkv.is_8
-            x_TD, normed = close(joined.x_TD, dense, mixed, layer.closing, self.eps, eight=eight)
+            heads_TX = attend(layer, product(normed, layer.qkv, x_TD.dtype, cuts.QKV), turns)
+            x_TD, normed = self._behind(layer, x_TD, heads_TX, eight=eight)
+            del heads_TX  # no layer's memory is held in the next, here and below
         assert isinstance(normed, Tensor)
         return normed
+
+    def _behind(
+        self, layer: Fused, x_TD: Tensor, heads_TX: Tensor, *, eight: bool
+    ) -> tuple[Tensor, Rows]:
+        """All of a layer behind its attention: the stream, and what the next layer reads of it.
+
+        `eight`: that reads 8 bits.
+        """
+        few, dtype = is_few(x_TD), x_TD.dtype
+        attended = product(heads_TX, layer.out, dtype, cuts.OUT)
+        joined, found = self._read(layer, x_TD, attended, few)
+        del attended
+        try:
+            with self._beside(x_TD):
+                hidden = gated_product(joined.dense_TD, layer.dense, dtype)
+                dense = product(hidden, layer.down, dtype, cuts.DOWN)
+            found = routed(joined.router_TD, layer.router) if found is None else found
+            out_AD = _choices(layer, joined.expert_TD, found, dtype)
+        finally:  # a capture that is not joined cannot be ended, and torch never gets over it
+            self._join(x_TD)
+        mixed = (out_AD, found.share_TK)
+        return close(joined.x_TD, dense, mixed, layer.closing, self.eps, eight=eight)
 
     def _read(
         self, layer: Fused, x_TD: Tensor, attended: Tensor, few: bool
@@ -229,10 +243,10 @@ def can_fuse(model: Gemma) -> bool:
 
     What is joined has to be of one kind; a layer's other products may be of another.
     """
-    return all(_can_join(layer) for layer in layers_of(model))
+    return all(can_join(layer) for layer in layers_of(model))
 
 
-def _can_join(layer: Layer) -> bool:
+def can_join(layer: Layer) -> bool:
     groups = (_qkv(layer), _gate_up(layer), [layer.self_attn.o_proj], [layer.mlp.down_proj])
     kinds = [{type(module) for module in group} for group in groups]
     is_known = all(kind in ({nn.Linear}, {Fp8Linear}) for kind in kinds)
@@ -241,6 +255,15 @@ def _can_join(layer: Layer) -> bool:
 
 def layers_of(model: Gemma) -> list[Layer]:
     return cast(list[Layer], list(model.layers))
+
+
+def join_layer(layer: Layer) -> None:
+    """Join what a stack will join, while the layer is made.
+
+    What its parts leave free is used for the next layer then; later, nothing would be as small.
+    """
+    for group in (_qkv(layer), _gate_up(layer)):
+        join_weights(group)
 
 
 def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
@@ -291,23 +314,34 @@ def _weight(source: Product) -> Weight:
 @torch.no_grad()
 def join_weights(products: list[Product]) -> Weight:
     """One weight that holds those of several products, which from then on are parts of it."""
-    numbers_XD = _cat([part.weight for part in products])
+    weights = [part.weight for part in products]
+    is_done, numbers_XD = _lie_joined(weights), _cat(weights)
     factors_X1 = [part.weight_scale for part in products if isinstance(part, Fp8Linear)]
-    factor_X1 = torch.cat(factors_X1) if factors_X1 else None
+    factor_X1 = _cat(factors_X1) if factors_X1 else None
     end = 0
     for part in products:
         own = slice(end, end := end + len(part.weight))
         if isinstance(part, Fp8Linear):
             assert factor_X1 is not None
             part.weight, part.weight_scale = numbers_XD[own], factor_X1[own]
-        else:
+        elif not is_done:
             wants = part.weight.requires_grad
             part.weight = nn.Parameter(numbers_XD[own], requires_grad=wants)
     return Weight(numbers_XD, None if factor_X1 is None else factor_X1[:, 0])
 
 
 def _cat(weights: list[Tensor]) -> Tensor:
-    """Concatenation, byte by byte where the type has no arithmetic."""
+    """Concatenation, byte by byte where the type has no arithmetic; a view of what lies joined."""
+    if _lie_joined(weights):
+        rows = sum(len(weight) for weight in weights)
+        return weights[0].detach().as_strided((rows, weights[0].shape[1]), weights[0].stride())
     if weights[0].dtype.itemsize > 1:
         return torch.cat(weights)
     return torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
+
+
+def _lie_joined(weights: list[Tensor]) -> bool:
+    """Whether each begins where the one before it ends, in the same memory."""
+    places = [(w.untyped_storage().data_ptr(), w.data_ptr(), w.nbytes) for w in weights]
+    is_whole = all(weight.is_contiguous() for weight in weights)
+    return is_whole and all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(places))

@@ -80,9 +80,4 @@ def _is_plain(part: SelfConditioning) -> bool:
 @torch.inference_mode(False)
 def _joined(part: SelfConditioning) -> Weight:
     """Both weights in one; where they were joined before, for another capture, as they lie."""
-    gate_ID, up_ID = part.gate_proj.weight, part.up_proj.weight
-    both = (len(gate_ID) + len(up_ID), gate_ID.shape[1])
-    is_one = gate_ID.untyped_storage().data_ptr() == up_ID.untyped_storage().data_ptr()
-    if is_one and up_ID.data_ptr() == gate_ID.data_ptr() + gate_ID.nbytes:
-        return Weight(gate_ID.detach().as_strided(both, gate_ID.stride()))
     return join_weights([part.gate_proj, part.up_proj])

@@ -119,6 +119,8 @@ def _fill_parts(
     stored, done = source.tensors.stored, 0
     total = sum(stored[name].num_bytes for name in text)
     for number, names in _parts(text).items():
+        if number is None:
+            _give_back(source.device)
         taken = _put_packed(model, number, names, source)
         weights = {}
         for name, parameter in names.items():
@@ -133,10 +135,15 @@ def _fill_parts(
             shrink_table(model, source.form)
         else:
             shrink(cast(Layer, model.layers[number]), source.form)
-    if torch.device(source.device).type == "cuda":
-        torch.cuda.empty_cache()  # what the sources of layers have left behind
+    _give_back(source.device)
     assert not any(weight.is_meta for weight in (*model.parameters(), *model.buffers()))
     return model
+
+
+def _give_back(device: torch.device | str) -> None:
+    """What the sources of layers have left behind; the token table does not fit into it."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _parts(text: Mapping[str, str]) -> dict[int | None, dict[str, str]]:

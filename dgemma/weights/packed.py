@@ -28,6 +28,7 @@ from dgemma.ops.fp8 import E4M3
 from dgemma.ops.nvfp4 import Packed
 from dgemma.ops.nvfp4_order import DEPTH, fits
 from dgemma.ops.quantized import Quantized
+from dgemma.stack import can_join, join_layer
 from dgemma.weights.cpu_int8 import Int8Table, swap_int8
 from dgemma.weights.fp8 import Fp8Experts
 from dgemma.weights.layouts import ONE_EXPERT, PARTS, STACKED, SchemeName
@@ -111,6 +112,8 @@ def shrink(layer: Layer, form: Form) -> None:
         for name in names.split():
             if type(source := getattr(part, name)) is nn.Linear:
                 setattr(part, name, Fp8Linear.of(source))
+    if can_join(layer):
+        join_layer(layer)
 
 
 def shrink_model(model: Gemma, form: Form) -> Gemma:

@@ -41,7 +41,10 @@ def random_model(
     parts: dict[int | None, dict[str, Tensor]] = {}
     for name, weight in model.state_dict().items():
         parts.setdefault(layer_of(name), {})[name] = weight
+    parts[None] = parts.pop(None)  # the token table comes last: by then no layer is whole
     for number, shapes in parts.items():
+        if number is None and torch.device(device).type == "cuda":
+            torch.cuda.empty_cache()  # what layers were made from
         weights = {}
         for name, weight in shapes.items():
             generator = torch.Generator(device).manual_seed(name_seed(seed, name))

@@ -60,6 +60,19 @@ def test_a_dense_part_in_8_bits_changes_the_model_a_little_and_runs_in_the_joine
     torch.testing.assert_close(denoised(of), plain, atol=2e-3, rtol=2e-3)
 
 
+def test_a_layer_is_joined_when_it_is_made_and_not_again() -> None:
+    of = shrink_model(small.model(), Form(dense="fp8"))
+    parts = [of.layers[0].self_attn.k_proj, of.layers[0].mlp.up_proj]
+    places = [(part.weight.data_ptr(), part.weight_scale.data_ptr()) for part in parts]
+    first, second = Stack(of).layers[0], Stack(of).layers[0]
+    assert places == [(part.weight.data_ptr(), part.weight_scale.data_ptr()) for part in parts]
+    assert first.qkv.numbers_OI.data_ptr() == second.qkv.numbers_OI.data_ptr()
+    keys = slice(64, 96)
+    assert torch.equal(first.qkv.numbers_OI[keys].float(), parts[0].weight.float())
+    assert first.qkv.factor_O is not None
+    assert torch.equal(first.qkv.factor_O[keys], parts[0].weight_scale[:, 0])
+
+
 def test_every_mix_of_kinds_can_be_joined_but_not_within_one_product() -> None:
     assert can_fuse(shrink_model(small.model(), FORMS["fp8"]))
     assert can_fuse(shrink_model(small.model(), Form(experts="fp8")))

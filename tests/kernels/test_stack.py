@@ -1,9 +1,13 @@
 """The joined stack and the step on fixed memory, without kernels: the wiring, and nothing else."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+from torch import Tensor
 
 from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.canvas import NO_PINS, Pins
@@ -15,7 +19,7 @@ from dgemma.model import Gemma
 from dgemma.ops.fp8 import LARGEST, quantize
 from dgemma.ops.linear import can_pack
 from dgemma.sampler import Confidence, EntropyBound, Rule, Sampler
-from dgemma.stack import Places, Stack, can_fuse
+from dgemma.stack import ByContext, Places, Stack, can_fuse
 from dgemma.weights.fp8 import Fp8Experts
 from dgemma.weights.pack import pack
 from dgemma.weights.packed import Form, shrink_model
@@ -45,6 +49,42 @@ def test_joined_weights_are_stored_once_and_keep_their_names() -> None:
     assert first.attention.q_proj.weight.data_ptr() == first.qkv.numbers_OI.data_ptr()
     assert len(first.qkv.numbers_OI) == 64 + 32 + 32
     assert len(stack.layers[1].qkv.numbers_OI) == 128 + 32  # a full layer has no values of its own
+
+
+def test_weights_that_lie_joined_stay_where_they_are() -> None:
+    of = small.model()
+    Stack(of)
+    places = {name: weight.data_ptr() for name, weight in of.named_parameters()}
+    joined = Stack(of).layers[0].dense.numbers_OI
+    assert places == {name: weight.data_ptr() for name, weight in of.named_parameters()}
+    both = [of.layers[0].mlp.gate_proj.weight, of.layers[0].mlp.up_proj.weight]
+    assert torch.equal(joined, torch.cat(both))
+
+
+def test_what_a_layer_made_is_gone_when_the_next_begins() -> None:
+    of = small.model()
+    stack, made = Stack(of), []
+
+    def watched(choices: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def choose(*given: Any) -> Tensor:
+            out_AD = choices(*given)
+            made.append(ref(out_AD))
+            return out_AD
+
+        return choose
+
+    stack.layers = [replace(layer, choices=watched(layer.choices)) for layer in stack.layers]
+    context = Pass([Span(small.cache(of, 11), 5, commit=True)])
+    by_context = ByContext(context, stack.eps)
+
+    def attend(*given: Any) -> Tensor:
+        assert not any(out() is not None for out in made)
+        return by_context(*given)
+
+    x_TD = torch.randn(5, SMALL.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        stack.run(x_TD, of.turns(context.positions_T), attend)
+    assert len(made) == len(stack.layers)
 
 
 def test_a_runner_leaves_training_and_other_contexts_alone() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from dgemma.config import FULL, SLIDING, load_config
+from dgemma.model import Layer
+from dgemma.weights import random
 from dgemma.weights.random import count_parameters, random_model, short_count
 from tests.weights.sample import CONFIG, SHARED, SIBLING, our_logits, some_ids
 
@@ -14,6 +16,23 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     first, second = random_model(CONFIG, 5), random_model(CONFIG, 5)
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, second.state_dict()[name])
+
+
+def test_the_token_table_comes_last() -> None:
+    made = []
+
+    def look(layer: Layer) -> None:
+        made.append(layer)
+        assert not any(weight.is_meta for weight in layer.parameters())
+
+    with pytest.MonkeyPatch.context() as patch:
+        names: list[str] = []
+        patch.setattr(random, "name_seed", lambda seed, name: names.append(name) or seed)
+        random_model(CONFIG, 5, on_layer=look)
+    assert len(made) == CONFIG.num_hidden_layers
+    assert names.index("embed_tokens.weight") > max(
+        place for place, name in enumerate(names) if name.startswith("layers.")
+    )
 
 
 def test_every_seed_and_every_name_draws_its_own_weights() -> None:
