@@ -1,6 +1,7 @@
 """Work that is captured when it is first wanted, and replayed from then on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,23 +56,44 @@ class Graphs:
         self.captured[name].replay()
 
     def _capture(self, work: Callable[[], None], kept: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+        torch.cuda.empty_cache()  # what was launched piece by piece has left memory behind
         before = [tensor.cpu() if tensor.nbytes > LARGE else tensor.clone() for tensor in kept]
+        pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
         stream = capture_stream(torch.cuda.current_device())
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+        with _warmed(pool, stream, work):
+            for tensor, value in zip(kept, before, strict=True):
+                tensor.copy_(value)
+            del before
+            torch.cuda.empty_cache()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as a server's, may go on.
+            mode = "thread_local"
+            capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode)
+            # A capture that cannot be ended would leave its stream the current one.
+            with torch.cuda.stream(stream), capture:
                 work()
+        return graph
+
+
+@contextmanager
+def _warmed(pool: Pool, stream: torch.cuda.Stream, work: Callable[[], None]) -> Iterator[None]:
+    """Do work a few times before it is captured.
+
+    It is done in the captures' own memory, which the capture then finds there: else as much again
+    would be needed. A pool that no graph uses yet lasts until this ends.
+    """
+    device = stream.device_index
+    stream.wait_stream(torch.cuda.current_stream())
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    try:
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    work()
+        finally:
+            torch._C._cuda_endAllocateToPool(device, pool)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        for tensor, value in zip(kept, before, strict=True):
-            tensor.copy_(value)
-        del before
-        torch.cuda.empty_cache()  # the capture brings memory of its own
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a server's, may go on.
-        mode = "thread_local"
-        capture = torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode=mode)
-        # A capture that cannot be ended would leave its stream the current one.
-        with torch.cuda.stream(stream), capture:
-            work()
-        return graph
+        yield
+    finally:
+        torch._C._cuda_releasePool(device, pool)
