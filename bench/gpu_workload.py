@@ -165,7 +165,9 @@ def rate(runs: Sequence[Timed]) -> float:
 
 
 def diffusion_facts(work: Workload, runs: int) -> dict[str, object]:
-    first, timed = work.diffusion(), [work.diffusion() for _ in range(runs)]
+    first = work.diffusion()
+    held = held_facts(work.engine.device, "first run")
+    timed = [work.diffusion() for _ in range(runs)]
     rates = [run.tokens / run.seconds for run in timed]
     return {
         "tokens_per_s": rate(timed),
@@ -176,6 +178,7 @@ def diffusion_facts(work: Workload, runs: int) -> dict[str, object]:
         "tokens": timed[-1].tokens,
         "steps": timed[-1].steps,
         "first_run_s": first.seconds,
+        **held,
     }
 
 
@@ -200,24 +203,42 @@ def memory_facts(device: torch.device) -> dict[str, object]:
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
+    used, reserved = total - free, torch.cuda.memory_reserved(device)
+    peak = torch.cuda.max_memory_reserved(device)
     return {
         "peak_allocated_gb": torch.cuda.max_memory_allocated(device) / 1e9,
-        "peak_reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
-        "used_gb": (total - free) / 1e9,
+        "peak_reserved_gb": peak / 1e9,
+        "peak_used_gb": (used - reserved + peak) / 1e9,
+        "used_gb": used / 1e9,
+        "beside_torch_gb": (used - reserved) / 1e9,
         "allocated_gb": torch.cuda.memory_allocated(device) / 1e9,
-        "reserved_gb": torch.cuda.memory_reserved(device) / 1e9,
+        "reserved_gb": reserved / 1e9,
         "pools_gb": pools(),
     }
 
 
+def held_facts(device: torch.device, when: str) -> dict[str, object]:
+    """Memory that tensors have and that torch holds, now; the most it held until now."""
+    if device.type != "cuda":
+        return {}
+    held = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_reserved)
+    return {f"{when}: allocated, reserved, most_gb": [of(device) / 1e9 for of in held]}
+
+
 def pools() -> dict[str, tuple[float, float]]:
-    """Reserved and in use, of the ordinary memory and of that which captures share."""
+    """Reserved and in use, of the ordinary memory and of that which captures share, by stream.
+
+    Ordinary memory is (0, 0). Streams do not share what they leave free.
+    """
     found: dict[str, list[int]] = {}
+    streams: dict[int, int] = {0: 0}  # numbered as they come
     for segment in torch.cuda.memory_snapshot():
-        held = found.setdefault(str(segment["segment_pool_id"]), [0, 0])
+        stream = streams.setdefault(segment["stream"], len(streams))
+        name = f"{segment['segment_pool_id']} {segment['segment_type']} stream {stream}"
+        held = found.setdefault(name, [0, 0])
         held[0] += segment["total_size"]
         held[1] += segment["active_size"]
-    return {name: (held / 1e9, used / 1e9) for name, (held, used) in found.items()}
+    return {name: (held / 1e9, used / 1e9) for name, (held, used) in sorted(found.items())}
 
 
 def config_of(arguments: argparse.Namespace) -> ModelConfig:
@@ -231,6 +252,7 @@ def build(arguments: argparse.Namespace) -> tuple[Engine, dict[str, object]]:
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
     model = model_of(arguments, device, dtype)
+    built = held_facts(device, "built")
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -251,6 +273,8 @@ def build(arguments: argparse.Namespace) -> tuple[Engine, dict[str, object]]:
         "kernels": {name: name in decided(engine.device) for name in FAMILIES},
         "captured": engine.fast is not None,
         "engine_s": time.perf_counter() - begin,
+        **built,
+        **held_facts(device, "ready"),
     }
     return engine, facts
 
