@@ -2,6 +2,7 @@
 
     python bench/host.py [--steps 16] [--tokens 1024] [--json FILE]
     python bench/host.py --start [--quant none|fp8|nvfp4]     # on a GPU: the parts of a start
+    python bench/host.py --start --cold [--one-by-one]        # with all kernels compiled anew
 
 An engine with captured passes answers a prompt, but the passes themselves are left out: what
 remains is all that a GPU waits for. A launch is an operation that would start work on a device;
@@ -12,10 +13,11 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,11 +232,19 @@ class Timer:
         knobs.compilation.listener = heard
 
 
-def start(quant: str) -> dict[str, float]:
+@contextmanager
+def empty_caches() -> Iterator[None]:
+    """Nothing is found of earlier starts, for the rest of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": folder}
+        yield
+
+
+def start(quant: str, *, one_by_one: bool) -> dict[str, float]:
     """Seconds of the parts of an engine's start, and of its first answers.
 
-    For a cold start set TRITON_CACHE_DIR and XDG_CACHE_HOME to empty folders; the second run with
-    the same folders is a warm one.
+    A warm start, unless the folders TRITON_CACHE_DIR and XDG_CACHE_HOME are empty. Compiling is the
+    sum over all threads.
     """
     import gpu_workload
 
@@ -250,6 +260,8 @@ def start(quant: str) -> dict[str, float]:
         setattr(check, name, timer.of(f"check{name.removesuffix('_off')}", getattr(check, name)))
     make = capture.Graphs._capture
     capture.Graphs._capture = timer.of("captures", make)  # type: ignore[method-assign]
+    rehearse = (lambda *_: 0) if one_by_one else steppers.rehearse
+    steppers.rehearse = timer.of("compiled beforehand", rehearse)  # type: ignore[assignment]
     engine = timer.of("engine, all", gpu_workload.engine_of)(model, arguments)
     compiled = len(timer.compiled)
     work = gpu_workload.Workload(engine, arguments)
@@ -265,11 +277,14 @@ def main(given: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--start", action="store_true")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--quant", choices=["none", "fp8", "nvfp4"], default="none")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(given)
     if arguments.start:
-        found = start(arguments.quant)
+        with empty_caches() if arguments.cold else nullcontext():
+            found = start(arguments.quant, one_by_one=arguments.one_by_one)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         tokenizer = plain_tokenizer(VOCAB)

@@ -10,7 +10,7 @@ logits_V = fast.tell(token, cache)        # None: likewise
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 from weakref import ref
@@ -24,6 +24,7 @@ from dgemma.graph.capture import new_pool
 from dgemma.graph.check import DeviceFault, Verdicts, check
 from dgemma.graph.memory import Shape
 from dgemma.graph.record import FORM, facts, recall, remember
+from dgemma.graph.rehearsal import rehearse
 from dgemma.graph.step import Stepper
 from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
@@ -181,6 +182,8 @@ def judge(model: Gemma, stack: Stack) -> Verdicts:
     if all(family in known for family in FAMILIES):
         return known
     try:
+        if not known and weight.device.type == "cuda":
+            _compile_beforehand(model, stack, of)
         verdicts = check(model, stack, known)
     except torch.cuda.OutOfMemoryError:
         return dict.fromkeys(FAMILIES, "there was no memory to check it with")
@@ -189,6 +192,26 @@ def judge(model: Gemma, stack: Stack) -> Verdicts:
         raise
     remember(of, verdicts)
     return verdicts
+
+
+def _compile_beforehand(model: Gemma, stack: Stack, of: Mapping[str, str]) -> None:
+    """At the first start of all. Noted before it begins: whatever comes of it, there is no second.
+
+    Where it fails, kernels are compiled one by one as they are launched.
+    """
+    begun = {**of, "compiled beforehand": "begun"}
+    if recall(begun) is not None:
+        return
+    remember(begun, {})
+    try:
+        rehearse(model, stack, PROMPTS)
+        torch.cuda.empty_cache()
+    except Exception as error:
+        logger.debug("kernels are not compiled beforehand: %s", error)
+    try:
+        torch.cuda.synchronize(model.embed_tokens.weight.device)
+    except RuntimeError as error:
+        raise DeviceFault({}, str(error).partition("\n")[0]) from error
 
 
 def _form(model: Gemma) -> str:
