@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from dgemma.cache import Pass
 from dgemma.model import Attention, Context, Gemma, Layer, Turns
-from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product
+from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product, streamed
 from dgemma.ops.fast import is_on
 from dgemma.ops.fp8 import quantize
 from dgemma.ops.fused import (
@@ -34,6 +34,7 @@ from dgemma.ops.fused import (
     routed,
 )
 from dgemma.ops.kernels import cuts
+from dgemma.ops.kernels.ways import ways
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.quantized import Quantized
 from dgemma.ops.rope import rotate
@@ -64,6 +65,7 @@ class Fused:
     router: RouterWeights
     choices: Callable[..., Tensor]  # of the experts
     reads_8: Callable[[Tensor], bool]  # whether they take such rows in 8 bits
+    streams: Callable[[], tuple[Any, Any]] | None  # their weights, where they can be streamed past
     joining: JoinWeights
     closing: CloseWeights
 
@@ -108,10 +110,13 @@ class Stack:
         places = Places.of(context)
         return None if places is None else self.run(x_TD, turns, ByTable(places, self))
 
-    def run(self, x_TD: Tensor, turns: Turns, attend: "Attend") -> Tensor:
-        """All layers, and the last norm."""
+    def run(
+        self, x_TD: Tensor, turns: Turns, attend: "Attend", normed_TD: Tensor | None = None
+    ) -> Tensor:
+        """All layers, and the last norm. `normed_TD`: what the first layer reads, if at hand."""
         few = is_few(x_TD)
-        normed_TD = rms_norm(x_TD, self.first_D, self.eps)
+        if normed_TD is None:
+            normed_TD = rms_norm(x_TD, self.first_D, self.eps)
         is_8 = not few and self.layers[0].qkv.is_8
         normed: Rows = quantize(normed_TD) if is_8 else normed_TD
         del normed_TD
@@ -134,15 +139,7 @@ class Stack:
         attended = product(heads_TX, layer.out, dtype, cuts.OUT)
         joined, found = self._read(layer, x_TD, attended, few)
         del attended
-        try:
-            with self._beside(x_TD):
-                hidden = gated_product(joined.dense_TD, layer.dense, dtype)
-                dense = product(hidden, layer.down, dtype, cuts.DOWN)
-            found = routed(joined.router_TD, layer.router) if found is None else found
-            out_AD = _choices(layer, joined.expert_TD, found, dtype)
-        finally:  # a capture that is not joined cannot be ended, and torch never gets over it
-            self._join(x_TD)
-        mixed = (out_AD, found.share_TK)
+        dense, mixed = self._parts(layer, joined, found, dtype)
         return close(joined.x_TD, dense, mixed, layer.closing, self.eps, eight=eight)
 
     def _read(
@@ -153,6 +150,25 @@ class Stack:
             return join_few(x_TD, attended, layer.joining, layer.router, self.eps)
         how = {"eight": layer.dense.is_8, "experts_eight": layer.reads_8(x_TD)}
         return join(x_TD, attended, layer.joining, self.eps, **how), None
+
+    def _parts(
+        self, layer: Fused, joined: Joined, found: Routed | None, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What the dense part gives, and the experts with their shares."""
+        if found is not None and layer.streams is not None and ways().joint:
+            rows, dense = (joined.dense_TD, joined.expert_TD), (layer.dense, layer.down)
+            both = streamed(rows, found.ids_TK, dense, layer.streams())
+            if both is not None:
+                return both[0], (both[1], found.share_TK)
+        try:
+            with self._beside(joined.x_TD):
+                hidden = gated_product(joined.dense_TD, layer.dense, dtype)
+                dense_TD = product(hidden, layer.down, dtype, cuts.DOWN)
+            found = routed(joined.router_TD, layer.router) if found is None else found
+            out_AD = _choices(layer, joined.expert_TD, found, dtype)
+        finally:  # a capture that is not joined cannot be ended, and torch never gets over it
+            self._join(joined.x_TD)
+        return dense_TD, (out_AD, found.share_TK)
 
     @contextmanager
     def _beside(self, x_TD: Tensor) -> Iterator[None]:
@@ -210,6 +226,7 @@ class ByTable:
     def __call__(self, layer: Fused, qkv_TX: Tensor, turns: Turns) -> Tensor:
         from dgemma.ops.kernels import attention as kernels
         from dgemma.ops.kernels.heads import heads
+        from dgemma.ops.kernels.launch import can_fetch
 
         places, part = self.places, layer.attention
         shape = _heads(layer, self.stack.config.num_attention_heads)
@@ -220,7 +237,8 @@ class ByTable:
             place_6 = places.table_IX6[index, layer.index]
             q_LNH = heads(qkv_TX[own], shape, (cos_TP[own], sin_TP[own]), place_6, self.stack.eps)
             window = (part.shape.window or 0) if places.is_causal[index] else None
-            outs.append(kernels.attention(q_LNH, place_6, shape.keys, window))
+            coming = layer.out.numbers_OI if count == 1 and can_fetch() else None
+            outs.append(kernels.attention(q_LNH, place_6, shape.keys, window, coming=coming))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
 
@@ -278,6 +296,7 @@ def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
         router=RouterWeights(router.proj.weight, router.per_expert_scale, router.top_k),
         choices=layer.experts.choices,
         reads_8=layer.experts.reads_8,
+        streams=getattr(layer.experts, "streams", None),
         joining=JoinWeights(
             layer.post_attention_layernorm.weight,
             layer.pre_feedforward_layernorm.weight,

@@ -5,7 +5,7 @@ the device commits them and, for single tokens, leaves the logits of what comes 
 than a commit is for are followed by others, whose keys lie behind the row's end and are forgotten:
 nothing that is kept sees them.
 
-T tokens of a commit, D width, V vocabulary, X layers.
+T tokens of a commit, D width, V vocabulary, X layers, F pairs that turn, of all kinds of layers.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from dgemma.cache import KVCache, Pass, Span
 from dgemma.graph.capture import Graphs, Pool
-from dgemma.model import Gemma
+from dgemma.model import Gemma, Turns
 from dgemma.ops.dense import head_logits
 from dgemma.ops.fast import has_all
+from dgemma.ops.kernels.ways import ways
+from dgemma.ops.rope import frequencies_by_kind
 from dgemma.stack import ByTable, Places, Stack
 
 
@@ -73,10 +75,15 @@ class Committer:
             self.copied.record()
 
     def _work(self) -> None:
-        model, (table, start_1, tokens_T) = self.model, self._parts()
-        turns = model.turns(start_1 + self.offsets_T)
+        table, start_1, tokens_T = self._parts()
         attend = ByTable(Places([self.count], [True], table.view(1, -1, 6)), self.stack)
-        self._read(self.stack.run(model.embed(tokens_T), turns, attend))
+        x_TD, turns, normed_TD = self._enter(start_1, tokens_T)
+        self._read(self.stack.run(x_TD, turns, attend, normed_TD))
+
+    def _enter(self, start_1: Tensor, tokens_T: Tensor) -> tuple[Tensor, Turns, Tensor | None]:
+        """Vectors, turns, and the vectors as the first layer reads them, if they are at hand."""
+        model = self.model
+        return model.embed(tokens_T), model.turns(start_1 + self.offsets_T), None
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Places, first position and tokens, in the memory that was given."""
@@ -96,6 +103,8 @@ class Teller(Committer):
         vocab = model.config.vocab_size
         self.logits_1V = torch.zeros(1, vocab, dtype=torch.float32, device=self.device)
         self.kept = [*self.kept, self.logits_1V]
+        self.pairs = frequencies_by_kind(model.config, self.device)
+        self.frequency_F = torch.cat(list(self.pairs.values()))
 
     def tell(self, token: int, cache: KVCache) -> Tensor | None:
         """Commit a token; the logits behind it, [V], until the next call.
@@ -103,6 +112,19 @@ class Teller(Committer):
         None, and nothing is committed, if the row's keys lie in more places than can be read.
         """
         return self.logits_1V[0] if self.commit([token], cache) else None
+
+    def _enter(self, start_1: Tensor, tokens_T: Tensor) -> tuple[Tensor, Turns, Tensor | None]:
+        if not ways().entrance:
+            return super()._enter(start_1, tokens_T)
+        from dgemma.ops.kernels.enter import Table
+        from dgemma.ops.kernels.enter_1 import enter
+
+        tokens, stack = self.model.embed_tokens, self.stack
+        table, norm = Table(tokens.weight, tokens.scale), (stack.first_D, stack.eps)
+        x_1D, normed_1D, *turns = enter(tokens_T, start_1, table, norm, self.frequency_F)
+        sizes = [len(pairs) for pairs in self.pairs.values()]
+        cos, sin = (torch.split(part_F[None], sizes, dim=1) for part_F in turns)
+        return x_1D, dict(zip(self.pairs, zip(cos, sin, strict=True), strict=True)), normed_1D
 
     def _read(self, hidden_TD: Tensor) -> None:
         if not has_all(self.device):

@@ -31,14 +31,19 @@ def turns(positions_T: Tensor, frequencies_P: Tensor) -> tuple[Tensor, Tensor]:
     return angles_TP.cos(), angles_TP.sin()
 
 
+def frequencies_by_kind(config: ModelConfig, device: torch.device) -> dict[str, Tensor]:
+    """The frequencies of each kind of layer."""
+    kinds = config.layer_types
+    return {
+        kind: frequencies(config.attention(kinds.index(kind)), device)
+        for kind in dict.fromkeys(kinds)
+    }
+
+
 def turns_by_kind(config: ModelConfig, positions_T: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """The turns of each kind of layer."""
-    kinds = config.layer_types
-    shapes = {kind: config.attention(kinds.index(kind)) for kind in set(kinds)}
-    return {
-        kind: turns(positions_T, frequencies(shape, positions_T.device))
-        for kind, shape in shapes.items()
-    }
+    found = frequencies_by_kind(config, positions_T.device)
+    return {kind: turns(positions_T, frequencies_P) for kind, frequencies_P in found.items()}
 
 
 def rotate(x_TNH: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:

@@ -35,9 +35,18 @@ SPILLED = 256  # bytes of a thread's registers that may go to memory
 HALF, FLOAT, INT, LONG, DOUBLE = "*bf16", "*fp32", "*i32", "*i64", "*fp64"
 EIGHT = "*fp8e4nv"
 WIDTH, INNER, EXPERTS, TOP_K = 2816, 704, 128, 8
+FETCHED = 4096 * WIDTH * 2  # bytes of what comes behind attention
 # What may not come before the wait of a kernel that is launched early, nor loads, but of weights.
 NOT_YET = ("st.global", "atom.", "red.global", "cp.async", "bra", "ret;")
-READ_WEIGHTS = (heads._heads, dense_8._product, vector._product, vector._join)
+# These read what never changes, or was written before the kernel that they wait for.
+READ_WEIGHTS = (
+    heads._heads,
+    dense_8._product,
+    vector._product,
+    vector._join,
+    layer._close,
+    router._choose,
+)
 Types = dict[str, str]
 
 
@@ -86,7 +95,7 @@ def expert_cases() -> list[Case]:
 
 def attention_cases() -> list[Case]:
     types = {"q_LNH": HALF, "place_6": LONG, "out_PLNH": FLOAT, "log_PLN": FLOAT, "length": "i32"}
-    types["parts"] = "i32"
+    types |= {"coming": HALF, "parts": "i32"}
     found = []
     # Each width and each kind once, and a single token: what takes long here is these.
     for length, keys, width, is_causal in (
@@ -105,12 +114,17 @@ def attention_cases() -> list[Case]:
             "BN": form.keys,
             "SLICES": form.slices,
             "EDGES": form.edges,
+            "FETCH": FETCHED if length == 1 else 0,
+            "PIECE": FETCHED // (128 * 32 * form.warps),
+            "THREADS": 32 * form.warps,
+            "EARLY": length == 1,
         }
         name = f"attention {length} {width}{' causal' if is_causal else ''}"
         case = Case(name, attention._attend, types, constants, form.warps, form.stages)
         found.append(case)
     parts = {"out_PLNH": FLOAT, "log_PLN": FLOAT, "out_LNH": HALF}
-    many, few = {"H": 512, "ROWS": 4, "PARTS": 4}, {"H": 512, "BLOCK": 128, "PARTS": 66, "P": 128}
+    many = {"H": 512, "ROWS": 4, "PARTS": 4}
+    few = {"H": 512, "BLOCK": 128, "PARTS": 66, "P": 128, "EARLY": True}
     wide = {"N": 16, "M": 2, "H": 512, "CAUSAL": True, "WINDOW": 0, "BM": 64, "BN": 64}
     found.append(Case("wide attention", wide_attention._attend, types, wide, 8))
     found.append(Case("merge parts", attention._merge, parts | {"rows": "i32"}, many))
@@ -119,8 +133,9 @@ def attention_cases() -> list[Case]:
 
 def layer_cases() -> list[Case]:
     wide = {"D": WIDTH, "K": TOP_K, "BLOCK": 4096, "HAS_WEIGHT": True}
-    late = {"EIGHT": False, "EXPERTS_EIGHT": False, "PARTS": 1, "EARLY": False}
-    soon = {"EIGHT": True, "EXPERTS_EIGHT": True, "PARTS": 3, "EARLY": True}
+    late = {"EIGHT": False, "EXPERTS_EIGHT": False, "PARTS": 1, "EARLY": False, "AHEAD": False}
+    soon = {"EIGHT": True, "EXPERTS_EIGHT": True, "PARTS": 3, "EARLY": True, "AHEAD": False}
+    one = {**wide, **late, "PARTS": 3, "AHEAD": True, "EARLY": True}
     halves = "x_TD attended_TD post_D dense_D expert_D router_D out_TD dense_TD expert_TD router_TD"
     join = {**dict.fromkeys(halves.split(), HALF), "eps": "fp32"}
     join |= {"dense_T": FLOAT, "expert_T": FLOAT}
@@ -136,6 +151,7 @@ def layer_cases() -> list[Case]:
         Case("join", layer._join, join, {**wide, **late}, 8),
         Case("join 8", layer._join, join_8, {**wide, **soon}, 8),
         Case("close", layer._close, close, {**wide, **late}, 8),
+        Case("close one", layer._close, {**close, "dense_TD": FLOAT}, one, 8),
         Case("close 8", layer._close, close_8, {**wide, **soon}, 8),
         Case("gated", layer._gated, gated, {"I": 2112, "BLOCK": 1024, **late}),
         Case(
@@ -187,9 +203,12 @@ def router_cases() -> list[Case]:
     choose = {"part_STE": FLOAT, "scale_E": HALF, "ids_TK": INT, "share_TK": FLOAT, "rows": "i32"}
     choose |= {"choice_ES": INT, "count_E": INT}
     chosen = {"S": 22, "SS": 32, "E": EXPERTS, "BLOCK": EXPERTS, "K": TOP_K, "KS": TOP_K}
+    chosen |= {"FILL": True, "RANKS": False, "EARLY": True}
+    ranked = {**chosen, "S": 1, "SS": 1, "FILL": False, "RANKS": True}
     return [
         Case("router parts", router._parts, parts, sizes, form.warps, form.stages),
-        Case("router choice", router._choose, choose, {**chosen, "FILL": True, "EARLY": True}, 1),
+        Case("router choice", router._choose, choose, chosen, 1),
+        Case("router ranks", router._choose, choose, ranked, 8),
     ]
 
 
@@ -212,7 +231,7 @@ def vector_cases() -> list[Case]:
         found.append(Case(f"vector {name}", vector._product, types, constants, form.warps))
     halves = "x_TD attended_TD post_D dense_D expert_D router_D router_ED out_TD dense_TD expert_TD"
     join = {**dict.fromkeys(halves.split(), HALF), "part_TE": FLOAT, "eps": "fp32"}
-    sizes = {"D": WIDTH, "E": EXPERTS, "BN": 4, "BLOCK": 4096, "EARLY": True}
+    sizes = {"D": WIDTH, "E": EXPERTS, "BN": 4, "BLOCK": 4096, "AHEAD": True, "EARLY": True}
     return [*found, Case("vector join", vector._join, join, sizes)]
 
 
@@ -241,6 +260,7 @@ def told(case: Case, made: Any) -> str:
     assert spilled <= SPILLED, f"{case.name}: {spilled} bytes spilled"
     if "EARLY" in case.kernel.arg_names and case.constants["EARLY"]:
         before, *waits = made.asm["ptx"].split("griddepcontrol.wait")
+        before = before.replace("cp.async.bulk.prefetch", "")  # changes nothing
         wrong = NOT_YET if case.kernel in READ_WEIGHTS else (*NOT_YET, "ld.global")
         assert waits, f"{case.name}: launched early, it never waits"
         assert not any(word in before for word in wrong), f"{case.name}: does not wait"

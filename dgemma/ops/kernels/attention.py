@@ -17,15 +17,19 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from math import prod
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.ops.kernels.launch import PROCESSORS
+from dgemma.ops.kernels.launch import PROCESSORS, after, early, fetch, not_early
+from dgemma.ops.kernels.ways import ways
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+FETCHED = 24 << 20  # bytes at most that are asked for beside attention: half of the second cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +72,17 @@ def _has_wide() -> bool:
 
 
 def attention(
-    q_LNH: Tensor, place_6: Tensor, kv_heads: int, window: int | None, form: Cut | None = None
+    q_LNH: Tensor,
+    place_6: Tensor,
+    kv_heads: int,
+    window: int | None,
+    form: Cut | None = None,
+    coming: Tensor | None = None,
 ) -> Tensor:
     """Attention with scale 1. Without a window every query sees all keys that `place_6` names.
 
     With one (0: no limit) a query sees its own key and the `window - 1` before it: the causal mode.
+    `coming`: what the next kernel reads. A single token leaves the memory idle: it is asked for.
     """
     length, heads, width = q_LNH.shape
     form = form or cut(length * (heads // kv_heads), kv_heads, width)
@@ -83,7 +93,7 @@ def attention(
 
         wide_attention.attend(q_LNH, place_6, (out_PLNH, log_PLN), kv_heads, window)
     else:
-        _launch(q_LNH, place_6, (out_PLNH, log_PLN), (kv_heads, window), form)
+        _launch(q_LNH, place_6, (out_PLNH, log_PLN), (kv_heads, window), form, coming)
     if form.parts > 1:
         merge(out_PLNH, log_PLN, out_LNH)
     return out_LNH
@@ -95,14 +105,18 @@ def _launch(
     out: tuple[Tensor, Tensor],
     heads_and_window: tuple[int, int | None],
     form: Cut,
+    coming: Tensor | None,
 ) -> None:
     length, heads, width = q_LNH.shape
     kv_heads, window = heads_and_window
     programs = triton.cdiv(length * (heads // kv_heads), form.queries)
-    _attend[(programs, kv_heads * form.slices, form.parts)](
+    grid = (programs, kv_heads * form.slices, form.parts)
+    size = 0 if coming is None else min(FETCHED, coming.nbytes) // 16 * 16
+    _attend[grid](
         q_LNH,
         place_6,
         *out,
+        q_LNH if coming is None else coming,
         length,
         form.parts,
         N=heads,
@@ -114,9 +128,19 @@ def _launch(
         BN=form.keys,
         SLICES=form.slices,
         EDGES=form.edges,
+        FETCH=size,
+        # Of so many programs each thread asks for a piece of it.
+        PIECE=triton.cdiv(size, 16 * 32 * form.warps * prod(grid)) * 16,
+        THREADS=32 * form.warps,
         num_warps=form.warps,
         num_stages=form.stages,
+        **_early(length),
     )
+
+
+def _early(length: int) -> dict[str, Any]:
+    """A single token's kernels are launched early: they are short, and wait for little."""
+    return early() if length == 1 and ways().attention else not_early()
 
 
 def _parts(out_LNH: Tensor, form: Cut) -> tuple[Tensor, Tensor]:
@@ -142,7 +166,7 @@ def merge(out_PLNH: Tensor, log_PLN: Tensor, out_LNH: Tensor) -> None:
         # Few rows have many parts: a row is shared out, and its parts are read at once.
         block, many = min(width, 128), triton.next_power_of_2(parts)
         _merge_few[(rows, width // block)](
-            *given, H=width, BLOCK=block, PARTS=parts, P=many, num_warps=4
+            *given, H=width, BLOCK=block, PARTS=parts, P=many, num_warps=4, **_early(length)
         )
         return
     _merge[(triton.cdiv(rows, 4),)](*given, rows, H=width, ROWS=4, PARTS=parts, num_warps=4)
@@ -154,6 +178,7 @@ def _attend(
     place_6,
     out_PLNH,
     log_PLN,
+    coming,
     length,
     parts,
     N: tl.constexpr,
@@ -165,7 +190,16 @@ def _attend(
     BN: tl.constexpr,
     SLICES: tl.constexpr,
     EDGES: tl.constexpr,
+    FETCH: tl.constexpr,
+    PIECE: tl.constexpr,
+    THREADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if FETCH > 0:
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+        fetch(coming, program + programs * tl.program_id(2), FETCH, PIECE, THREADS)
+    after(EARLY)
     W: tl.constexpr = H // SLICES
     G: tl.constexpr = N // M
     kv = tl.program_id(1) // SLICES
@@ -302,7 +336,9 @@ def _merge_few(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     P: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     row, rows = tl.program_id(0), tl.num_programs(0)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, P)

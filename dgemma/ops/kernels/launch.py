@@ -4,7 +4,8 @@ A kernel that is launched so waits, by `after`, before it reads what an earlier 
 before it writes anything, since an earlier one may still read what is there; what never changes
 (weights) it may read before. Every program waits, also one with nothing to do. `after` also lets
 the next kernel come, which waits in its turn: since every such kernel waits for its predecessor's
-end, it waits for all before that.
+end, it waits for all before that. And it is not let in before its predecessor has waited: so what
+the kernel before the predecessor wrote can be read, though nothing be written, before `after`.
 Off until it is switched on; the interpreter and GPUs before Hopper do not have it.
 """
 
@@ -17,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dgemma.ops.kernels.ways import ways
+
 PROCESSORS = 132  # of an H100 or H200: so many programs at least are wanted
 _state = {"early": False}
 
@@ -25,6 +28,11 @@ def early() -> dict[str, Any]:
     """What a launch is given besides its arguments."""
     if _state["early"]:
         return {"EARLY": True, "launch_pdl": True}
+    return not_early()
+
+
+def not_early() -> dict[str, Any]:
+    """The same for a kernel that waits for all before it to end."""
     return {"EARLY": False}
 
 
@@ -56,9 +64,33 @@ def can_launch_early() -> bool:
     return has_calls and torch.cuda.get_device_capability() >= (9, 0)
 
 
+def can_fetch() -> bool:
+    """Whether `fetch` is wanted and there: GPUs that launch early have it."""
+    return _state["early"] and ways().fetch
+
+
 @triton.jit
 def after(EARLY: tl.constexpr):
     """What earlier kernels wrote can be read from here on, and what they read can be written."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(memory, program, BYTES: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr):
+    """Ask that memory come nearer, to the second cache; a piece by each thread, none waits for it.
+
+    Pieces are of a multiple of 16 bytes; past the end the last one is asked for again.
+    """
+    piece = (program * THREADS + tl.arange(0, THREADS)).to(tl.int64)
+    at = tl.minimum(piece * PIECE, BYTES - PIECE)
+    size = tl.full((THREADS,), PIECE, dtype=tl.int32)
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [memory.to(tl.int64) + at, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

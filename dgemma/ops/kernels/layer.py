@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dgemma.ops.kernels.launch import after, early
 from dgemma.ops.kernels.pieces import activate, factor_8, inverse_rms
+from dgemma.ops.kernels.ways import ways
 
 Rows = Tensor | tuple[Tensor, Tensor]  # as they are, or in 8 bits with their factors
 
@@ -110,6 +111,7 @@ def close(
         K=share_TK.shape[1],
         PARTS=_parts(dense_TD),
         EIGHT=eight,
+        AHEAD=len(x_TD) == 1 and ways().ahead,
         BLOCK=block,
         num_warps=_warps(block),
         **early(),
@@ -257,31 +259,51 @@ def _close(
     K: tl.constexpr,
     PARTS: tl.constexpr,
     EIGHT: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    after(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     is_in = d < D
     at = row * D + d
     kind: tl.constexpr = out_TD.dtype.element_ty
+    if AHEAD:
+        # Read one after the other below, each would have to come from memory all the way.
+        of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
+        of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
+        of_both = tl.load(both_D + d, mask=is_in, other=0.0)
+        of_next = tl.load(next_D + d, mask=is_in, other=0.0)
+        by = tl.load(scalar)
+    after(EARLY)
+    if AHEAD:
+        dense = _added(dense_TD, at, is_in, D, PARTS)
+        before = tl.load(x_TD + at, mask=is_in, other=0.0)
     mixed = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         y = tl.load(out_AD + (row * K + k) * D + d, mask=is_in, other=0.0)
         mixed += tl.load(share_TK + row * K + k) * y.to(tl.float32)
     mixed = mixed * inverse_rms(mixed, D, eps)
-    mixed = mixed * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
-    dense = _added(dense_TD, at, is_in, D, PARTS)
+    if not AHEAD:
+        of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
+        dense = _added(dense_TD, at, is_in, D, PARTS)
+    mixed = mixed * of_expert.to(tl.float32)
     dense = dense * inverse_rms(dense, D, eps)
-    both = mixed + dense * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
+    if not AHEAD:
+        of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
+    both = mixed + dense * of_dense.to(tl.float32)
     both = both * inverse_rms(both, D, eps)
-    both = both * tl.load(both_D + d, mask=is_in, other=0.0).to(tl.float32)
-    x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
-    x = ((x + both) * tl.load(scalar).to(tl.float32)).to(kind)
+    if not AHEAD:
+        of_both = tl.load(both_D + d, mask=is_in, other=0.0)
+        before = tl.load(x_TD + at, mask=is_in, other=0.0)
+        by = tl.load(scalar)
+    both = both * of_both.to(tl.float32)
+    x = ((before.to(tl.float32) + both) * by.to(tl.float32)).to(kind)
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
-    x = x * inverse_rms(x, D, eps) * tl.load(next_D + d, mask=is_in, other=0.0).to(tl.float32)
+    if not AHEAD:
+        of_next = tl.load(next_D + d, mask=is_in, other=0.0)
+    x = x * inverse_rms(x, D, eps) * of_next.to(tl.float32)
     _store(next_TD, factor_T, row, at, x, is_in, EIGHT)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dgemma.ops.kernels.experts import Buckets
 from dgemma.ops.kernels.launch import PROCESSORS, after, early
+from dgemma.ops.kernels.ways import ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ def choose(
     if found.count_E is not None:
         choice_ES = torch.empty(num_experts, rows, dtype=torch.int32, device=device)
         into = Buckets(choice_ES, found.count_E)
+    is_ranked = rows == 1 and into is None and ways().ranks
     _choose[(rows,)](
         found.part_STE,
         scale_E,
@@ -103,10 +105,11 @@ def choose(
         E=num_experts,
         K=top_k,
         FILL=into is not None,
+        RANKS=is_ranked,
         SS=triton.next_power_of_2(count),
         BLOCK=triton.next_power_of_2(num_experts),
         KS=triton.next_power_of_2(top_k),
-        num_warps=warps,
+        num_warps=8 if is_ranked else warps,
         **early(),
     )
     return ids_TK, share_TK, into
@@ -160,15 +163,18 @@ def _choose(
     E: tl.constexpr,
     K: tl.constexpr,
     FILL: tl.constexpr,
+    RANKS: tl.constexpr,
     SS: tl.constexpr,
     BLOCK: tl.constexpr,
     KS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    e = tl.arange(0, BLOCK)
+    if RANKS:
+        scale = tl.load(scale_E + e, mask=e < E, other=0.0)
     after(EARLY)
     row = tl.program_id(0)
     s = tl.arange(0, SS)
-    e = tl.arange(0, BLOCK)
     k = tl.arange(0, KS)
     at = (s * rows + row).to(tl.int64)[:, None] * E + e[None, :]
     part = tl.load(part_STE + at, mask=(s < S)[:, None] & (e < E)[None, :], other=0.0)
@@ -178,19 +184,30 @@ def _choose(
     logits = tl.where(logits > -3e38, logits, -3e38)
     logits = tl.where(e < E, logits, float("-inf"))
     peak = tl.max(logits, 0)
-    ids = tl.zeros((KS,), dtype=tl.int32)
-    shares = tl.zeros((KS,), dtype=tl.float32)
-    # Of the softmax only ratios are left once the shares are made to add up to one.
-    for place in tl.static_range(K):
-        best = tl.max(logits, 0)
-        where = tl.min(tl.where(logits == best, e, BLOCK - 1), 0)
-        ids = tl.where(k == place, where, ids)
-        shares = tl.where(k == place, tl.exp(best - peak), shares)
-        logits = tl.where(e == where, float("-inf"), logits)
-    shares = shares / tl.sum(shares, 0)
-    shares = shares * tl.load(scale_E + ids, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(ids_TK + row * K + k, ids, mask=k < K)
-    tl.store(share_TK + row * K + k, shares, mask=k < K)
-    if FILL:
-        place = tl.atomic_add(count_E + ids, 1, mask=k < K, sem="relaxed")
-        tl.store(choice_ES + ids * rows + place, row * K + k, mask=k < K)
+    if RANKS:
+        # How many are better, for all at once: the order is the same as below.
+        better = logits[None, :] > logits[:, None]
+        better = better | ((logits[None, :] == logits[:, None]) & (e[None, :] < e[:, None]))
+        rank = tl.sum(better.to(tl.int32), 1)
+        is_best = rank < K
+        shares = tl.where(is_best, tl.exp(logits - peak), 0.0)
+        shares = shares / tl.sum(shares, 0) * scale.to(tl.float32)
+        tl.store(ids_TK + row * K + rank, e, mask=is_best)
+        tl.store(share_TK + row * K + rank, shares, mask=is_best)
+    else:
+        ids = tl.zeros((KS,), dtype=tl.int32)
+        shares = tl.zeros((KS,), dtype=tl.float32)
+        # Of the softmax only ratios are left once the shares are made to add up to one.
+        for place in tl.static_range(K):
+            best = tl.max(logits, 0)
+            where = tl.min(tl.where(logits == best, e, BLOCK - 1), 0)
+            ids = tl.where(k == place, where, ids)
+            shares = tl.where(k == place, tl.exp(best - peak), shares)
+            logits = tl.where(e == where, float("-inf"), logits)
+        shares = shares / tl.sum(shares, 0)
+        shares = shares * tl.load(scale_E + ids, mask=k < K, other=0.0).to(tl.float32)
+        tl.store(ids_TK + row * K + k, ids, mask=k < K)
+        tl.store(share_TK + row * K + k, shares, mask=k < K)
+        if FILL:
+            place = tl.atomic_add(count_E + ids, 1, mask=k < K, sem="relaxed")
+            tl.store(choice_ES + ids * rows + place, row * K + k, mask=k < K)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dgemma.ops.kernels.launch import after, early
 from dgemma.ops.kernels.pieces import activate, inverse_rms
+from dgemma.ops.kernels.ways import ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ def join(
         eps,
         D=width,
         E=num_experts,
+        AHEAD=ways().ahead,
         BN=outputs,
         BLOCK=triton.next_power_of_2(width),
         num_warps=4,
@@ -211,6 +213,7 @@ def _join(
     eps,
     D: tl.constexpr,
     E: tl.constexpr,
+    AHEAD: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -223,6 +226,9 @@ def _join(
     w = _slab(router_ED, n, d, E, D, BN, BLOCK)
     post = tl.load(post_D + d, mask=is_in, other=0.0).to(tl.float32)
     of_router = tl.load(router_D + d, mask=is_in, other=0.0).to(tl.float32)
+    if AHEAD:
+        of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
+        of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
     after(EARLY)
     at = row * D + d
     attended = tl.load(attended_TD + at, mask=is_in, other=0.0).to(tl.float32)
@@ -233,9 +239,12 @@ def _join(
     x = x.to(tl.float32)
     x = x * inverse_rms(x, D, eps)
     if tl.program_id(1) == 0:
-        dense = x * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
+        if not AHEAD:
+            of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
+            of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
+        dense = x * of_dense.to(tl.float32)
         tl.store(dense_TD + at, dense.to(kind), mask=is_in)
-        expert = x * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
+        expert = x * of_expert.to(tl.float32)
         tl.store(expert_TD + at, expert.to(kind), mask=is_in)
     router = (x * of_router * D**-0.5).to(kind).to(tl.float32)
     scores = tl.sum(w.to(tl.float32) * router[None, :], 1)
