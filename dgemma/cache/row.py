@@ -102,6 +102,7 @@ class KVCache:
         self.length: int = self.origin
         self.is_shared = False
         self.is_whole = True  # False while memory is moved: an interrupt may leave it torn
+        self.moves = 0  # how often it was: as long as that is the same, all keys lie where they lay
         kinds = enumerate(config.layer_types)
         self.windows = {layer: config.sliding_window for layer, kind in kinds if kind == SLIDING}
         # Marked lengths, each with what lay before it in the layers that have moved on.
@@ -135,6 +136,11 @@ class KVCache:
         room = Room(tokens=self.length + tokens, span=self.room.span, slack=self.room.slack)
         return KVCache(self.config, room, self.dtype, self.device, past=self)
 
+    def has_room(self, count: int) -> bool:
+        """Whether `reserve` would move nothing."""
+        end = self.length + count
+        return all(end - buffer.base <= buffer.slots for buffer in self.buffers)
+
     def reserve(self, count: int) -> None:
         """Make place for `count` tokens behind the last; where a pass moves memory, it is here."""
         self._refuse_if_shared()
@@ -142,6 +148,7 @@ class KVCache:
         for layer, buffer in enumerate(self.buffers):
             if self.length + count - buffer.base <= buffer.slots:
                 continue
+            self.moves += 1
             window = self.windows.get(layer)
             if window is not None:
                 start = max(buffer.base, self.length - (window - 1) - self.room.slack)
@@ -158,6 +165,7 @@ class KVCache:
 
     def trim(self) -> None:
         """Give back the memory behind the last token, until the next pass asks for it."""
+        self.moves += 1
         for buffer in self.buffers:
             buffer.resize(self.length - buffer.base)
 
@@ -189,6 +197,7 @@ class KVCache:
         """Forget all tokens from position `length` on."""
         self._refuse_if_shared()
         self._refuse_if_gone(length)
+        self.moves += 1
         for layer in self.windows:
             if not self._is_here(layer, length):
                 self.buffers[layer].replace(length, self._tail(layer, length, self.room.slack))

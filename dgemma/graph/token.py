@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dgemma.cache import KVCache, Pass, Span
+from dgemma.graph.ahead import Ahead, Numbers
 from dgemma.graph.capture import Graphs, Pool
 from dgemma.model import Gemma, Turns
 from dgemma.ops.dense import head_logits
@@ -38,6 +39,7 @@ class Committer:
         self.staged = torch.zeros(size, dtype=torch.long, pin_memory=is_cuda)
         self.copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         self.kept = [self.given]
+        self.ahead = Ahead(count)
         self.graphs = Graphs(pool)
 
     @torch.inference_mode()
@@ -52,24 +54,25 @@ class Committer:
             self._read(self.model.encode(self.given.new_tensor(tokens), context))
             context.close()
             return True
-        cache.reserve(self.count)
-        places = cache.places(cache.length, self.count)
-        if places is None:
+        numbers = self.ahead.take(cache)
+        if numbers is None:
             return False
         # The same tokens again fill it up: they are spread over the experts as a prompt is.
-        filled = (list(tokens) * -(-self.count // len(tokens)))[: self.count]
-        self._give([*(n for row in places for n in row), cache.length, *filled])
+        self._give(numbers, (list(tokens) * -(-self.count // len(tokens)))[: self.count])
         if captured:
             self.graphs.run("commit", self._work, self.kept)
         else:
             self._work()
         cache.length += len(tokens)
+        if ways().lookahead:
+            self.ahead.prepare(cache)
         return True
 
-    def _give(self, numbers: list[int]) -> None:
+    def _give(self, numbers: Numbers, tokens: list[int]) -> None:
         if self.copied is not None:
             self.copied.synchronize()  # what was staged last has been read
-        self.staged.numpy()[:] = numbers
+        staged, behind = self.staged.numpy(), len(numbers)
+        staged[:behind], staged[behind:] = numbers, tokens
         self.given.copy_(self.staged, non_blocking=True)
         if self.copied is not None:
             self.copied.record()

@@ -18,6 +18,8 @@ class Ways:
     fetch: bool = False  # while attention runs, the weight of the product behind it is asked for
     entrance: bool = True  # the token's vector, its norm and its turns in one launch
 
+    lookahead: bool = True  # where the next token's keys lie is found while the device works
+
 
 NAMES = tuple(field.name for field in fields(Ways))
 _state = {"ways": Ways()}
