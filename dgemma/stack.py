@@ -136,7 +136,8 @@ class Stack:
         `eight`: that reads 8 bits.
         """
         few, dtype = is_few(x_TD), x_TD.dtype
-        attended = product(heads_TX, layer.out, dtype, cuts.OUT)
+        coming = layer.dense.numbers_OI if few and _can_fetch(ways().dense) else None
+        attended = product(heads_TX, layer.out, dtype, cuts.OUT, coming)
         joined, found = self._read(layer, x_TD, attended, few)
         del attended
         dense, mixed = self._parts(layer, joined, found, dtype)
@@ -187,6 +188,12 @@ class Stack:
             torch.cuda.current_stream(x_TD.device).wait_stream(self.side)
 
 
+def _can_fetch(wanted: bool) -> bool:
+    from dgemma.ops.kernels.launch import can_fetch
+
+    return can_fetch(wanted)
+
+
 def _choices(layer: Fused, rows: Rows, found: Routed, dtype: torch.dtype) -> Tensor:
     """What each choice of each token gives."""
     if isinstance(rows, Quantized):
@@ -226,7 +233,6 @@ class ByTable:
     def __call__(self, layer: Fused, qkv_TX: Tensor, turns: Turns) -> Tensor:
         from dgemma.ops.kernels import attention as kernels
         from dgemma.ops.kernels.heads import heads
-        from dgemma.ops.kernels.launch import can_fetch
 
         places, part = self.places, layer.attention
         shape = _heads(layer, self.stack.config.num_attention_heads)
@@ -237,7 +243,7 @@ class ByTable:
             place_6 = places.table_IX6[index, layer.index]
             q_LNH = heads(qkv_TX[own], shape, (cos_TP[own], sin_TP[own]), place_6, self.stack.eps)
             window = (part.shape.window or 0) if places.is_causal[index] else None
-            coming = layer.out.numbers_OI if count == 1 and can_fetch() else None
+            coming = layer.out.numbers_OI if count == 1 and _can_fetch(ways().fetch) else None
             outs.append(kernels.attention(q_LNH, place_6, shape.keys, window, coming=coming))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 

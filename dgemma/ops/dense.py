@@ -72,16 +72,23 @@ def is_few(x_TI: Tensor) -> bool:
     return len(x_TI) <= FEW and is_on(x_TI) and x_TI.is_contiguous()
 
 
-def product(x: Rows, weight: Weight, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
+def product(
+    x: Rows,
+    weight: Weight,
+    dtype: torch.dtype,
+    cut: Cut | None = None,
+    coming: Tensor | None = None,
+) -> Tensor:
     """x @ weight.T, in the type asked for.
 
     `cut`: how our kernel divides it, where it takes such rows; it may come in parts, [S, T, O].
+    `coming`: a weight that is read soon after, for a kernel that can ask for it.
     """
     if isinstance(x, Tensor):
         if is_few(x) and _can_stream(weight):
             from dgemma.ops.kernels import vector
 
-            return vector.product(x, *weight)
+            return vector.product(x, *weight, coming=coming)
         if weight.factor_O is None:
             return F.linear(x, weight.numbers_OI)
         x = quantize(x)

@@ -46,6 +46,7 @@ READ_WEIGHTS = (
     vector._join,
     layer._close,
     router._choose,
+    attention._attend,
 )
 Types = dict[str, str]
 
@@ -114,6 +115,7 @@ def attention_cases() -> list[Case]:
             "BN": form.keys,
             "SLICES": form.slices,
             "EDGES": form.edges,
+            "KEYS_AHEAD": length == 1,
             "FETCH": FETCHED if length == 1 else 0,
             "PIECE": FETCHED // (128 * 32 * form.warps),
             "THREADS": 32 * form.warps,
@@ -222,11 +224,12 @@ def vector_cases() -> list[Case]:
         ("head", 262144, WIDTH, {"CAP": 30.0}),
     ):
         form = vector.cut(outputs, depth, is_gated="GATED" in how)
-        types = {"x_TD": HALF, "factor_X": FLOAT, "rows": "i32"}
+        types = {"x_TD": HALF, "factor_X": FLOAT, "coming": HALF, "rows": "i32"}
         types["weight_XD"] = EIGHT if "HAS_FACTOR" in how else HALF
         types["out_TX"] = FLOAT if "CAP" in how else HALF
         sizes = {"D": depth, "X": outputs, "BN": form.outputs, "CHUNK": form.chunk, "EARLY": True}
         usual = {"GATED": False, "HAS_FACTOR": False, "CAP": 0.0}
+        usual |= {"FETCH": FETCHED, "PIECE": 128, "THREADS": 32 * form.warps}
         constants = {**sizes, **usual, **how}
         found.append(Case(f"vector {name}", vector._product, types, constants, form.warps))
     halves = "x_TD attended_TD post_D dense_D expert_D router_D router_ED out_TD dense_TD expert_TD"

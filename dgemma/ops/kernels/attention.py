@@ -25,11 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.ops.kernels.launch import PROCESSORS, after, early, fetch, not_early
+from dgemma.ops.kernels.launch import (
+    PROCESSORS,
+    after,
+    bring,
+    can_fetch,
+    early,
+    fetch,
+    not_early,
+    share,
+)
 from dgemma.ops.kernels.ways import ways
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-FETCHED = 24 << 20  # bytes at most that are asked for beside attention: half of the second cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +119,7 @@ def _launch(
     kv_heads, window = heads_and_window
     programs = triton.cdiv(length * (heads // kv_heads), form.queries)
     grid = (programs, kv_heads * form.slices, form.parts)
-    size = 0 if coming is None else min(FETCHED, coming.nbytes) // 16 * 16
+    size, piece = share(coming, prod(grid), form.warps)
     _attend[grid](
         q_LNH,
         place_6,
@@ -128,9 +136,9 @@ def _launch(
         BN=form.keys,
         SLICES=form.slices,
         EDGES=form.edges,
+        KEYS_AHEAD=length == 1 and can_fetch(ways().keys),
         FETCH=size,
-        # Of so many programs each thread asks for a piece of it.
-        PIECE=triton.cdiv(size, 16 * 32 * form.warps * prod(grid)) * 16,
+        PIECE=piece,
         THREADS=32 * form.warps,
         num_warps=form.warps,
         num_stages=form.stages,
@@ -190,16 +198,14 @@ def _attend(
     BN: tl.constexpr,
     SLICES: tl.constexpr,
     EDGES: tl.constexpr,
+    KEYS_AHEAD: tl.constexpr,
     FETCH: tl.constexpr,
     PIECE: tl.constexpr,
     THREADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if FETCH > 0:
-        programs = tl.num_programs(0) * tl.num_programs(1)
-        program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
-        fetch(coming, program + programs * tl.program_id(2), FETCH, PIECE, THREADS)
-    after(EARLY)
+    program = tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
+    fetch(coming, program * tl.num_programs(0) + tl.program_id(0), FETCH, PIECE, THREADS)
     W: tl.constexpr = H // SLICES
     G: tl.constexpr = N // M
     kv = tl.program_id(1) // SLICES
@@ -213,9 +219,6 @@ def _attend(
     row = (x // G) * N + kv * G + x % G
     h = tl.arange(0, H)
     w = side * W + tl.arange(0, W)
-    q = tl.load(
-        q_LNH + row.to(tl.int64)[:, None] * H + h[None, :], mask=is_query[:, None], other=0.0
-    )
     kind: tl.constexpr = tl.pointer_type(q_LNH.dtype.element_ty)
     past_keys = tl.load(place_6)
     past_values = tl.load(place_6 + 1)
@@ -242,6 +245,17 @@ def _attend(
             low = tl.where(earliest < past_count, earliest // BN, in_own)
     begin = low + part * (high - low) // parts
     end = low + (part + 1) * (high - low) // parts
+    size: tl.constexpr = H * q_LNH.dtype.element_ty.primitive_bitwidth // 8  # of a head, in bytes
+    if KEYS_AHEAD:
+        i = begin * BN + tl.arange(0, THREADS)
+        in_first, slot = _slots(tl.minimum(i, end * BN - 1), past_blocks, past_count, own_count, BN)
+        slot = (slot.to(tl.int64) * M + kv) * size
+        bring(tl.where(in_first, past_keys, own_keys) + slot, size, THREADS)
+        bring(tl.where(in_first, past_values, own_values) + slot, size, THREADS)
+    after(EARLY)  # where the keys lie was said before the pass began
+    q = tl.load(
+        q_LNH + row.to(tl.int64)[:, None] * H + h[None, :], mask=is_query[:, None], other=0.0
+    )
     place = zeroth + x // G
     peak = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
@@ -284,6 +298,17 @@ def _attend(
     kept = out.to(out_PLNH.dtype.element_ty)
     tl.store(out_PLNH + at[:, None] * H + w[None, :], kept, mask=is_query[:, None])
     tl.store(log_PLN + at, log, mask=is_query)  # every slice has the same
+
+
+@triton.jit
+def _slots(i, past_blocks, past_count, own_count, BN: tl.constexpr):
+    """Whether the i-th of all keys, block by block, lies in the past, and in which of its slots.
+
+    Behind a buffer's end it is its last.
+    """
+    in_past = i < past_blocks * BN
+    slot = tl.where(in_past, i, i - past_blocks * BN)
+    return in_past, tl.maximum(tl.minimum(slot, tl.where(in_past, past_count, own_count) - 1), 0)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.ops.kernels.launch import after, early
+from dgemma.ops.kernels.launch import after, early, fetch, share
 from dgemma.ops.kernels.pieces import activate, inverse_rms
 from dgemma.ops.kernels.ways import ways
 
@@ -42,11 +42,15 @@ def cut(outputs: int, depth: int, *, is_gated: bool) -> Cut:
 
 
 def product(
-    x_TD: Tensor, weight_XD: Tensor, factor_X: Tensor | None = None, form: Cut | None = None
+    x_TD: Tensor,
+    weight_XD: Tensor,
+    factor_X: Tensor | None = None,
+    form: Cut | None = None,
+    coming: Tensor | None = None,
 ) -> Tensor:
-    """x @ weight.T."""
+    """x @ weight.T. `coming`: what is read soon after, which programs ask for when they end."""
     out_TX = x_TD.new_empty(len(x_TD), len(weight_XD))
-    _launch(x_TD, (weight_XD, factor_X), out_TX, form)
+    _launch(x_TD, (weight_XD, factor_X), out_TX, form, coming=coming)
     return out_TX
 
 
@@ -75,22 +79,29 @@ def _launch(
     *,
     is_gated: bool = False,
     cap: float = 0.0,
+    coming: Tensor | None = None,
 ) -> None:
     (rows, depth), outputs = x_TD.shape, out_TX.shape[1]
     form = form or cut(outputs, depth, is_gated=is_gated)
     weight_XD, factor_X = weight
+    programs = rows * triton.cdiv(outputs, form.outputs)
+    size, piece = share(coming, programs, form.warps)
     # One dimension: a second one could hold 65535 programs only.
-    _product[(rows * triton.cdiv(outputs, form.outputs),)](
+    _product[(programs,)](
         x_TD,
         weight_XD,
         out_TX if factor_X is None else factor_X,
         out_TX,
+        x_TD if coming is None else coming,
         rows,
         D=depth,
         X=outputs,
         GATED=is_gated,
         HAS_FACTOR=factor_X is not None,
         CAP=cap,
+        FETCH=size,
+        PIECE=piece,
+        THREADS=32 * form.warps,
         BN=form.outputs,
         CHUNK=form.chunk,
         num_warps=form.warps,
@@ -151,12 +162,16 @@ def _product(
     weight_XD,
     factor_X,
     out_TX,
+    coming,
     rows,
     D: tl.constexpr,
     X: tl.constexpr,
     GATED: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     CAP: tl.constexpr,
+    FETCH: tl.constexpr,
+    PIECE: tl.constexpr,
+    THREADS: tl.constexpr,
     BN: tl.constexpr,
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -195,6 +210,7 @@ def _product(
     if CAP > 0:
         y = 2.0 * CAP * tl.sigmoid(y * (2.0 / CAP)) - CAP
     tl.store(out_TX + row.to(tl.int64) * X + n, y.to(out_TX.dtype.element_ty), mask=n < X)
+    fetch(coming, tl.program_id(0), FETCH, PIECE, THREADS)
 
 
 @triton.jit

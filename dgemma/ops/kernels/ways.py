@@ -16,6 +16,8 @@ class Ways:
     ranks: bool = True  # experts are chosen by counting who is better, not one after the other
     joint: bool = False  # the dense part and the experts share their two launches
     fetch: bool = False  # while attention runs, the weight of the product behind it is asked for
+    keys: bool = False  # keys and values are asked for while the heads are normed
+    dense: bool = False  # behind attention's product, the dense part's first weight is asked for
     entrance: bool = True  # the token's vector, its norm and its turns in one launch
 
     lookahead: bool = True  # where the next token's keys lie is found while the device works
