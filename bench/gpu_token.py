@@ -42,7 +42,10 @@ CONTEXTS = (512, 2048)
 TOKEN, REPLAYS, TOKENS = 7, 16, 12
 GAIN = 0.998  # of the time, at most: what is kept is faster by more than the noise
 HOST = ("lookahead",)  # ways that the captured pass does not show
-ORDER = ("lookahead", "entrance", "ahead", "ranks", "attention", "joint", "fetch", "dense", "keys")
+ORDER = (
+    *("lookahead", "entrance", "ahead", "ranks", "attention", "joint"),
+    *("heads", "fetch", "dense", "keys"),
+)
 NONE = Ways(**dict.fromkeys(NAMES, False))
 BITS = {"none": 16, "fp8": 8, "nvfp4": 4}
 

@@ -232,6 +232,7 @@ class ByTable:
 
     def __call__(self, layer: Fused, qkv_TX: Tensor, turns: Turns) -> Tensor:
         from dgemma.ops.kernels import attention as kernels
+        from dgemma.ops.kernels import attention_1
         from dgemma.ops.kernels.heads import heads
 
         places, part = self.places, layer.attention
@@ -241,9 +242,16 @@ class ByTable:
         for index, count in enumerate(places.counts):
             own = slice(end, end := end + count)
             place_6 = places.table_IX6[index, layer.index]
-            q_LNH = heads(qkv_TX[own], shape, (cos_TP[own], sin_TP[own]), place_6, self.stack.eps)
-            window = (part.shape.window or 0) if places.is_causal[index] else None
             coming = layer.out.numbers_OI if count == 1 and _can_fetch(ways().fetch) else None
+            window = (part.shape.window or 0) if places.is_causal[index] else None
+            turns_L = (cos_TP[own], sin_TP[own])
+            if count == 1 and window is not None and ways().heads:
+                how = (self.stack.eps, window)
+                outs.append(
+                    attention_1.attention(qkv_TX[own], shape, turns_L, place_6, how, coming)
+                )
+                continue
+            q_LNH = heads(qkv_TX[own], shape, turns_L, place_6, self.stack.eps)
             outs.append(kernels.attention(q_LNH, place_6, shape.keys, window, coming=coming))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 

@@ -12,9 +12,10 @@ from dgemma.graph.token import Teller
 from dgemma.ops.experts import gated
 from dgemma.ops.fast import switched
 from dgemma.ops.fp8 import quantize
-from dgemma.ops.kernels import attention, mlp_1, router
+from dgemma.ops.kernels import attention, attention_1, mlp_1, router
 from dgemma.ops.kernels.enter import Table
 from dgemma.ops.kernels.enter_1 import enter
+from dgemma.ops.kernels.heads import Heads, heads
 from dgemma.ops.kernels.mlp_1 import Cut
 from dgemma.ops.kernels.ways import NAMES, Ways, trying
 from dgemma.ops.norm import rms_norm
@@ -94,7 +95,7 @@ def test_a_token_enters_in_one_launch_as_it_does_in_many() -> None:
 
 
 @pytest.mark.usefixtures("small_cut")
-@pytest.mark.parametrize("on", [(), ("ahead", "ranks"), ("joint",), NAMES])
+@pytest.mark.parametrize("on", [(), ("ahead", "ranks"), ("joint",), ("heads",), NAMES])
 def test_every_way_leads_to_the_model_s_logits(on: tuple[str, ...]) -> None:
     of = small.model()
     rows, twin = small.cache(of, 7), small.cache(of, 7)
@@ -105,6 +106,37 @@ def test_every_way_leads_to_the_model_s_logits(on: tuple[str, ...]) -> None:
         want = of.logits(commit(of, twin, torch.tensor([5]), chunk=8))[0]
     assert got is not None
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("past", "own", "window", "has_value"), [
+    (0, 1, 0, True),
+    (0, 40, 12, True),
+    (21, 9, 12, False),
+    (33, 1, 0, False),
+    (5, 30, 0, True),
+])  # fmt: skip
+def test_heads_and_attention_as_one_are_one_after_the_other(
+    past: int, own: int, window: int, has_value: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = attention.Cut(queries=16, keys=16, warps=4, stages=2, parts=3)
+    monkeypatch.setattr(attention, "cut", lambda *_: form)
+    norms = {"q_weight": 1 + normal(1, 16, scale=0.1), "k_weight": 1 + normal(2, 16, scale=0.1)}
+    shape = Heads(queries=4, keys=2, width=16, has_value=has_value, **norms)
+    qkv = normal(3, 1, (4 + 2 * (1 + has_value)) * 16)
+    turned = turns(torch.tensor([past + own - 1]), normal(4, 8).abs())
+    found = []
+    for as_one in (False, True):
+        buffers = [normal(5 + i, n + 1, 2, 16) for i, n in enumerate((past, past, own, own))]
+        at = [buffer.data_ptr() for buffer in buffers]
+        place = torch.tensor([at[0], at[1], past, at[2], at[3], own])
+        if as_one:
+            got = attention_1.attention(qkv, shape, turned, place, (1e-6, window))
+        else:
+            q = heads(qkv, shape, turned, place, 1e-6)
+            got = attention.attention(q, place, 2, window, form)
+        found.append([got, *buffers])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=4e-6, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("small_cut")

@@ -22,7 +22,7 @@ from compile_all import (
     usage,
 )
 
-from dgemma.ops.kernels import enter_1, experts_1, experts_4, mlp_1
+from dgemma.ops.kernels import attention, attention_1, enter_1, experts_1, experts_4, mlp_1
 from dgemma.ops.kernels.tiles import TABLE_4
 
 WORDS = {"words": "*i16", "scales": INT, "out": HALF}
@@ -83,6 +83,16 @@ def token_cases() -> list[Case]:
         second = {"dense_TW": HALF, "hidden_AI": HALF, "dense_STD": FLOAT, "out_AD": HALF}
         options = {"BN": cut.down_columns}
         found += [case, Case(name, mlp_1._down, types | second, sizes | options, cut.down_warps)]
+    halves = dict.fromkeys(("qkv_X", "q_weight_H", "k_weight_H", "coming"), HALF)
+    floats = dict.fromkeys(("cos_P", "sin_P", "out_PNH", "log_PN"), FLOAT)
+    types = {**halves, **floats, "place_6": LONG, "eps": "fp32"}
+    for keys, width, window in ((8, 256, 1024), (2, 512, 0)):
+        form = attention.cut(16 // keys, keys, width)
+        sizes = {"N": 16, "M": keys, "H": width, "HAS_VALUE": window > 0, "WINDOW": window}
+        sizes |= {"FETCH": 1 << 20, "PIECE": 64, "KEYS_AHEAD": True, "THREADS": 32 * form.warps}
+        sizes |= {"BM": form.queries, "BN": form.keys, "EARLY": True}
+        kernel = attention_1._attend_1
+        found.append(Case(f"attention_1 {width}", kernel, types, sizes, form.warps, form.stages))
     halves = dict.fromkeys(("table_VD", "weight_D", "x_1D", "normed_1D"), HALF)
     floats = dict.fromkeys(("frequency_F", "cos_F", "sin_F"), FLOAT)
     types = {"token_1": LONG, "start_1": LONG, "scale": "fp32", "eps": "fp32", "count": "i32"}
@@ -115,5 +125,6 @@ if __name__ == "__main__":
         made = compiled(case)
         registers, spilled = usage(made.asm["cubin"])
         assert spilled <= SPILLED, f"{case.name}: {spilled} bytes spilled"
-        assert waits(case, made) == (1 if case.kernel is enter_1._enter else 2)
+        is_one = case.kernel in (enter_1._enter, attention_1._attend_1)
+        assert waits(case, made) == (1 if is_one else 2)
         print(f"{case.name:24} compiled: {registers} registers, {spilled} spilled", flush=True)

@@ -17,6 +17,7 @@ class Ways:
     joint: bool = False  # the dense part and the experts share their two launches
     fetch: bool = False  # while attention runs, the weight of the product behind it is asked for
     keys: bool = False  # keys and values are asked for while the heads are normed
+    heads: bool = False  # heads are normed and turned by attention itself
     dense: bool = False  # behind attention's product, the dense part's first weight is asked for
     entrance: bool = True  # the token's vector, its norm and its turns in one launch
 
