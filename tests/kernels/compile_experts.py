@@ -1,4 +1,4 @@
-"""Compiles the experts' kernels with 4-bit weights, and for one token, for an H100 or H200.
+"""Compiles the experts' kernels with 4-bit weights, and all for one token, for an H100 or H200.
 
 As `compile_all.py`. Where weights are unpacked for the matrix unit, what that costs depends on how
 the compiler lays them over threads: a conversion inside the loop would cost more than the product.
