@@ -91,8 +91,8 @@ class Places:
 class Stack:
     """Runs the layers of a model; set as its `runner`."""
 
-    def __init__(self, model: Gemma, *, overlap: bool = True) -> None:
-        self.config, self.eps, self.overlap = model.config, model.config.rms_norm_eps, overlap
+    def __init__(self, model: Gemma) -> None:
+        self.config, self.eps = model.config, model.config.rms_norm_eps
         layers = layers_of(model)
         norms = [*(layer.input_layernorm.weight for layer in layers), model.norm.weight]
         self.first_D = norms[0]
@@ -100,7 +100,6 @@ class Stack:
             _fused(index, layer, after)
             for index, (layer, after) in enumerate(zip(layers, norms[1:], strict=True))
         ]
-        self.side: torch.cuda.Stream | None = None
 
     def __call__(self, x_TD: Tensor, context: Context, turns: Turns) -> Tensor | None:
         if torch.is_grad_enabled() or not isinstance(context, Pass):
@@ -174,18 +173,31 @@ class Stack:
     @contextmanager
     def _beside(self, x_TD: Tensor) -> Iterator[None]:
         """Work inside goes on beside what follows, until `_join`. Both wait for what was before."""
-        if not self.overlap or x_TD.device.type != "cuda":
+        if x_TD.device.type != "cuda":
             yield
             return
-        if self.side is None:
-            self.side = torch.cuda.Stream(x_TD.device)  # type: ignore[no-untyped-call]
-        self.side.wait_stream(torch.cuda.current_stream(x_TD.device))
-        with torch.cuda.stream(self.side):
+        side = side_stream(x_TD.device)
+        side.wait_stream(torch.cuda.current_stream(x_TD.device))
+        with torch.cuda.stream(side):
             yield
 
     def _join(self, x_TD: Tensor) -> None:
-        if self.overlap and self.side is not None and x_TD.device.type == "cuda":
-            torch.cuda.current_stream(x_TD.device).wait_stream(self.side)
+        if x_TD.device.type == "cuda":
+            torch.cuda.current_stream(x_TD.device).wait_stream(side_stream(x_TD.device))
+
+
+_sides: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where the dense part runs beside the experts.
+
+    One for all: libraries keep up to 63 MB for each stream they have seen, and every layer that is
+    checked at the start is a stack of its own.
+    """
+    if device not in _sides:
+        _sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _sides[device]
 
 
 def _can_fetch(wanted: bool) -> bool:
