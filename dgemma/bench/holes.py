@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from dgemma.bench.answers import Question, ask, show
 from dgemma.engine import Engine, Options
-from dgemma.engine.fill import end_id
+from dgemma.engine.fill import FillOptions, end_id
 from dgemma.engine.options import Plan
 from dgemma.engine.trials import first_canvases, last_canvas
 from dgemma.guide.holes import lay_out
@@ -56,6 +56,23 @@ def fill(engine: Engine, holes: Sequence[Hole], seed: int, label: str) -> list[F
         ids = canvas.guess_L[: sizes[number]].tolist()
         text = engine.tokenizer.decode(ids, skip_control=True)
         filled[number] = Filled(text, canvas.num_steps, bool(canvas.settled))
+    return filled
+
+
+def fill_as_told(engine: Engine, holes: Sequence[Hole], seed: int, label: str) -> list[Filled]:
+    """What `Engine.fill` puts into each hole, told its length and whether it is a line.
+
+    Other than `fill`, which asks one canvas: several canvases and the causal mode propose, and what
+    fits both sides best is taken. One hole after the other, as a user asks.
+    """
+    filled: list[Filled] = []
+    for number, hole in enumerate(holes):
+        size = len(engine.tokenizer.encode(hole.middle))
+        options = FillOptions(lengths=(size,), single_line=hole.is_line, seed=seed + number)
+        found = engine.fill([hole.prefix, hole.suffix], options)
+        [one] = found.holes
+        filled.append(Filled(one.text, found.steps, one.settled))
+        show(label, number + 1, len(holes))
     return filled
 
 

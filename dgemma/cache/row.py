@@ -141,6 +141,16 @@ class KVCache:
         end = self.length + count
         return all(end - buffer.base <= buffer.slots for buffer in self.buffers)
 
+    def fork(self) -> "KVCache":
+        """Another row behind the same past that holds what this one has committed so far."""
+        assert self.past is not None, "only a branch has a past to share"
+        twin = KVCache(self.config, self.room, self.dtype, self.device, past=self.past)
+        for layer, buffer in enumerate(self.buffers):
+            own = buffer.read(buffer.base, self.length)
+            twin.buffers[layer].replace(self.length, [own])
+        twin.length = self.length
+        return twin
+
     def reserve(self, count: int) -> None:
         """Make place for `count` tokens behind the last; where a pass moves memory, it is here."""
         self._refuse_if_shared()

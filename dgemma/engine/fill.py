@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Form = Literal["base", "instruct"]
 FORMS: tuple[Form, ...] = ("base", "instruct")
 REQUEST = "Complete the document."
+PROPOSALS = 16  # texts of the causal mode that compete with the canvases' own
 TYPICAL = 8  # tokens of a hole whose length is not known, while others are searched
 EDGE = 256  # characters of the text before a hole that the rules look at
 TURN_ENDS, TEXT_ENDS = "<turn|>", "<eos>"
@@ -52,6 +53,7 @@ class FillOptions:
     single_line: bool = False  # a hole ends with its line
     allow_empty: bool = False
     candidates: int = 1  # how many to return, the best first
+    proposals: int = PROPOSALS  # texts of the causal mode for each hole; 0: canvases alone
     form: Form | None = None  # how the model is asked; None: see `choose_form`
     seed: int | None = None  # None draws one, reported with the result
     sampler: Sampler | None = None
@@ -107,6 +109,8 @@ def check_fill(options: FillOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; it must be 1 or more")
+    if options.proposals < 0:
+        raise UsageError(f"proposals is {options.proposals}; it must be 0 or more")
     if options.lengths is not None and min(options.lengths, default=0) < 1:
         raise UsageError(f"lengths are {options.lengths}; each must be 1 or more")
     if options.form not in (None, *FORMS):
@@ -211,6 +215,7 @@ class Filling:
             end=end_id(self.engine),
             drafts=self.options.drafts,
             candidates=self.options.candidates,
+            proposals=self.options.proposals,
         )
 
     # --- what the model sees

@@ -3,17 +3,20 @@
 Canvases with holes of several sizes run together, a few steps each. What each says is shaped by the
 rules, put in its place, and scored by the causal mode together with what follows, which punishes a
 hole that ends in the middle of something. Around the best sizes the search goes on with all steps,
-and from there holes grow and shrink while that helps.
+and from there holes grow and shrink while that helps. What the causal mode itself would write in a
+hole competes with what the canvases say.
 """
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from dgemma.engine.beam import Wanted, likeliest
 from dgemma.engine.events import Draft
 from dgemma.engine.score import Score
-from dgemma.engine.trials import SharedPrefix, Trial, Tried, with_steps
-from dgemma.guide.holes import Rules, around, lay_out, needed, shape, sweep
+from dgemma.engine.trials import SharedPrefix, Trial, with_steps
+from dgemma.guide.holes import BREAKS, Rules, around, is_own_line, lay_out, needed, shape, sweep
 from dgemma.guide.seams import Variant, complete_words, find_seams, is_whole, take_off
 from dgemma.sampler import Sampler
 
@@ -30,6 +33,7 @@ LOOKED_AT = 512  # of the causal mode's likeliest tokens, in search of those
 STRETCH = (-2, -1, 1, 2)  # tokens by which a hole may grow or shrink at a time...
 STRETCHES = 3  # ...and how often
 DRAWS = 4  # canvases for holes whose lengths are known: the best of them is taken
+LONGEST_PROPOSED = 48  # tokens of a hole that the causal mode proposes texts for
 LAST_TRIES = 3  # more canvases for holes that all others left empty
 
 
@@ -56,6 +60,7 @@ class Tuning:
     end: int  # the token that fills a canvas behind the end of a text
     drafts: bool = False
     candidates: int = 1
+    proposals: int = 0  # texts that the causal mode writes for a hole, beside the canvases' own
     scored_after: int = SCORED_AFTER
 
 
@@ -118,6 +123,7 @@ class Search:
             if (nothing := (0,) * len(sizes.first)) in swept:  # needs no canvas
                 self._consider([("",) * len(nothing)], nothing)
             usual = self.seams.usual
+            self._propose(sizes)
             if len(swept) > 1:
                 steps = SEARCH_STEPS
                 yield from self._try([Attempt(variant=usual, sizes=s, steps=steps) for s in swept])
@@ -141,6 +147,50 @@ class Search:
         self._remember(
             [Candidate(fills=fills, sizes=sizes, settled=True, is_sound=True) for fills in texts]
         )
+
+    def _propose(self, sizes: Sizes) -> None:
+        """Consider what the causal mode writes where one hole has the canvas for itself."""
+        width, lengths = self.tuning.proposals, [*sizes.choices[0], sizes.first[0]]
+        if not width or len(sizes.first) > 1:
+            return
+        variant = self.seams.usual
+        gap = variant.gaps[0]
+        least, most = max(1, min(lengths)), min(max(lengths), LONGEST_PROPOSED)
+        if most < least:
+            return
+        is_known = least == most
+        wanted = Wanted(
+            least=least,
+            most=most,
+            width=width,
+            after=None if is_known or not gap.after else gap.after[0],
+            allowed=partial(self._may_stand, gap.owed, most if is_known else None),
+            ends=self._breaks,
+        )
+        found = likeliest(self.engine.model, self.shared.behind(variant.ids), wanted)
+        self._remember([one for ids in found if (one := self._spoken(ids)) is not None])
+
+    def _may_stand(self, owed: bytes, size: int | None, token: int, place: int) -> bool:
+        """Whether a token may stand at a place of a hole; `owed`: what the hole begins with.
+
+        `size`: tokens of the hole, if they are known: a line of its own breaks with the last.
+        """
+        if self.engine.tokenizer.is_control(token):
+            return False
+        if self._breaks(token):
+            is_own = is_own_line(self.sheet.edge, self.sheet.pieces[0])
+            return is_own and size in (None, place + 1)
+        return place > 0 or self.engine.tokenizer.token_bytes(token).startswith(owed)
+
+    def _breaks(self, token: int) -> bool:
+        """Whether a token ends the one line that a hole may have."""
+        data = self.engine.tokenizer.token_bytes(token)
+        return self.tuning.rules.single_line and any(mark.encode() in data for mark in BREAKS)
+
+    def _spoken(self, ids: tuple[int, ...]) -> Candidate | None:
+        """What the causal mode has written, read as if a canvas had said it."""
+        attempt = Attempt(variant=self.seams.usual, sizes=(len(ids),), steps=0)
+        return self._read(attempt, (ids,), settled=True)
 
     def _refine(self, sizes: Sizes) -> Generator[Draft, None, None]:
         """Sizes around the best, and the best with other seams and other noise, all steps taken."""
@@ -271,7 +321,8 @@ class Search:
         self.canvases += len(tried)
         full = self.tuning.sampler.max_steps
         self.tried |= {a.sizes for a in attempts if a.steps >= full and not a.variant.given}
-        said = [self._read(a, one) for a, one in zip(attempts, tried, strict=True)]
+        both = zip(attempts, tried, strict=True)
+        said = [self._read(a, one.holes, settled=one.settled) for a, one in both]
         self._remember([one for one in said if one is not None])
 
     def _trial(self, attempt: Attempt) -> Trial:
@@ -287,11 +338,13 @@ class Search:
             sampler=with_steps(self.tuning.sampler, attempt.steps),
         )
 
-    def _read(self, attempt: Attempt, tried: Tried) -> Candidate | None:
+    def _read(
+        self, attempt: Attempt, holes: Sequence[tuple[int, ...]], *, settled: bool
+    ) -> Candidate | None:
         """What a canvas says, or None where it does not agree with the text or says nothing."""
         sheet, rules, variant = self.sheet, self.tuning.rules, attempt.variant
         given, before, fills, sound = variant.given, sheet.edge, [], True
-        for gap, ids, piece in zip(variant.gaps, tried.holes, sheet.pieces, strict=True):
+        for gap, ids, piece in zip(variant.gaps, holes, sheet.pieces, strict=True):
             written = self.engine.tokenizer.decode_bytes(ids, skip_control=True)
             data = take_off(written, gap)
             if data is None:
@@ -306,7 +359,7 @@ class Search:
         return Candidate(
             fills=tuple(fills),
             sizes=(attempt.sizes[0] + variant.given_size, *attempt.sizes[1:]),
-            settled=tried.settled,
+            settled=settled,
             is_sound=sound,
         )
 

@@ -138,6 +138,14 @@ class SharedPrefix:
         came = is_there() and (has_ended or not must_end)
         return written[: len(written) - len(goal)] if came else None
 
+    def behind(self, ids: Sequence[int]) -> Encoded:
+        """The prefix with tokens more behind it; what goes on from there leaves it as it is."""
+        if not ids:
+            return Encoded(self.cache, self.last_1D)
+        cache = self.cache.branch(len(ids))
+        tokens_T = torch.tensor(ids, device=self.engine.device)
+        return Encoded(cache, commit(self.engine.model, cache, tokens_T, self.engine.chunk))
+
     def score(self, texts: Sequence[Sequence[int]]) -> list[Score]:
         """Causal log-probabilities of tokens behind the prefix."""
         return score_after(self.engine.model, Encoded(self.cache, self.last_1D), texts)

@@ -160,18 +160,20 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def first_line(text: str, before: str, after: str) -> str:
-    """Up to the first line break; with it where the hole stands for a line of its own.
-
-    That is a hole which begins with a line and behind which another line begins at once.
-    """
+    """Up to the first line break; with it where the hole stands for a line of its own."""
     ends = [place for mark in BREAKS if (place := text.find(mark)) >= 0]
     if not ends:
         return text
     end = min(ends)
-    is_own = (not before or before.endswith(BREAKS)) and after and not after.startswith(BREAKS)
-    if is_own:
+    if is_own_line(before, after):
         return text[: end + (2 if text[end : end + 2] == "\r\n" else 1)]
     return text[:end]
+
+
+def is_own_line(before: str, after: str) -> bool:
+    """Whether a hole begins with a line, and behind it another line begins at once."""
+    begins = not before or before.endswith(BREAKS)
+    return begins and bool(after) and not after.startswith(BREAKS)
 
 
 def without_overlap(text: str, after: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dgemma.bench.data import Data, MissingData
-from dgemma.bench.holes import Hole, fill, go_on
+from dgemma.bench.holes import Hole, fill, fill_as_told, go_on
 from dgemma.bench.measure import TEXT, Case, Measure
 from dgemma.bench.sudoku import Solved
 from dgemma.bench.tasks import TASKS
@@ -50,6 +50,7 @@ def test_infill_counts_what_is_exact_and_what_parses(
     knowing: Engine, data: Data, mode: str
 ) -> None:
     found = run("infill", knowing, data)
+    assert found["diffusion fill: exact"].value == 0.5
     assert found[f"{mode} exact"].value == 0.5  # of the two that are long enough
     assert found[f"{mode} exact"].count == 2
     assert found[f"{mode} non-trivial"].value == 1.0
@@ -197,6 +198,13 @@ def test_holes_are_filled_alone_as_together(knowing: Engine) -> None:
     together = fill(knowing, [HOLE, other, HOLE], 0, "test")
     assert together[0] is not None and together[0].text == MIDDLE and together[0].is_settled
     assert fill(knowing, [HOLE], 0, "test")[0] == together[0]
+
+
+def test_fill_is_told_the_length_and_whether_a_hole_is_a_line(knowing: Engine) -> None:
+    lines = replace(HOLE, middle=f"{MIDDLE}and\nmore")
+    one, several = fill_as_told(knowing, [HOLE, lines], 0, "test")
+    assert one.text == MIDDLE and one.is_settled
+    assert len(small_tokenizer().encode(several.text)) > len(small_tokenizer().encode(MIDDLE))
 
 
 def test_a_hole_that_no_canvas_holds_is_left_open(knowing: Engine) -> None:

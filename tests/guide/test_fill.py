@@ -36,6 +36,7 @@ options = st.builds(
     stop=st.sampled_from([(), ("e",), ("zz", "\n")]),
     single_line=st.booleans(),
     candidates=st.integers(1, 2),
+    proposals=st.sampled_from([0, 3]),
     form=st.sampled_from(["base", "instruct"]),
     seed=st.integers(0, 1 << 60),
     sampler=st.just(QUICK),

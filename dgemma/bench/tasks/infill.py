@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Sequence
 
 from dgemma.bench.data import Data, spread
-from dgemma.bench.holes import Hole, fill, go_on
+from dgemma.bench.holes import Hole, fill, fill_as_told, go_on
 from dgemma.bench.measure import Case, Measure
 from dgemma.engine import Engine
 
 TASK = "infill"
 FILE = "infill.jsonl"
 LIMIT = 1000
+ASKED = 200  # holes that are filled one by one, as a user asks
 SHORTEST = 3  # tokens
 
 
@@ -26,8 +27,18 @@ def infill(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Mea
     done = [one for one in filled if one is not None]
     measures.append(case.mean("steps", [float(one.steps) for one in done], "steps"))
     measures.append(case.share("settled", [one.is_settled for one in done]))
+    measures += _as_told(engine, spread(holes, ASKED), seed)
     texts = [text or "" for text in go_on(engine, holes, f"{TASK}, ar")]
     return measures + _measures(Case(TASK, "ar"), holes, texts, "prefix only, greedy")
+
+
+def _as_told(engine: Engine, holes: Sequence[Hole], seed: int) -> list[Measure]:
+    case = Case(TASK, "diffusion", "fill: ")
+    filled = fill_as_told(engine, holes, seed, f"{TASK}, fill")
+    note = "`fill`: both modes propose, length known"
+    measures = _measures(case, holes, [one.text for one in filled], note)
+    steps = [float(one.steps) for one in filled]
+    return [*measures, case.mean("steps", steps, "steps", "of all canvases together")]
 
 
 def read_holes(engine: Engine, data: Data, limit: int) -> list[Hole]:

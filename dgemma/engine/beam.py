@@ -1,0 +1,96 @@
+"""What the causal mode would write behind a prefix: the likeliest texts, found side by side.
+
+It does not see what stands behind a hole, but it is the surer writer of the two modes. So its texts
+are proposals: whoever asked for them scores them together with what follows (`engine.search`).
+
+W texts side by side, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgemma.cache import KVCache, Pass, Span
+from dgemma.engine.score import Encoded
+from dgemma.model import Gemma
+
+LOOKED_AT = 256  # of the likeliest tokens behind a text, in search of those that are allowed
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which texts are looked for."""
+
+    least: int  # tokens
+    most: int
+    width: int  # texts kept after each token, and found at most
+    after: int | None  # the token that stands behind them; None: any
+    allowed: Callable[[int, int], bool]  # whether a token may stand at a place
+    ends: Callable[[int], bool]  # whether nothing may stand behind a token
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A text on its way."""
+
+    ids: Ids
+    total: float  # log-probability of its tokens
+    cache: KVCache
+    next_V: Tensor  # log-probabilities of the token behind it
+
+    def mean(self, after: int | None) -> float:
+        """Of its tokens and of the one that stands behind it."""
+        if after is None:
+            return self.total / len(self.ids)
+        return (self.total + float(self.next_V[after])) / (len(self.ids) + 1)
+
+
+@torch.inference_mode()
+def likeliest(model: Gemma, prefix: Encoded, wanted: Wanted) -> list[Ids]:
+    """The likeliest texts of the wanted lengths that the search came by, the best first."""
+    first_V = model.logits(prefix.last_1D)[0].float().log_softmax(-1)
+    beams = [Beam((), 0.0, prefix.cache.branch(wanted.most), first_V)]
+    found: dict[Ids, float] = {}
+    for place in range(wanted.most):
+        beams = _grow(model, beams, place, wanted)
+        if place + 1 >= wanted.least:
+            found |= {beam.ids: beam.mean(wanted.after) for beam in beams}
+    return sorted(found, key=found.__getitem__, reverse=True)[: wanted.width]
+
+
+def _grow(model: Gemma, beams: Sequence[Beam], place: int, wanted: Wanted) -> list[Beam]:
+    """The likeliest texts that are a token longer."""
+    longer: list[tuple[float, Beam, int]] = []
+    for beam in beams:
+        if beam.ids and wanted.ends(beam.ids[-1]):
+            continue
+        p, tokens = (x.tolist() for x in beam.next_V.topk(min(LOOKED_AT, len(beam.next_V))))
+        allowed = [i for i, token in enumerate(tokens) if wanted.allowed(token, place)]
+        longer += [(beam.total + p[i], beam, tokens[i]) for i in allowed[: wanted.width]]
+    longer = sorted(longer, key=lambda one: one[0], reverse=True)[: wanted.width]
+    if not longer:
+        return []
+    caches = _caches([beam for _, beam, _ in longer])
+    context = Pass([Span(cache, 1, commit=True) for cache in caches])
+    tokens_W = torch.tensor([token for _, _, token in longer], device=caches[0].device)
+    next_WV = model.logits(model.encode(tokens_W, context)).float().log_softmax(-1)
+    context.close()
+    return [
+        Beam((*beam.ids, token), total, cache, next_V)
+        for (total, beam, token), cache, next_V in zip(longer, caches, next_WV, strict=True)
+    ]
+
+
+def _caches(parents: Sequence[Beam]) -> list[KVCache]:
+    """A row for each text: the first child of a text takes over its row, others get a fork."""
+    taken: set[int] = set()
+    caches = []
+    for beam in parents:
+        is_first = id(beam) not in taken
+        taken.add(id(beam))
+        caches.append(beam.cache if is_first else beam.cache.fork())
+    return caches
