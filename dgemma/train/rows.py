@@ -91,8 +91,9 @@ def lay_out(
     clean = _clean_rows(prompt, reply[: count * length], layout)
     filled_CL = np.full(count * length, corruption.fill, np.int32)
     filled_CL[: len(reply)] = reply[: count * length]
+    held_C = np.minimum(length, len(reply) - length * np.arange(count))
     canvases = [
-        _canvas_rows(len(prompt), filled_CL.reshape(count, length), corruption, rng)
+        _canvas_rows(len(prompt), filled_CL.reshape(count, length), held_C, corruption, rng)
         for _ in range(layout.copies)
     ]
     for number, rows in enumerate(canvases):
@@ -133,10 +134,15 @@ def _clean_rows(prompt: NDArray[np.integer], reply: NDArray[np.integer], layout:
 
 
 def _canvas_rows(
-    begin: int, clean_CL: Ints, corruption: Corruption, rng: np.random.Generator
+    begin: int,
+    clean_CL: Ints,
+    held_C: NDArray[np.integer],
+    corruption: Corruption,
+    rng: np.random.Generator,
 ) -> Ints:
+    """`held_C`: tokens of the text in each canvas; what fills it up comes behind them."""
     count, length = clean_CL.shape
-    level_CL, pinned_CL = _levels(count, length, corruption, rng)
+    level_CL, pinned_CL = _levels(length, held_C, corruption, rng)
     noise_CL = rng.integers(corruption.vocab_size, size=clean_CL.shape, dtype=np.int32)
     is_noise_CL = rng.random(clean_CL.shape) < level_CL
     number_CL = np.repeat(np.arange(count, dtype=np.int32)[:, None], length, axis=1)
@@ -154,14 +160,17 @@ def _canvas_rows(
 
 
 def _levels(
-    count: int, length: int, corruption: Corruption, rng: np.random.Generator
+    length: int, held_C: NDArray[np.integer], corruption: Corruption, rng: np.random.Generator
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The probability of noise at each position, and the positions that are given."""
+    count = len(held_C)
     level_C = rng.uniform(corruption.lowest, corruption.highest, count) ** corruption.level_power
     level_CL = np.repeat(level_C[:, None], length, axis=1)
     pinned_CL = np.zeros((count, length), bool)
     for canvas in np.flatnonzero(rng.random(count) < corruption.hole_share):
-        is_hole_L = _holes(length, rng)
+        # Not behind the text: of short ones a quarter of what is open would be mere fill.
+        is_hole_L = np.zeros(length, bool)
+        is_hole_L[: held_C[canvas]] = _holes(int(held_C[canvas]), rng)
         # A hole begins as noise alone, so high levels matter more than in a whole canvas.
         level_CL[canvas] = np.where(is_hole_L, np.sqrt(level_C[canvas]), 0.0)
         pinned_CL[canvas] = ~is_hole_L

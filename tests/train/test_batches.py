@@ -166,6 +166,15 @@ def test_holes_are_spans_and_everything_else_is_given() -> None:
     assert 20 < at_start < 60  # of 80: half of them, and some by chance
 
 
+def test_holes_lie_in_the_text_and_not_behind_it() -> None:
+    corruption = Corruption(vocab_size=1000, hole_share=1.0)
+    example = Example(ids(2), ids(*[50] * 110))
+    made = laid(example, corruption, canvas_length=100, max_rows=99999, copies=40)
+    given = made[PINNED, made[CANVAS] > NOTHING].reshape(40, 200) > 0
+    assert given[:, 110:].all() and not given[:, :100].all(1).any()
+    assert not given[:, 100:110].all(1).any()  # the last canvas has holes too
+
+
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_a_share_of_what_fills_the_last_canvas_is_asked_for(share: float) -> None:
     corruption = Corruption(vocab_size=1000, hole_share=0.0, fill_share=share)
