@@ -255,9 +255,18 @@ def _ingredient(
             hole_share=canvas.hole_share if data.hole_share is None else data.hole_share,
             fill_share=canvas.fill_share if data.fill_share is None else data.fill_share,
             level_power=data.level_power,
+            line_share=data.line_share,
+            breaks=_breaks(base) if data.line_share else (),
             rolls=data.rollout,
         ),
     )
+
+
+def _breaks(base: Base) -> tuple[int, ...]:
+    """Tokens that break a line."""
+    words = Tokenizer.load(base.tokenizer)
+    every = range(words.vocab_size)
+    return tuple(i for i in every if not words.is_control(i) and b"\n" in words.token_bytes(i))
 
 
 def _lengths(given: Mapping[str, float], longest: int) -> dict[int, float]:

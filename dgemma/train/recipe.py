@@ -82,6 +82,7 @@ class DataSource:
     hole_share: float | None = None
     fill_share: float | None = None
     lengths: Mapping[str, float] | None = None
+    line_share: float = 0.0  # of the canvases with holes, those whose holes are lines
     level_power: float = 1.0  # of noise levels; below 1 a canvas is oftener almost all noise
     rollout: bool = True  # whether [loss] rollout is for it: where one reply alone is right
     max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows
@@ -93,7 +94,8 @@ class DataSource:
             raise ConfigError("[[data]] needs either file, or puzzle with its bank")
         if self.level_power <= 0:
             raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
-        _check_shares("[[data]]", hole_share=self.hole_share, fill_share=self.fill_share)
+        shares = {name: getattr(self, name) for name in ("hole_share", "fill_share", "line_share")}
+        _check_shares("[[data]]", **shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

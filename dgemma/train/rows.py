@@ -10,6 +10,7 @@ for what chance has still to decide about it; none where it decides nothing.
 N rows, C canvases, L canvas length.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +62,8 @@ class Corruption:
     lowest: float = 1e-4
     highest: float = 1.0 - 1e-4
     hole_share: float = 0.2  # of the canvases
+    line_share: float = 0.0  # of these, those whose holes are lines, as code is filled
+    breaks: tuple[int, ...] = ()  # tokens that break a line
     level_power: float = 1.0  # of the level, drawn evenly; below 1 high levels are oftener
     fill_share: float = 1.0  # of what fills a last canvas, that is asked for: it is soon learned
     rolls: bool = True  # whether steps of the sampler may change a canvas (`train/rollout.py`)
@@ -142,7 +145,7 @@ def _canvas_rows(
 ) -> Ints:
     """`held_C`: tokens of the text in each canvas; what fills it up comes behind them."""
     count, length = clean_CL.shape
-    level_CL, pinned_CL = _levels(length, held_C, corruption, rng)
+    level_CL, pinned_CL = _levels(clean_CL, held_C, corruption, rng)
     noise_CL = rng.integers(corruption.vocab_size, size=clean_CL.shape, dtype=np.int32)
     is_noise_CL = rng.random(clean_CL.shape) < level_CL
     number_CL = np.repeat(np.arange(count, dtype=np.int32)[:, None], length, axis=1)
@@ -160,21 +163,42 @@ def _canvas_rows(
 
 
 def _levels(
-    length: int, held_C: NDArray[np.integer], corruption: Corruption, rng: np.random.Generator
+    clean_CL: Ints, held_C: NDArray[np.integer], corruption: Corruption, rng: np.random.Generator
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The probability of noise at each position, and the positions that are given."""
-    count = len(held_C)
+    count, length = clean_CL.shape
     level_C = rng.uniform(corruption.lowest, corruption.highest, count) ** corruption.level_power
     level_CL = np.repeat(level_C[:, None], length, axis=1)
     pinned_CL = np.zeros((count, length), bool)
     for canvas in np.flatnonzero(rng.random(count) < corruption.hole_share):
         # Not behind the text: of short ones a quarter of what is open would be mere fill.
         is_hole_L = np.zeros(length, bool)
-        is_hole_L[: held_C[canvas]] = _holes(int(held_C[canvas]), rng)
+        text = clean_CL[canvas, : held_C[canvas]]
+        is_lines = corruption.line_share > 0 and rng.random() < corruption.line_share
+        found = _lines(text, corruption.breaks, rng) if is_lines else _holes(len(text), rng)
+        is_hole_L[: len(text)] = found
         # A hole begins as noise alone, so high levels matter more than in a whole canvas.
         level_CL[canvas] = np.where(is_hole_L, np.sqrt(level_C[canvas]), 0.0)
         pinned_CL[canvas] = ~is_hole_L
     return level_CL, pinned_CL
+
+
+def _lines(text: Ints, breaks: Sequence[int], rng: np.random.Generator) -> NDArray[np.bool_]:
+    """One or two lines without their breaks, half of them without the token that indents them.
+
+    Half of the canvases begin with one. Where a text has no line to open, spans as elsewhere.
+    """
+    ends = np.flatnonzero(np.isin(text, breaks))
+    starts = np.concatenate([[0], ends[:-1] + 1]).astype(int) if len(ends) else ends
+    lines = [(a, b) for a, b in zip(starts, ends, strict=True) if b - a > 1]
+    if not lines:
+        return _holes(len(text), rng)
+    is_hole_L = np.zeros(len(text), bool)
+    for number in range(int(rng.integers(1, 3))):
+        at_start = number == 0 and rng.random() < 0.5
+        start, stop = lines[0 if at_start else int(rng.integers(len(lines)))]
+        is_hole_L[start + int(start > 0 and rng.random() < 0.5) : stop] = True
+    return is_hole_L
 
 
 def _holes(length: int, rng: np.random.Generator) -> NDArray[np.bool_]:

@@ -175,6 +175,28 @@ def test_holes_lie_in_the_text_and_not_behind_it() -> None:
     assert not given[:, 100:110].all(1).any()  # the last canvas has holes too
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_holes_may_be_lines(share: float) -> None:
+    corruption = Corruption(vocab_size=1000, hole_share=1.0, line_share=share, breaks=(7, 8))
+    line = [51, 52, 53, 54, 55, 56]
+    example = Example(ids(2), ids(*[*line, 7, *line, 8] * 7))
+    made = laid(example, corruption, canvas_length=98, max_rows=99999, copies=60)
+    given = made[PINNED, made[CANVAS] > NOTHING].reshape(60, 14, 7) > 0
+    is_open = ~given[..., :6]
+    whole = is_open[..., 1:].all(-1) | given.all(-1)  # the token that indents may be given
+    assert (whole & given[..., 6]).all() == (share == 1.0)
+    if share:
+        assert set(is_open[:, :, 1].sum(1)) == {1, 2}
+        assert 20 < is_open[:, 0, 0].sum() < 50  # half of the canvases begin with one
+        assert not is_open[:, 1:, 0].all() and is_open[:, 1:, 0].any()
+
+
+def test_a_text_without_lines_has_spans() -> None:
+    corruption = Corruption(vocab_size=1000, hole_share=1.0, line_share=1.0, breaks=(7,))
+    made = laid(Example(ids(2), ids(*[50] * 100)), corruption, canvas_length=100, max_rows=999)
+    assert (made[PINNED, made[CANVAS] > NOTHING] == 0).sum() > 0
+
+
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_a_share_of_what_fills_the_last_canvas_is_asked_for(share: float) -> None:
     corruption = Corruption(vocab_size=1000, hole_share=0.0, fill_share=share)

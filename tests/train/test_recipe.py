@@ -1,6 +1,7 @@
 """Recipes: read strictly, changed by hand, and built into runs that do what they say."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from dgemma.engine import Engine, Options
 from dgemma.errors import ConfigError, UsageError
+from dgemma.text.tokenizer import Tokenizer
 from dgemma.train import tokens
-from dgemma.train.build import Job, Place, build, find_beside
+from dgemma.train.build import Job, Place, build, build_mixture, find_beside
 from dgemma.train.recipe import load_recipe
 from dgemma.train.rows import Corruption
 from dgemma.train.store import Store
@@ -291,6 +293,17 @@ def test_a_small_set_is_learned_by_heart_in_both_modes(
     engine = Engine.load(checkpoint, device="cpu", dtype="float32")
     done = engine.generate(question, Options(mode=mode, seed=3))
     assert (done.text, done.finish) == (ANSWERS[question], "stop")
+
+
+def test_lines_are_found_by_the_tokens_that_break_them(by_heart: Job) -> None:
+    (data, *_), words = by_heart.recipe.data, Tokenizer.load(by_heart.base.tokenizer)
+    for share in (0.0, 0.5):
+        recipe = replace(by_heart.recipe, data=(replace(data, line_share=share),))
+        mixture, _ = build_mixture(recipe, by_heart.place, by_heart.base)
+        corruption = mixture.ingredients[0].corruption
+        breaks = corruption.breaks
+        assert corruption.line_share == share and bool(breaks) == bool(share)
+        assert all("\n" in words.decode([token]) for token in breaks)
 
 
 # --- fine-tuning
