@@ -155,7 +155,8 @@ class Search:
             return
         variant = self.seams.usual
         gap = variant.gaps[0]
-        least, most = max(1, min(lengths)), min(max(lengths), LONGEST_PROPOSED)
+        # No longer than a canvas could hold: the search goes on from the best size.
+        least, most = max(1, min(lengths)), min(max(lengths), LONGEST_PROPOSED, self._most())
         if most < least:
             return
         is_known = least == most
