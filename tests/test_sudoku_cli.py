@@ -166,6 +166,41 @@ def test_every_attempt_has_noise_of_its_own(engine: Engine) -> None:
     assert len({(noise.seed, noise.choice) for noise in noises}) == 12
 
 
+def test_a_new_attempt_asks_in_another_form_and_reads_the_grid_back(engine: Engine) -> None:
+    layout, how, attempt = text.reply_slots(engine.tokenizer), How(restarts=8), Try(0, PUZZLE)
+    first = plan(engine, attempt, layout, how)
+    attempt.begin_again(how)
+    second, form = plan(engine, attempt, layout, how), attempt.form
+    assert attempt.restarts == 1 and first.prompt.ids != second.prompt.ids
+    assert second.options.pins == givens(form.write(PUZZLE), layout)
+    assert attempt.read(text.grid_text(form.write(SOLUTION))) == SOLUTION
+    assert attempt.read("no grid") is None
+    other = Try(0, PUZZLE)
+    other.begin_again(how)
+    assert other.form == form, "the same seed asks in the same forms"
+    other.begin_again(how)
+    assert other.form != form
+
+
+def test_the_canvas_of_a_new_attempt_is_shown_as_the_puzzle_is_written(engine: Engine) -> None:
+    hasty = Engine(engine.model, engine.tokenizer, engine.template, engine.generation)
+    hasty.sampler = replace(engine.sampler, max_steps=1)
+    layout = text.reply_slots(engine.tokenizer)
+    pins = givens(PUZZLE, layout)
+    events = [event for _, event in follow(hasty, [PUZZLE], How(restarts=2, drafts=True))]
+    drafts = [event for event in events if isinstance(event, Draft)]
+    assert len(drafts) >= 3
+    for draft in drafts:
+        assert [draft.ids[place] for place in pins.positions] == list(pins.tokens)
+        cells = [draft.guess_tokens[place].strip() for place in layout.positions]
+        assert all(given in ("0", cell) for given, cell in zip(PUZZLE, cells, strict=True))
+        held = [place for place, is_pinned in enumerate(draft.pinned) if is_pinned]
+        assert held == list(pins.positions)
+        said = [engine.tokenizer.decode([draft.guess[place]]).strip() for place in layout.positions]
+        pairs = list(zip(said, cells, strict=True))
+        assert all(one == other for one, other in pairs if one in text.DIGITS)
+
+
 def test_many_puzzles_keep_their_order_and_what_they_give_alone(engine: Engine) -> None:
     few = Engine(engine.model, engine.tokenizer, engine.template, engine.generation, max_rows=2)
     puzzles = [OTHER, PUZZLE, "0" * 81, PUZZLE, OTHER]

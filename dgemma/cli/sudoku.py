@@ -43,7 +43,11 @@ def sudoku(
         typer.Option("--pin/--no-pin", help="Hold the givens in place; diffusion's default."),
     ] = None,
     restarts: Annotated[
-        int, typer.Option(help="Most new attempts, made only if a canvas does not settle.")
+        int,
+        typer.Option(
+            help="Most new attempts, each in another form of the puzzle (lines shuffled, digits "
+            "renamed); made only if a canvas does not settle."
+        ),
     ] = 8,
     seed: Annotated[int | None, typer.Option(help="Same seed, same solution.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Watch the canvas settle.")] = False,

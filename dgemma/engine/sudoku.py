@@ -2,13 +2,15 @@
 
 The model gets each puzzle as a person would write it and the reply is read as text. Nothing checks
 a reply on the way: a new attempt is made only when a canvas did not settle, which the model itself
-reports, and its noise is the next choice of the same seed.
+reports. Its noise is the next choice of the same seed, and the puzzle is asked in another form,
+with lines shuffled and digits renamed: where one form stalls, another often does not.
 """
 
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING
 
 from dgemma.canvas import NO_PINS, Pins
@@ -18,6 +20,7 @@ from dgemma.engine.options import Mode, Options, Plan
 from dgemma.errors import UsageError
 from dgemma.text import sudoku as text
 from dgemma.text.slots import Slots
+from dgemma.text.sudoku_forms import AS_IT_IS, Form, random_form
 
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
@@ -98,10 +101,11 @@ def follow(
             engine.step()
             for index, event in [e for pair in running.values() for e in _events(*pair)]:
                 if isinstance(event, Draft):
-                    yield index, event
+                    yield index, as_asked(event, running[index][0].form, layout)
                     continue
                 attempt, _ = running.pop(index)
                 if attempt.take(event, how):
+                    attempt.begin_again(how)
                     waiting.append(attempt)
                 else:
                     yield index, attempt.result(event)
@@ -120,6 +124,7 @@ class Attempt:
     steps: int = 0
     seconds: float = 0.0
     settled: bool = False
+    form: Form = AS_IT_IS  # that it is asked in now
 
     def take(self, done: Done, how: How) -> bool:
         """Count an attempt that came to its end, and tell whether there is to be another."""
@@ -127,15 +132,26 @@ class Attempt:
         self.seconds += done.seconds
         has_ended = done.finish == "stop" if done.mode == "ar" else done.finish != FAULT
         self.settled = has_ended and done.unsettled_blocks == 0
-        is_again = not self.settled and how.mode != "ar" and self.restarts < how.restarts
-        self.restarts += is_again
-        return is_again
+        return self.is_open(how)
+
+    def is_open(self, how: How) -> bool:
+        """Whether there is to be another attempt."""
+        return not self.settled and how.mode != "ar" and self.restarts < how.restarts
+
+    def begin_again(self, how: How) -> None:
+        self.restarts += 1
+        self.form = random_form(Random(f"{how.seed} {self.puzzle} {self.restarts}"))
+
+    def read(self, reply: str) -> str | None:
+        """The grid of a reply, in the puzzle's own form."""
+        grid = text.read_reply(reply)
+        return None if grid is None else self.form.read(grid)
 
     def result(self, done: Done) -> Solved:
         """The outcome, whose reply is the last attempt's."""
         return Solved(
             puzzle=self.puzzle,
-            solution=text.read_reply(done.text),
+            solution=self.read(done.text),
             settled=self.settled,
             steps=self.steps,
             restarts=self.restarts,
@@ -147,7 +163,8 @@ def plan(engine: "Engine", attempt: Attempt, layout: Slots, how: How) -> Plan:
     """The request of one attempt."""
     # The noise belongs to the puzzle and the seed, not to the puzzle's place in a list.
     seed = (how.seed + zlib.crc32(attempt.puzzle.encode())) % SEEDS
-    prompt, length = text.prompt_text(attempt.puzzle), canvas_length(layout)
+    puzzle, length = attempt.form.write(attempt.puzzle), canvas_length(layout)
+    prompt = text.prompt_text(puzzle)
     if how.mode == "ar":
         return engine.plan(prompt, Options(mode="ar", max_tokens=length, seed=seed, retries=0))
     own = engine.model.config.canvas_length
@@ -161,7 +178,7 @@ def plan(engine: "Engine", attempt: Attempt, layout: Slots, how: How) -> Plan:
         choice=attempt.restarts,
         max_tokens=length,
         canvas_length=min(length, own),
-        pins=givens(attempt.puzzle, layout) if how.pinned else NO_PINS,
+        pins=givens(puzzle, layout) if how.pinned else NO_PINS,
         # A canvas told more than the model believes settles on wrong answers too.
         sampler=replace(
             engine.sampler,
@@ -197,3 +214,36 @@ def _events(attempt: Attempt, job: Job) -> list[tuple[int, Draft | Done]]:
     events = [event for event in job.events if isinstance(event, Draft | Done)]
     job.events.clear()
     return [(attempt.index, event) for event in events]
+
+
+def as_asked(draft: Draft, form: Form, layout: Slots) -> Draft:
+    """A canvas in the puzzle's own form; one that holds a part of the grid is left as it is."""
+    if form == AS_IT_IS or len(draft.ids) <= layout.positions[-1]:
+        return draft
+    order = list(range(len(draft.ids)))  # where what belongs to a place stands now
+    called: dict[tuple[int, int], tuple[int, str, str]] = {}  # there, an id: another, both digits
+    for new, old in enumerate(form.cells):
+        order[layout.positions[old]] = layout.positions[new]
+        for name, written in zip(text.DIGITS, layout.tokens[new], strict=True):
+            digit = form.digit(name)
+            own = layout.tokens[old][int(digit) - 1]
+            called[layout.positions[old], written] = own, name, digit
+
+    def renamed(ids: tuple[int, ...], tokens: tuple[str, ...]) -> list[tuple[int, str]]:
+        pairs = []
+        for place, source in enumerate(order):
+            own, name, digit = called.get((place, ids[source]), (ids[source], "", ""))
+            pairs.append((own, tokens[source].replace(name, digit)))
+        return pairs
+
+    stands, would = renamed(draft.ids, draft.tokens), renamed(draft.guess, draft.guess_tokens)
+    return replace(
+        draft,
+        ids=tuple(own for own, _ in stands),
+        tokens=tuple(token for _, token in stands),
+        guess=tuple(own for own, _ in would),
+        guess_tokens=tuple(token for _, token in would),
+        entropy=tuple(draft.entropy[source] for source in order),
+        kept=tuple(draft.kept[source] for source in order),
+        pinned=tuple(draft.pinned[source] for source in order),
+    )

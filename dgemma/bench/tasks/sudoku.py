@@ -14,7 +14,7 @@ from dgemma.bench.lockstep import greedy, settle, text_of
 from dgemma.bench.measure import Case, Measure
 from dgemma.bench.sudoku import Attempt, How, Solved, canvas_length, plan, solve
 from dgemma.engine import Engine
-from dgemma.text.sudoku import read_reply, reply_slots
+from dgemma.text.sudoku import reply_slots
 
 TASK = "sudoku"
 LISTED = "sudoku_17clue.txt"
@@ -108,22 +108,18 @@ def solve_together(engine: Engine, puzzles: Sequence[str], how: How) -> list[Sol
             attempt.steps += outcome.steps
             attempt.settled = outcome.is_settled
             replies[attempt.index] = text_of(own, outcome, engine.tokenizer, engine.stop_ids)
-        running = [one for one in running if _is_again(one, how)]
+        running = [one for one in running if one.is_open(how)]
         show(f"{TASK}, {how.mode}", len(attempts) - len(running), len(attempts))
         for attempt in running:
-            attempt.restarts += 1
+            attempt.begin_again(how)
     share = (time.perf_counter() - begun) / max(1, len(puzzles))
     return [_solved(one, replies[one.index], share) for one in attempts]
-
-
-def _is_again(attempt: Attempt, how: How) -> bool:
-    return not attempt.settled and how.mode != "ar" and attempt.restarts < how.restarts
 
 
 def _solved(attempt: Attempt, reply: str, seconds: float) -> Solved:
     return Solved(
         puzzle=attempt.puzzle,
-        solution=read_reply(reply),
+        solution=attempt.read(reply),
         settled=attempt.settled,
         steps=attempt.steps,
         restarts=attempt.restarts,
