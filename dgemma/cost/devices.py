@@ -26,10 +26,10 @@ class Format:
         return float(getattr(self, kind, self.exact))
 
 
-BF16 = Format(name="bf16", experts=16, dense=16, efficiency=0.85)
-FP8 = Format(name="fp8", experts=8, dense=8, efficiency=0.70)
+BF16 = Format(name="bf16", experts=16, dense=16, efficiency=0.88)
+FP8 = Format(name="fp8", experts=8, dense=8, efficiency=0.79)
 # 4 bits and an 8-bit scale for every 16 of them.
-FOUR_BIT = Format(name="4-bit", experts=4.5, dense=8, efficiency=0.53)
+FOUR_BIT = Format(name="4-bit", experts=4.5, dense=8, efficiency=0.59)
 FLOAT32 = Format(name="float32", experts=32, dense=32, head=32, exact=32, efficiency=0.88)
 FORMATS = (BF16, FP8, FOUR_BIT)
 
