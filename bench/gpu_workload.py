@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 from gpu_ours import COMMON
-from shapes import EXAMPLE, shallow
+from shapes import SHAPES, shape
 
 from dgemma.cache import KVCache, Room
-from dgemma.config import GenerationConfig, ModelConfig
+from dgemma.config import GenerationConfig
 from dgemma.denoise import commit
 from dgemma.device import choose_device, choose_dtype, describe_device
 from dgemma.engine.engine import Engine
@@ -39,18 +39,6 @@ from dgemma.weights.packed import FORMS, shrink
 from dgemma.weights.random import random_model
 
 NEVER = 1 << 30  # steps that a guess would have to stay the same
-TINY = replace(
-    EXAMPLE,
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=32,
-    moe_intermediate_size=64,
-    num_experts=4,
-    head_dim=8,
-    global_head_dim=16,
-    sliding_window=24,
-    canvas_length=16,
-)
 
 
 def plain_tokenizer(size: int) -> Tokenizer:
@@ -75,7 +63,7 @@ def model_of(arguments: argparse.Namespace, device: torch.device, dtype: torch.d
     form = FORMS[arguments.quant]
     if arguments.plain_dense:
         form = replace(form, dense="plain")
-    config = config_of(arguments)
+    config = shape(arguments.shapes, arguments.layers)
 
     def change(layer: Layer) -> None:
         layer.post_attention_layernorm.weight.mul_(COMMON)  # every expert is used
@@ -241,13 +229,6 @@ def pools() -> dict[str, tuple[float, float]]:
     return {name: (held / 1e9, used / 1e9) for name, (held, used) in sorted(found.items())}
 
 
-def config_of(arguments: argparse.Namespace) -> ModelConfig:
-    if arguments.shapes == "released":
-        return shallow(arguments.layers or 30)
-    found = {"example": EXAMPLE, "tiny": TINY}[arguments.shapes]
-    return replace(found, layer_types=found.layer_types[-(arguments.layers or 4) :])
-
-
 def build(arguments: argparse.Namespace) -> tuple[Engine, dict[str, object]]:
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
@@ -290,7 +271,7 @@ def profile(work: Workload) -> None:
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", choices=["released", "example", "tiny"], default="released")
+    parser.add_argument("--shapes", choices=list(SHAPES), default="released")
     parser.add_argument("--layers", type=int, help="fewer of them")
     parser.add_argument("--quant", choices=["none", "fp8", "nvfp4"], default="none")
     parser.add_argument("--plain-dense", action="store_true", help="experts alone in fewer bits")

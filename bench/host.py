@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_workload import NEVER, TINY, parse, plain_tokenizer
-from shapes import RELEASED
+from gpu_workload import NEVER, parse, plain_tokenizer
+from shapes import RELEASED, TINY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,11 +1,11 @@
-"""Shapes for benchmarks with random weights: the released 26B-A4B model, and a 40M example."""
+"""Shapes for benchmarks with random weights: the released 26B-A4B model, and two small ones."""
 
 from dataclasses import replace
 
 from dgemma.config import FULL, SLIDING, ModelConfig
 from dgemma.cost.table import RELEASED
 
-__all__ = ["EXAMPLE", "RELEASED", "shallow"]
+__all__ = ["EXAMPLE", "RELEASED", "SHAPES", "TINY", "shallow", "shape"]
 
 EXAMPLE = ModelConfig(
     vocab_size=16_384,
@@ -35,6 +35,29 @@ EXAMPLE = ModelConfig(
         "position_embedding_size": 16,
     },
 )
+
+
+TINY = replace(
+    EXAMPLE,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=32,
+    moe_intermediate_size=64,
+    num_experts=4,
+    head_dim=8,
+    global_head_dim=16,
+    sliding_window=24,
+    canvas_length=16,
+)
+SHAPES = {"released": RELEASED, "example": EXAMPLE, "tiny": TINY}
+
+
+def shape(name: str, layers: int | None) -> ModelConfig:
+    """One of `SHAPES`, with as many layers as asked for; the last one is always full."""
+    found = SHAPES[name]
+    if found is RELEASED:
+        return shallow(layers or found.num_hidden_layers)
+    return replace(found, layer_types=found.layer_types[-(layers or found.num_hidden_layers) :])
 
 
 def shallow(layers: int) -> ModelConfig:
