@@ -26,6 +26,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16
 MAX_STEPS = 48
 NEVER = EntropyBound(settle_steps=1 << 20)  # no canvas settles
+HEAT = (0.8, 0.4)  # of the first and the last step, as released
 SURE = 0.1  # heat at which random logits are as sure as those of a canvas about to settle
 COMMON = 0.1  # share of attention's part that random weights keep for even routing
 FEWEST = 4  # steps or tokens before the clock
@@ -67,6 +68,12 @@ def wall(work: Callable[[], object], repeats: int, warm: int = 2) -> Times:
     return Times.of(times[warm:])
 
 
+def prompt_of(vocab: int, count: int, device: torch.device) -> Tensor:
+    """The same random tokens for whoever is measured."""
+    generator = torch.Generator(device).manual_seed(5)
+    return torch.randint(vocab, (count,), device=device, generator=generator)
+
+
 class Bench:
     """A model, a committed prompt, and canvases on it. `row` and the cache change."""
 
@@ -75,10 +82,8 @@ class Bench:
         self.length, self.vocab = config.canvas_length, config.vocab_size
         room = Room(tokens=prompt + 3 * self.length, span=2048 + self.length)
         dtype = model.embed_tokens.weight.dtype
-        self.cache, self.heat = KVCache(config, room, dtype, DEVICE), (0.8, 0.4)
-        generator = torch.Generator(DEVICE).manual_seed(5)
-        tokens_T = torch.randint(self.vocab, (prompt,), device=DEVICE, generator=generator)
-        commit(model, self.cache, tokens_T, chunk=2048)
+        self.cache, self.heat = KVCache(config, room, dtype, DEVICE), HEAT
+        commit(model, self.cache, prompt_of(self.vocab, prompt, DEVICE), chunk=2048)
         self.row = self.fresh()
 
     def fresh(self) -> Row:
@@ -99,6 +104,18 @@ class Bench:
         for _ in range(FEWEST):
             self.step()
         return wall(self.step, count, warm=0)
+
+    def mean_ms(self, count: int = 16) -> float:
+        """Of steps in a row, as a peer's are timed: by the clock before and behind them all."""
+        self.row = self.fresh()
+        for _ in range(FEWEST):
+            self.step()
+        wait()
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.step()
+        wait()
+        return 1000 * (time.perf_counter() - begin) / count
 
     def tokens(self, count: int) -> Times:
         """Of the autoregressive mode, with the choice of the next on the device."""
@@ -148,7 +165,9 @@ def prefill(model: Gemma, count: int, chunk: int, repeats: int = 3) -> Times:
     return wall(work, repeats, warm=1)
 
 
-def built(config: ModelConfig, quant: Quant, *, even: bool = True) -> Gemma:
+def built(
+    config: ModelConfig, quant: Quant, *, even: bool = True, device: torch.device = DEVICE
+) -> Gemma:
     """Random weights, each layer in fewer bits as soon as it stands.
 
     Attention over random weights gives all tokens nearly the same, and its norm makes that large:
@@ -161,7 +180,7 @@ def built(config: ModelConfig, quant: Quant, *, even: bool = True) -> Gemma:
             layer.post_attention_layernorm.weight.mul_(COMMON)
         shrink(layer, FORMS[quant])
 
-    return random_model(config, 0, device=DEVICE, dtype=HALF, on_layer=change)
+    return random_model(config, 0, device=device, dtype=HALF, on_layer=change)
 
 
 def routing(bench: Bench) -> dict[str, float]:

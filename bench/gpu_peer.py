@@ -1,27 +1,41 @@
-"""transformers on our weights: milliseconds per denoising step, by the difference of two lengths.
+"""transformers' model in a process of its own, asked by line for its milliseconds a denoising step.
 
-Run by `bench/gpu_step.py --peer`. The peer's model is built without memory of its own and given the
-very tensors of ours, so that both fit on one device. Its steps run inside its own `generate`, with
-its own cache and, for the static one, its own compilation; stopping is off. Between the peer's
-rounds ours takes as many steps.
+    python bench/gpu_peer.py [--caches dynamic static] [--prompt 512] [--layers 30] [--uneven]
+                             [--shapes released|example|tiny] [--device auto]
+
+Its weights are drawn as ours are for the same shapes, so that routing is the same. Its steps run
+inside its own `generate`, with its own cache and, for the static one, its own compilation; stopping
+is off. A step's time is the difference of two lengths. Once every cache kind is warm it writes a
+line of JSON with what it is; then it answers each line that names a kind with `{"ms": ...}`, until
+there are no more lines. Whatever others write to standard output goes to standard error instead.
+
+`bench/gpu_step.py --peer` asks it in turn with ours (`bench/gpu_beside.py`). A process of its own:
+in ours, its compiled static cache ended in a launch failure beside our captures.
 """
 
+import argparse
 import contextlib
-import statistics
+import json
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from gpu_ours import DEVICE, Bench, wait
-from shapes import EXAMPLE
-from torch import nn
+from gpu_ours import built, prompt_of
+from shapes import EXAMPLE, SHAPES, shape
+from torch import Tensor, nn
 
 from dgemma.config import config_to_json
+from dgemma.device import choose_device
 from dgemma.model import Gemma
 
-FEW, MANY = 4, 20
+CACHES = ("dynamic", "static")
+FEW, MANY = 4, 20  # steps; what is not a step is in both
+NO_PAD = -1  # no token of a canvas is one that is not counted
+WARM = 2  # rounds: a captured pass is compiled, then recorded, then repeated
 
 
 @contextlib.contextmanager
@@ -51,7 +65,8 @@ def peer_of(model: Gemma) -> Any:
     weights = {f"model.decoder.{name}": w for name, w in model.state_dict().items()}
     for name in [name for name in weights if name.endswith("layer_scalar")]:
         weights[name.replace(".decoder.", ".encoder.language_model.")] = weights[name]
-    peer.load_state_dict(weights, strict=False, assign=True)
+    unknown = peer.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+    assert not unknown, f"transformers has no such weights: {unknown[:4]}"
     peer.tie_weights()
     dtype, device = model.embed_tokens.weight.dtype, model.embed_tokens.weight.device
     for module in peer.modules():
@@ -64,61 +79,108 @@ def peer_of(model: Gemma) -> Any:
     return peer.eval().requires_grad_(False)
 
 
-def generate_s(peer: Any, prompt_1T: torch.Tensor, steps: int, cache: str) -> float:
-    """Seconds for one canvas of so many steps."""
-    options = {} if cache == "dynamic" else {"cache_implementation": "static"}
-    begin = time.perf_counter()
-    peer.generate(
-        input_ids=prompt_1T,
-        attention_mask=torch.ones_like(prompt_1T),
-        max_new_tokens=peer.config.canvas_length,
-        max_denoising_steps=steps,
-        confidence_threshold=1e-12,
-        **options,
-    )
-    wait()
-    return time.perf_counter() - begin
+class Peer:
+    """Their model behind a prompt, timed by cache kind."""
 
+    def __init__(self, model: Gemma, prompt: int) -> None:
+        self.model, self.device = peer_of(model), model.embed_tokens.weight.device
+        self.length = model.config.canvas_length
+        self.prompt_1T = prompt_of(model.config.vocab_size, prompt, self.device)[None]
 
-def their_ms(peer: Any, prompt_1T: torch.Tensor, cache: str) -> float:
-    few, many = (generate_s(peer, prompt_1T, steps, cache) for steps in (FEW, MANY))
-    return 1000 * (many - few) / (MANY - FEW)
-
-
-def our_ms(bench: Bench) -> float:
-    bench.row = bench.fresh()
-    for _ in range(FEW):
-        bench.step()
-    wait()
-    begin = time.perf_counter()
-    for _ in range(MANY - FEW):
-        bench.step()
-    wait()
-    return 1000 * (time.perf_counter() - begin) / (MANY - FEW)
-
-
-def beside(bench: Bench, caches: Sequence[str], rounds: int = 5) -> dict[str, Any]:
-    """Both, in turn, on the same weights behind a prompt of the same length."""
-    import transformers
-
-    peer = peer_of(bench.model)
-    length = bench.cache.length
-    prompt_1T = torch.randint(bench.vocab, (1, length), device=DEVICE)
-    facts: dict[str, Any] = {"transformers": transformers.__version__, "prompt": length}
-    for cache in caches:
+    def seconds(self, steps: int, cache: str) -> float:
+        """For one canvas of so many steps, the prompt included."""
+        options = {} if cache == "dynamic" else {"cache_implementation": cache}
         begin = time.perf_counter()
-        their_ms(peer, prompt_1T, cache)
-        warm = time.perf_counter() - begin
-        our_ms(bench)
-        pairs = [(their_ms(peer, prompt_1T, cache), our_ms(bench)) for _ in range(rounds)]
-        ratios = [theirs / ours for theirs, ours in pairs]
-        facts[cache] = {
-            "their_warm_s": round(warm, 1),
-            "their_ms": statistics.median(theirs for theirs, _ in pairs),
-            "our_ms": statistics.median(ours for _, ours in pairs),
-            "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
+        out = self.model.generate(
+            input_ids=self.prompt_1T,
+            attention_mask=torch.ones_like(self.prompt_1T),
+            max_new_tokens=self.length,
+            max_denoising_steps=steps,
+            confidence_threshold=1e-12,
+            pad_token_id=NO_PAD,
+            **options,
+        )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        found = time.perf_counter() - begin
+        tokens = (out.sequences[0, self.prompt_1T.shape[1] :] != NO_PAD).sum()  # as it counts them
+        taken = round((tokens / out.tokens_per_forward[0]).item())
+        assert taken == steps, f"it took {taken} steps, and {steps} were asked for"
+        return found
+
+    def ms(self, cache: str) -> float:
+        few, many = (self.seconds(steps, cache) for steps in (FEW, MANY))
+        return 1000 * (many - few) / (MANY - FEW)
+
+    def warm_s(self, cache: str) -> float:
+        begin = time.perf_counter()
+        for _ in range(WARM):
+            self.ms(cache)
+        return round(time.perf_counter() - begin, 1)
+
+    def experts_hit(self) -> float | None:
+        """Share of all layers' experts that a step reads; none where it cannot be told."""
+        found: list[Tensor] = []
+
+        def note(_module: nn.Module, _given: Any, out: Sequence[Tensor]) -> None:
+            found.extend(each for each in out if not each.is_floating_point())
+
+        layers = self.model.model.decoder.layers
+        hooks = [layer.router.register_forward_hook(note) for layer in layers]
+        self.seconds(1, "dynamic")
+        for hook in hooks:
+            hook.remove()
+        count = self.model.config.text_config.num_experts
+        return sum(ids.unique().numel() for ids in found) / (count * len(found)) if found else None
+
+    def facts(self) -> dict[str, Any]:
+        import transformers
+
+        text = self.model.config.text_config
+        return {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "attention": getattr(text, "_attn_implementation", None),
+            "experts": getattr(text, "_experts_implementation", None),
+            "experts_hit": self.experts_hit(),
+            "prompt": self.prompt_1T.shape[1],
         }
-        print(cache, facts[cache], flush=True)
-    return facts
+
+
+def own_output() -> TextIO:
+    """What standard output was; from here on its number leads to standard error."""
+    found = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    return found
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--shapes", choices=list(SHAPES), default="released")
+    parser.add_argument("--layers", type=int, help="fewer of them")
+    parser.add_argument("--uneven", action="store_true", help="routing as weights are drawn")
+    parser.add_argument("--device", default="auto")
+    return parser.parse_args(given)
+
+
+@torch.inference_mode()
+def main(given: Sequence[str] | None = None) -> None:
+    arguments, output = parse(given), own_output()
+    config = shape(arguments.shapes, arguments.layers)
+    device = choose_device(arguments.device)
+    peer = Peer(built(config, "none", even=not arguments.uneven, device=device), arguments.prompt)
+    facts = peer.facts()
+    facts["warm_s"] = {cache: peer.warm_s(cache) for cache in arguments.caches}
+    print(json.dumps(facts), file=output, flush=True)
+    for line in sys.stdin:
+        cache = line.strip()
+        if cache not in arguments.caches:
+            raise SystemExit(f"not a warm cache: {cache!r}; there are {arguments.caches}")
+        print(json.dumps({"ms": peer.ms(cache)}), file=output, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,9 @@ the worst case, valid for the time of a step and not for the number of steps. Th
 so that each step also takes the dense soft embedding; `sure` is the same with logits as sure as
 those of a canvas that is about to settle.
 Bytes and arithmetic are those of `dgemma.cost`; the floor is what no implementation can undercut
-at the copy bandwidth measured here and the device's arithmetic. With `--peer`, transformers runs on
-the very same tensors, in turn with ours (`bench/gpu_peer.py`). The last line is JSON.
+at the copy bandwidth measured here and the device's arithmetic. With `--peer`, transformers runs
+in turn with ours, on weights drawn alike, in a process of its own (`bench/gpu_beside.py`): both
+models have to fit. The last line is JSON.
 """
 
 import argparse
@@ -23,9 +24,9 @@ from typing import Any
 
 import torch
 from gpu_agreement import accepted, agreement
+from gpu_beside import WAIT_S, beside
 from gpu_measure import copy_bandwidth
-from gpu_ours import DEVICE, SURE, Bench, Times, built, prefill, routing
-from gpu_peer import beside
+from gpu_ours import DEVICE, HEAT, SURE, Bench, Times, built, prefill, routing
 from gpu_profile import profile
 from shapes import shallow
 
@@ -119,13 +120,22 @@ def measured(quant: Any, arguments: argparse.Namespace, here: Device) -> Facts:
         long = Bench(model, fast, arguments.long)
         facts["long"] = show(f"{quant} {arguments.long} step", long.steps(8).facts())
     if quant == "none" and arguments.peer:
-        facts["peer"] = beside(bench, arguments.peer)
+        facts["peer"] = show("transformers", with_peer(bench, arguments))
     if (
         arguments.profile
     ):  # last, and of no use beside times: what is watched is slower from then on
         facts["launches"], table = profile(bench.step)
         print(table, profile(lambda: fast.tell(7, bench.cache))[1], sep="\n\n", flush=True)
     return facts
+
+
+def with_peer(bench: Bench, arguments: argparse.Namespace) -> Facts:
+    """Both behind the same prompt, at the released heat."""
+    bench.heat = HEAT
+    torch.cuda.empty_cache()  # what is only kept is theirs to use
+    where = ["--prompt", str(bench.cache.length), "--layers", str(arguments.layers)]
+    where += ["--uneven"] if arguments.uneven else []
+    return beside(bench.mean_ms, arguments.peer, where, wait_s=arguments.peer_wait)
 
 
 def memory(facts: Facts) -> None:
@@ -142,6 +152,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", nargs="+", type=int, default=[512, 2048])
     parser.add_argument("--long", type=int, default=0, help="a context for fewer bits alone")
     parser.add_argument("--peer", nargs="+", choices=["dynamic", "static"], default=[])
+    parser.add_argument("--peer-wait", type=float, default=WAIT_S, help="seconds to compile")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--uneven", action="store_true", help="routing as weights are drawn")
