@@ -30,6 +30,7 @@ from dgemma.ops.kernels import row_stats, sparse
 from dgemma.ops.kernels.launch import switch_early
 from dgemma.ops.row_stats import Query
 from dgemma.sampler import EntropyBound
+from dgemma.stack import Stack
 from dgemma.weights.random import random_model
 
 STEPS = 256  # more than a measurement takes
@@ -96,7 +97,7 @@ def main() -> None:
     model = random_model(shallow(parser.parse_args().layers), seed=0, device=DEVICE, dtype=HALF)
     print(f"# launches overlap: {switch_early(True)}")
     memory, entrance = Memory(model, Shape(CANVAS, STEPS, RULE)), Entrance(model)
-    found: dict[str, Any] = {"check": ends_off(model) or "pass"}
+    found: dict[str, Any] = {"check": ends_off(model, Stack(model)) or "pass"}
     print(f"{'check':28} {found['check']}")
     with switched(True):
         for name, way in (("enter", entrance.enter), ("enter behind", entrance.enter_behind)):

@@ -138,10 +138,6 @@ class Experts(nn.Module):
         """Whether rows such as these may come to `choices` in 8 bits."""
         return False
 
-    def streams(self) -> tuple[tuple[Tensor, None], tuple[Tensor, None]]:
-        """The weights as `ops/kernels/mlp_1.py` takes them: of 16 bits, they have no factors."""
-        return (self.gate_up_proj, None), (self.down_proj, None)
-
 
 class Layer(nn.Module):
     """Attention, then a dense MLP and the experts side by side, each between norms."""

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from dgemma.cache import Pass
 from dgemma.model import Attention, Context, Gemma, Layer, Turns
-from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product, streamed
+from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product
 from dgemma.ops.fast import is_on
 from dgemma.ops.fp8 import quantize
 from dgemma.ops.fused import (
@@ -34,7 +34,6 @@ from dgemma.ops.fused import (
     routed,
 )
 from dgemma.ops.kernels import cuts
-from dgemma.ops.kernels.ways import ways
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.quantized import Quantized
 from dgemma.ops.rope import rotate
@@ -65,7 +64,6 @@ class Fused:
     router: RouterWeights
     choices: Callable[..., Tensor]  # of the experts
     reads_8: Callable[[Tensor], bool]  # whether they take such rows in 8 bits
-    streams: Callable[[], tuple[Any, Any]] | None  # their weights, where they can be streamed past
     joining: JoinWeights
     closing: CloseWeights
 
@@ -135,8 +133,7 @@ class Stack:
         `eight`: that reads 8 bits.
         """
         few, dtype = is_few(x_TD), x_TD.dtype
-        coming = layer.dense.numbers_OI if few and _can_fetch(ways().dense) else None
-        attended = product(heads_TX, layer.out, dtype, cuts.OUT, coming)
+        attended = product(heads_TX, layer.out, dtype, cuts.OUT)
         joined, found = self._read(layer, x_TD, attended, few)
         del attended
         dense, mixed = self._parts(layer, joined, found, dtype)
@@ -155,11 +152,6 @@ class Stack:
         self, layer: Fused, joined: Joined, found: Routed | None, dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What the dense part gives, and the experts with their shares."""
-        if found is not None and layer.streams is not None and ways().joint:
-            rows, dense = (joined.dense_TD, joined.expert_TD), (layer.dense, layer.down)
-            both = streamed(rows, found.ids_TK, dense, layer.streams())
-            if both is not None:
-                return both[0], (both[1], found.share_TK)
         try:
             with self._beside(joined.x_TD):
                 hidden = gated_product(joined.dense_TD, layer.dense, dtype)
@@ -200,12 +192,6 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return _sides[device]
 
 
-def _can_fetch(wanted: bool) -> bool:
-    from dgemma.ops.kernels.launch import can_fetch
-
-    return can_fetch(wanted)
-
-
 def _choices(layer: Fused, rows: Rows, found: Routed, dtype: torch.dtype) -> Tensor:
     """What each choice of each token gives."""
     if isinstance(rows, Quantized):
@@ -244,7 +230,6 @@ class ByTable:
 
     def __call__(self, layer: Fused, qkv_TX: Tensor, turns: Turns) -> Tensor:
         from dgemma.ops.kernels import attention as kernels
-        from dgemma.ops.kernels import attention_1
         from dgemma.ops.kernels.heads import heads
 
         places, part = self.places, layer.attention
@@ -254,17 +239,9 @@ class ByTable:
         for index, count in enumerate(places.counts):
             own = slice(end, end := end + count)
             place_6 = places.table_IX6[index, layer.index]
-            coming = layer.out.numbers_OI if count == 1 and _can_fetch(ways().fetch) else None
+            q_LNH = heads(qkv_TX[own], shape, (cos_TP[own], sin_TP[own]), place_6, self.stack.eps)
             window = (part.shape.window or 0) if places.is_causal[index] else None
-            turns_L = (cos_TP[own], sin_TP[own])
-            if count == 1 and window is not None and ways().heads:
-                how = (self.stack.eps, window)
-                outs.append(
-                    attention_1.attention(qkv_TX[own], shape, turns_L, place_6, how, coming)
-                )
-                continue
-            q_LNH = heads(qkv_TX[own], shape, turns_L, place_6, self.stack.eps)
-            outs.append(kernels.attention(q_LNH, place_6, shape.keys, window, coming=coming))
+            outs.append(kernels.attention(q_LNH, place_6, shape.keys, window))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
 
@@ -322,7 +299,6 @@ def _fused(index: int, layer: Layer, after_D: Tensor) -> Fused:
         router=RouterWeights(router.proj.weight, router.per_expert_scale, router.top_k),
         choices=layer.experts.choices,
         reads_8=layer.experts.reads_8,
-        streams=getattr(layer.experts, "streams", None),
         joining=JoinWeights(
             layer.post_attention_layernorm.weight,
             layer.pre_feedforward_layernorm.weight,

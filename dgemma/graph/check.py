@@ -60,7 +60,7 @@ def check(model: Gemma, stack: Stack, known: Verdicts | None = None) -> Verdicts
     for family in [family for family in FAMILIES if family not in verdicts]:
         try:
             if family == "row_stats":
-                verdicts[family] = _statistics_off(model) or ends_off(model)
+                verdicts[family] = _statistics_off(model) or ends_off(model, stack)
             else:
                 verdicts[family] = _layers_off(model, stack, family)
         except torch.cuda.OutOfMemoryError:

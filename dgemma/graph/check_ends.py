@@ -1,7 +1,8 @@
-"""A short check of the kernels at both ends of a captured step: how a canvas enters, and moves.
+"""A short check of the kernels at both ends of a captured pass: how a canvas enters, and moves.
 
-Each runs once by definition and once by kernel on memory of its own, with the model's own weights
-and the length of its canvas. Part of the check of row statistics; see `check.py`.
+Also how a single token enters. Each runs once by definition and once by kernel on memory of its
+own, with the model's own weights and the length of its canvas. Part of the check of row
+statistics; see `check.py`.
 """
 
 import torch
@@ -11,21 +12,41 @@ from dgemma.graph.entrance import Entrance
 from dgemma.graph.memory import MOVED, Memory, Shape
 from dgemma.graph.moving import move, move_by_rule
 from dgemma.graph.reading import Reading
+from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
 from dgemma.ops.fast import switched
+from dgemma.ops.norm import rms_norm
 from dgemma.ops.row_stats import RowStats
 from dgemma.sampler import EntropyBound
+from dgemma.stack import Stack
 
 NEAR = 0.02  # of what enters, relative
 STEPS = 3
 SURE = 0.02  # mean nats of the drawn positions: some are decided, some are not
 
 
-def ends_off(model: Gemma) -> str:
-    """What is wrong at the ends of a step; nothing if nothing is."""
-    if model.self_conditioning is None:
-        return ""  # it has no canvas
+def ends_off(model: Gemma, stack: Stack) -> str:
+    """What is wrong at the ends of a pass; nothing if nothing is."""
+    wrong = _token_off(model, stack)
+    if wrong or model.self_conditioning is None:
+        return wrong  # without it there is no canvas
     return _entrance_off(model) or _moves_off(model)
+
+
+def _token_off(model: Gemma, stack: Stack) -> str:
+    """The vocabulary's last token, as far behind as any."""
+    config, device = model.config, model.embed_tokens.weight.device
+    ends = (config.max_position_embeddings - 1, config.vocab_size - 1)
+    start_1, token_1 = (torch.tensor([end], device=device) for end in ends)
+    with switched({"row_stats"}):
+        x_1D, turns, normed_1D = Teller(model, stack).enter(start_1, token_1)
+    with switched(()):
+        want_1D, want_turns, _ = Committer(model, stack, 1).enter(start_1, token_1)
+        pairs = [(x_1D, want_1D), (normed_1D, rms_norm(want_1D, stack.first_D, stack.eps))]
+    pairs += [pair for kind in turns for pair in zip(turns[kind], want_turns[kind], strict=True)]
+    offs = [(got - want).norm() / want.norm().clamp(min=1e-6) for got, want in pairs]
+    off = float(torch.stack([off.float() for off in offs]).max())  # no number, if any is none
+    return "" if off <= NEAR else f"wrong: how a token enters, by {off:.2g}"
 
 
 def _entrance_off(model: Gemma) -> str:

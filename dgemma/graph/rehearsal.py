@@ -94,6 +94,7 @@ def _checks(model: Gemma, stack: Stack) -> Iterator[Callable[[], object]]:
                 passes = partial(check._passes, model, probe, kind, by_table=by_table)
                 yield partial(_with, {family}, passes)
     yield partial(check._statistics_off, model)
+    yield partial(check_ends._token_off, model, stack)
     if model.self_conditioning is not None:
         yield partial(check_ends._entrance_off, model)
         yield partial(check_ends._moves_off, model)

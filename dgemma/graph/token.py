@@ -19,7 +19,6 @@ from dgemma.graph.capture import Graphs, Pool
 from dgemma.model import Gemma, Turns
 from dgemma.ops.dense import head_logits
 from dgemma.ops.fast import has_all
-from dgemma.ops.kernels.ways import ways
 from dgemma.ops.rope import frequencies_by_kind
 from dgemma.stack import ByTable, Places, Stack
 
@@ -64,8 +63,7 @@ class Committer:
         else:
             self._work()
         cache.length += len(tokens)
-        if ways().lookahead:
-            self.ahead.prepare(cache)
+        self.ahead.prepare(cache)
         return True
 
     def _give(self, numbers: Numbers, tokens: list[int]) -> None:
@@ -80,10 +78,10 @@ class Committer:
     def _work(self) -> None:
         table, start_1, tokens_T = self._parts()
         attend = ByTable(Places([self.count], [True], table.view(1, -1, 6)), self.stack)
-        x_TD, turns, normed_TD = self._enter(start_1, tokens_T)
+        x_TD, turns, normed_TD = self.enter(start_1, tokens_T)
         self._read(self.stack.run(x_TD, turns, attend, normed_TD))
 
-    def _enter(self, start_1: Tensor, tokens_T: Tensor) -> tuple[Tensor, Turns, Tensor | None]:
+    def enter(self, start_1: Tensor, tokens_T: Tensor) -> tuple[Tensor, Turns, Tensor | None]:
         """Vectors, turns, and the vectors as the first layer reads them, if they are at hand."""
         model = self.model
         return model.embed(tokens_T), model.turns(start_1 + self.offsets_T), None
@@ -116,15 +114,13 @@ class Teller(Committer):
         """
         return self.logits_1V[0] if self.commit([token], cache) else None
 
-    def _enter(self, start_1: Tensor, tokens_T: Tensor) -> tuple[Tensor, Turns, Tensor | None]:
-        if not ways().entrance:
-            return super()._enter(start_1, tokens_T)
+    def enter(self, start_1: Tensor, tokens_T: Tensor) -> tuple[Tensor, Turns, Tensor]:
+        from dgemma.ops.kernels import enter_1
         from dgemma.ops.kernels.enter import Table
-        from dgemma.ops.kernels.enter_1 import enter
 
         tokens, stack = self.model.embed_tokens, self.stack
         table, norm = Table(tokens.weight, tokens.scale), (stack.first_D, stack.eps)
-        x_1D, normed_1D, *turns = enter(tokens_T, start_1, table, norm, self.frequency_F)
+        x_1D, normed_1D, *turns = enter_1.enter(tokens_T, start_1, table, norm, self.frequency_F)
         sizes = [len(pairs) for pairs in self.pairs.values()]
         cos, sin = (torch.split(part_F[None], sizes, dim=1) for part_F in turns)
         return x_1D, dict(zip(self.pairs, zip(cos, sin, strict=True), strict=True)), normed_1D

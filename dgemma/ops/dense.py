@@ -8,7 +8,7 @@ T tokens, I inputs, O outputs, S parts of a product.
 """
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,6 @@ from dgemma.ops.fast import is_on
 from dgemma.ops.fp8 import has_e4m3, quantize
 from dgemma.ops.kernels.cuts import MOST, Cut
 from dgemma.ops.quantized import Quantized
-
-if TYPE_CHECKING:
-    from dgemma.ops.kernels.mlp_1 import Stored
 
 FEW = 2  # so many rows are streamed past
 ALIGNED = 16  # bytes; what the 8-bit product asks of both dimensions
@@ -72,23 +69,16 @@ def is_few(x_TI: Tensor) -> bool:
     return len(x_TI) <= FEW and is_on(x_TI) and x_TI.is_contiguous()
 
 
-def product(
-    x: Rows,
-    weight: Weight,
-    dtype: torch.dtype,
-    cut: Cut | None = None,
-    coming: Tensor | None = None,
-) -> Tensor:
+def product(x: Rows, weight: Weight, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
     """x @ weight.T, in the type asked for.
 
     `cut`: how our kernel divides it, where it takes such rows; it may come in parts, [S, T, O].
-    `coming`: a weight that is read soon after, for a kernel that can ask for it.
     """
     if isinstance(x, Tensor):
         if is_few(x) and _can_stream(weight):
             from dgemma.ops.kernels import vector
 
-            return vector.product(x, *weight, coming=coming)
+            return vector.product(x, *weight)
         if weight.factor_O is None:
             return F.linear(x, weight.numbers_OI)
         x = quantize(x)
@@ -117,27 +107,6 @@ def gated_product(x: Rows, weight: Weight, dtype: torch.dtype) -> Rows:
 
         return vector.gated_product(x, *weight)
     return gated(product(x, weight, dtype), eight=isinstance(x, Quantized))
-
-
-def streamed(
-    rows: tuple[Rows, Rows],
-    ids_TK: Tensor,
-    dense: tuple[Weight, Weight],
-    experts: "tuple[Stored, Stored]",
-) -> tuple[Tensor, Tensor] | None:
-    """A layer's dense part, in parts, and its experts, [T * K, D], for very few rows.
-
-    None where there is no kernel for such weights.
-    """
-    dense_TD, expert_TD = rows
-    if not isinstance(dense_TD, Tensor) or not isinstance(expert_TD, Tensor):
-        return None
-    is_8 = any(one[0].itemsize == 1 for one in (*dense, *experts))
-    if not is_few(dense_TD) or (is_8 and not _has_e4m3(dense_TD.device)):
-        return None
-    from dgemma.ops.kernels import mlp_1
-
-    return mlp_1.both((dense_TD, expert_TD), ids_TK, dense, experts)
 
 
 def gated(gate_up_TX: Tensor, *, eight: bool = False) -> Rows:

@@ -2,10 +2,10 @@
 
 Kernels come in four families, and each is on or off as a whole: `experts`, `attention` (from the
 heads' norms to what attention gives), `row_stats` (both ends of a step: the head's output to
-statistics, the canvas that comes of them, its soft embeddings, and how it enters the next step),
-and `layer` for all that lies between. Who builds an engine checks them on the model at hand and
-calls `decide` (see `graph/steppers.py`); until then all are off. An op asks `is_on`, which reads
-nothing but that decision.
+statistics, the canvas that comes of them, its soft embeddings, how it enters the next step and how
+a single token enters), and `layer` for all that lies between. Who builds an engine checks them on
+the model at hand and calls `decide` (see `graph/steppers.py`); until then all are off. An op asks
+`is_on`, which reads nothing but that decision.
 """
 
 import os

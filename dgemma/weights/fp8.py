@@ -48,10 +48,6 @@ class Fp8Experts(nn.Module):
         gate_up = Quantized(self.gate_up_proj, self.gate_up_scale)
         return gate_up, Quantized(self.down_proj, self.down_scale)
 
-    def streams(self) -> tuple[Quantized, Quantized]:
-        """The weights as `ops/kernels/mlp_1.py` takes them."""
-        return self.stored
-
     def reads_8(self, x_TD: Tensor) -> bool:
         """Whether rows such as these may come quantized already."""
         return reads_8(x_TD, *self.stored)

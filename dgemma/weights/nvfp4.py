@@ -76,10 +76,6 @@ class Fp4Experts(nn.Module):
     def choices(self, x_TD: Tensor, ids_TK: Tensor, into: "Buckets | None" = None) -> Tensor:
         return fp4_choices(x_TD, ids_TK, self.gate_up, self.down, into)
 
-    def streams(self) -> tuple[Laid, Laid]:
-        """The weights as `ops/kernels/mlp_1.py` takes them."""
-        return self.gate_up, self.down
-
     def reads_8(self, x_TD: Tensor) -> bool:
         return False
 

@@ -197,12 +197,13 @@ def test_the_ends_of_a_step_pass_their_check_and_wrong_ones_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of = small.model()
+    stack = Stack(of)
     with torch.inference_mode():
-        assert ends_off(of) == ""
+        assert ends_off(of, stack) == ""
         monkeypatch.setattr("dgemma.ops.kernels.move.SURVIVORS", -1)
-        assert ends_off(of) == "wrong: how a canvas moves (seen_2)"
+        assert ends_off(of, stack) == "wrong: how a canvas moves (seen_2)"
         monkeypatch.setattr("dgemma.ops.kernels.enter.add_and_norm", lambda x, *_: x)
-        assert "how a canvas enters" in ends_off(of)
+        assert "how a canvas enters" in ends_off(of, stack)
     joined = of.self_conditioning
     assert joined is not None
     gate, up = joined.gate_proj.weight, joined.up_proj.weight

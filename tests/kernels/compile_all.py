@@ -35,7 +35,6 @@ SPILLED = 256  # bytes of a thread's registers that may go to memory
 HALF, FLOAT, INT, LONG, DOUBLE = "*bf16", "*fp32", "*i32", "*i64", "*fp64"
 EIGHT = "*fp8e4nv"
 WIDTH, INNER, EXPERTS, TOP_K = 2816, 704, 128, 8
-FETCHED = 4096 * WIDTH * 2  # bytes of what comes behind attention
 # What may not come before the wait of a kernel that is launched early, nor loads, but of weights.
 NOT_YET = ("st.global", "atom.", "red.global", "cp.async", "bra", "ret;")
 # These read what never changes, or was written before the kernel that they wait for.
@@ -96,7 +95,7 @@ def expert_cases() -> list[Case]:
 
 def attention_cases() -> list[Case]:
     types = {"q_LNH": HALF, "place_6": LONG, "out_PLNH": FLOAT, "log_PLN": FLOAT, "length": "i32"}
-    types |= {"coming": HALF, "parts": "i32"}
+    types["parts"] = "i32"
     found = []
     # Each width and each kind once, and a single token: what takes long here is these.
     for length, keys, width, is_causal in (
@@ -115,10 +114,6 @@ def attention_cases() -> list[Case]:
             "BN": form.keys,
             "SLICES": form.slices,
             "EDGES": form.edges,
-            "KEYS_AHEAD": length == 1,
-            "FETCH": FETCHED if length == 1 else 0,
-            "PIECE": FETCHED // (128 * 32 * form.warps),
-            "THREADS": 32 * form.warps,
             "EARLY": length == 1,
         }
         name = f"attention {length} {width}{' causal' if is_causal else ''}"
@@ -137,7 +132,7 @@ def layer_cases() -> list[Case]:
     wide = {"D": WIDTH, "K": TOP_K, "BLOCK": 4096, "HAS_WEIGHT": True}
     late = {"EIGHT": False, "EXPERTS_EIGHT": False, "PARTS": 1, "EARLY": False, "AHEAD": False}
     soon = {"EIGHT": True, "EXPERTS_EIGHT": True, "PARTS": 3, "EARLY": True, "AHEAD": False}
-    one = {**wide, **late, "PARTS": 3, "AHEAD": True, "EARLY": True}
+    one = {**wide, **late, "AHEAD": True, "EARLY": True}
     halves = "x_TD attended_TD post_D dense_D expert_D router_D out_TD dense_TD expert_TD router_TD"
     join = {**dict.fromkeys(halves.split(), HALF), "eps": "fp32"}
     join |= {"dense_T": FLOAT, "expert_T": FLOAT}
@@ -153,7 +148,7 @@ def layer_cases() -> list[Case]:
         Case("join", layer._join, join, {**wide, **late}, 8),
         Case("join 8", layer._join, join_8, {**wide, **soon}, 8),
         Case("close", layer._close, close, {**wide, **late}, 8),
-        Case("close one", layer._close, {**close, "dense_TD": FLOAT}, one, 8),
+        Case("close one", layer._close, close, one, 8),
         Case("close 8", layer._close, close_8, {**wide, **soon}, 8),
         Case("gated", layer._gated, gated, {"I": 2112, "BLOCK": 1024, **late}),
         Case(
@@ -219,22 +214,22 @@ def vector_cases() -> list[Case]:
     found = []
     for name, outputs, depth, how in (
         ("qkv", 8192, WIDTH, {}),
+        ("o", WIDTH, 4096, {}),
         ("o 8", 2816, 8192, {"HAS_FACTOR": True}),
         ("gate_up 8", 2112, WIDTH, {"GATED": True, "HAS_FACTOR": True}),
         ("head", 262144, WIDTH, {"CAP": 30.0}),
     ):
         form = vector.cut(outputs, depth, is_gated="GATED" in how)
-        types = {"x_TD": HALF, "factor_X": FLOAT, "coming": HALF, "rows": "i32"}
+        types = {"x_TD": HALF, "factor_X": FLOAT, "rows": "i32"}
         types["weight_XD"] = EIGHT if "HAS_FACTOR" in how else HALF
         types["out_TX"] = FLOAT if "CAP" in how else HALF
         sizes = {"D": depth, "X": outputs, "BN": form.outputs, "CHUNK": form.chunk, "EARLY": True}
         usual = {"GATED": False, "HAS_FACTOR": False, "CAP": 0.0}
-        usual |= {"FETCH": FETCHED, "PIECE": 128, "THREADS": 32 * form.warps}
         constants = {**sizes, **usual, **how}
         found.append(Case(f"vector {name}", vector._product, types, constants, form.warps))
     halves = "x_TD attended_TD post_D dense_D expert_D router_D router_ED out_TD dense_TD expert_TD"
     join = {**dict.fromkeys(halves.split(), HALF), "part_TE": FLOAT, "eps": "fp32"}
-    sizes = {"D": WIDTH, "E": EXPERTS, "BN": 4, "BLOCK": 4096, "AHEAD": True, "EARLY": True}
+    sizes = {"D": WIDTH, "E": EXPERTS, "BN": 4, "BLOCK": 4096, "EARLY": True}
     return [*found, Case("vector join", vector._join, join, sizes)]
 
 
@@ -263,7 +258,6 @@ def told(case: Case, made: Any) -> str:
     assert spilled <= SPILLED, f"{case.name}: {spilled} bytes spilled"
     if "EARLY" in case.kernel.arg_names and case.constants["EARLY"]:
         before, *waits = made.asm["ptx"].split("griddepcontrol.wait")
-        before = before.replace("cp.async.bulk.prefetch", "")  # changes nothing
         wrong = NOT_YET if case.kernel in READ_WEIGHTS else (*NOT_YET, "ld.global")
         assert waits, f"{case.name}: launched early, it never waits"
         assert not any(word in before for word in wrong), f"{case.name}: does not wait"

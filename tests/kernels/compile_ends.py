@@ -1,8 +1,8 @@
-"""Compiles the kernels at both ends of a step for an H100 or H200, as `compile_all.py`."""
+"""Compiles the kernels at both ends of a pass for an H100 or H200, as `compile_all.py`."""
 
 from compile_all import DOUBLE, FLOAT, HALF, INT, LONG, WIDTH, Case, compiled, told
 
-from dgemma.ops.kernels import enter, move, row_stats, sparse
+from dgemma.ops.kernels import enter, enter_1, move, row_stats, sparse
 
 BYTE = "*u8"
 CANVAS = 256
@@ -61,10 +61,14 @@ def enter_cases() -> list[Case]:
     types |= {"index_1": LONG, "heat_N": FLOAT, "uniform_NL": DOUBLE, "heat_L": FLOAT}
     types |= {"uniform_L": DOUBLE, "scale": "fp32", "eps": "fp32"}
     sizes = {"L": CANVAS, "D": WIDTH, "BLOCK": 4096, **EARLY}
-    return [
+    found = [
         Case(name.strip("_"), getattr(enter, name), types, sizes, 8)
         for name in ("_conditioned", "_unconditioned", "_add_and_norm")
     ]
+    one = {"token_1": LONG, "start_1": LONG, "table_VD": HALF, "weight_D": HALF, "x_1D": HALF}
+    one |= {"normed_1D": HALF, **dict.fromkeys(("frequency_F", "cos_F", "sin_F"), FLOAT)}
+    one |= {"scale": "fp32", "eps": "fp32", "count": "i32"}
+    return [*found, Case("one token", enter_1._enter, one, {**sizes, "PAIRS": enter_1.TURNS}, 8)]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from math import prod
 from typing import Any
 
 import torch
@@ -25,17 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.ops.kernels.launch import (
-    PROCESSORS,
-    after,
-    bring,
-    can_fetch,
-    early,
-    fetch,
-    not_early,
-    share,
-)
-from dgemma.ops.kernels.ways import ways
+from dgemma.ops.kernels.launch import PROCESSORS, after, early, not_early
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -80,17 +69,11 @@ def _has_wide() -> bool:
 
 
 def attention(
-    q_LNH: Tensor,
-    place_6: Tensor,
-    kv_heads: int,
-    window: int | None,
-    form: Cut | None = None,
-    coming: Tensor | None = None,
+    q_LNH: Tensor, place_6: Tensor, kv_heads: int, window: int | None, form: Cut | None = None
 ) -> Tensor:
     """Attention with scale 1. Without a window every query sees all keys that `place_6` names.
 
     With one (0: no limit) a query sees its own key and the `window - 1` before it: the causal mode.
-    `coming`: what the next kernel reads. A single token leaves the memory idle: it is asked for.
     """
     length, heads, width = q_LNH.shape
     form = form or cut(length * (heads // kv_heads), kv_heads, width)
@@ -101,7 +84,7 @@ def attention(
 
         wide_attention.attend(q_LNH, place_6, (out_PLNH, log_PLN), kv_heads, window)
     else:
-        _launch(q_LNH, place_6, (out_PLNH, log_PLN), (kv_heads, window), form, coming)
+        _launch(q_LNH, place_6, (out_PLNH, log_PLN), (kv_heads, window), form)
     if form.parts > 1:
         merge(out_PLNH, log_PLN, out_LNH)
     return out_LNH
@@ -113,18 +96,14 @@ def _launch(
     out: tuple[Tensor, Tensor],
     heads_and_window: tuple[int, int | None],
     form: Cut,
-    coming: Tensor | None,
 ) -> None:
     length, heads, width = q_LNH.shape
     kv_heads, window = heads_and_window
     programs = triton.cdiv(length * (heads // kv_heads), form.queries)
-    grid = (programs, kv_heads * form.slices, form.parts)
-    size, piece = share(coming, prod(grid), form.warps)
-    _attend[grid](
+    _attend[(programs, kv_heads * form.slices, form.parts)](
         q_LNH,
         place_6,
         *out,
-        q_LNH if coming is None else coming,
         length,
         form.parts,
         N=heads,
@@ -136,10 +115,6 @@ def _launch(
         BN=form.keys,
         SLICES=form.slices,
         EDGES=form.edges,
-        KEYS_AHEAD=length == 1 and can_fetch(ways().keys),
-        FETCH=size,
-        PIECE=piece,
-        THREADS=32 * form.warps,
         num_warps=form.warps,
         num_stages=form.stages,
         **_early(length),
@@ -148,7 +123,7 @@ def _launch(
 
 def _early(length: int) -> dict[str, Any]:
     """A single token's kernels are launched early: they are short, and wait for little."""
-    return early() if length == 1 and ways().attention else not_early()
+    return early() if length == 1 else not_early()
 
 
 def _parts(out_LNH: Tensor, form: Cut) -> tuple[Tensor, Tensor]:
@@ -186,7 +161,6 @@ def _attend(
     place_6,
     out_PLNH,
     log_PLN,
-    coming,
     length,
     parts,
     N: tl.constexpr,
@@ -198,14 +172,8 @@ def _attend(
     BN: tl.constexpr,
     SLICES: tl.constexpr,
     EDGES: tl.constexpr,
-    KEYS_AHEAD: tl.constexpr,
-    FETCH: tl.constexpr,
-    PIECE: tl.constexpr,
-    THREADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    program = tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
-    fetch(coming, program * tl.num_programs(0) + tl.program_id(0), FETCH, PIECE, THREADS)
     W: tl.constexpr = H // SLICES
     G: tl.constexpr = N // M
     kv = tl.program_id(1) // SLICES
@@ -245,13 +213,6 @@ def _attend(
             low = tl.where(earliest < past_count, earliest // BN, in_own)
     begin = low + part * (high - low) // parts
     end = low + (part + 1) * (high - low) // parts
-    size: tl.constexpr = H * q_LNH.dtype.element_ty.primitive_bitwidth // 8  # of a head, in bytes
-    if KEYS_AHEAD:
-        i = begin * BN + tl.arange(0, THREADS)
-        in_first, slot = _slots(tl.minimum(i, end * BN - 1), past_blocks, past_count, own_count, BN)
-        slot = (slot.to(tl.int64) * M + kv) * size
-        bring(tl.where(in_first, past_keys, own_keys) + slot, size, THREADS)
-        bring(tl.where(in_first, past_values, own_values) + slot, size, THREADS)
     after(EARLY)  # where the keys lie was said before the pass began
     q = tl.load(
         q_LNH + row.to(tl.int64)[:, None] * H + h[None, :], mask=is_query[:, None], other=0.0
@@ -298,17 +259,6 @@ def _attend(
     kept = out.to(out_PLNH.dtype.element_ty)
     tl.store(out_PLNH + at[:, None] * H + w[None, :], kept, mask=is_query[:, None])
     tl.store(log_PLN + at, log, mask=is_query)  # every slice has the same
-
-
-@triton.jit
-def _slots(i, past_blocks, past_count, own_count, BN: tl.constexpr):
-    """Whether the i-th of all keys, block by block, lies in the past, and in which of its slots.
-
-    Behind a buffer's end it is its last.
-    """
-    in_past = i < past_blocks * BN
-    slot = tl.where(in_past, i, i - past_blocks * BN)
-    return in_past, tl.maximum(tl.minimum(slot, tl.where(in_past, past_count, own_count) - 1), 0)
 
 
 @triton.jit

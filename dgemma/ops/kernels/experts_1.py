@@ -160,7 +160,7 @@ def _piece(weights, n, k, N: tl.constexpr, K: tl.constexpr, DIVIDES: tl.constexp
 
 
 @triton.jit
-def vector(x, n, k, K: tl.constexpr, DIVIDES: tl.constexpr):
+def _vector(x, n, k, K: tl.constexpr, DIVIDES: tl.constexpr):
     """Once for each output: then each thread has what its weights meet, and none waits for others.
 
     Nearly all of these loads are answered by the first cache.
@@ -171,28 +171,6 @@ def vector(x, n, k, K: tl.constexpr, DIVIDES: tl.constexpr):
     else:
         found = tl.load(at, mask=(n >= 0)[:, None] & (k < K)[None, :], other=0.0)
     return found.to(tl.float32)
-
-
-@triton.jit
-def sums(
-    x,
-    weights,
-    n,
-    D: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Outputs n of both halves of a weight; all of it is asked for at once."""
-    divides: tl.constexpr = I % BN == 0 and D % BK == 0
-    gate = tl.zeros((BN, BK), dtype=tl.float32)
-    up = tl.zeros((BN, BK), dtype=tl.float32)
-    for offset in tl.static_range(0, D, BK):
-        k = offset + tl.arange(0, BK)
-        here = vector(x, n, k, D, divides)
-        gate += _piece(weights, n, k, I, D, divides) * here
-        up += _piece(weights + I * D, n, k, I, D, divides) * here
-    return tl.sum(gate, 1), tl.sum(up, 1)
 
 
 @triton.jit
@@ -209,10 +187,21 @@ def _gate_up(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    divides: tl.constexpr = I % BN == 0 and D % BK == 0
     choice = tl.program_id(0)
     expert = tl.load(ids + choice).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    gate, up = sums(x + (choice // TOP) * D, weights + expert * (2 * I * D), n, D, I, BN, BK)
+    x += (choice // TOP) * D
+    weights += expert * (2 * I * D)
+    gate = tl.zeros((BN, BK), dtype=tl.float32)
+    up = tl.zeros((BN, BK), dtype=tl.float32)
+    for offset in tl.static_range(0, D, BK):
+        k = offset + tl.arange(0, BK)
+        here = _vector(x, n, k, D, divides)
+        gate += _piece(weights, n, k, I, D, divides) * here
+        up += _piece(weights + I * D, n, k, I, D, divides) * here
+    gate = tl.sum(gate, 1)
+    up = tl.sum(up, 1)
     if HAS_FACTOR:
         gate *= tl.load(factor + expert * 2 * I + n, mask=n < I, other=0.0)
         up *= tl.load(factor + expert * 2 * I + I + n, mask=n < I, other=0.0)
@@ -241,7 +230,7 @@ def _down(
     total = tl.zeros((BN, BK), dtype=tl.float32)
     for offset in tl.static_range(0, I, BK):
         k = offset + tl.arange(0, BK)
-        here = vector(hidden + choice * I, n, k, I, divides)
+        here = _vector(hidden + choice * I, n, k, I, divides)
         total += _piece(weights, n, k, D, I, divides) * here
     total = tl.sum(total, 1)
     if HAS_FACTOR:
@@ -250,19 +239,19 @@ def _down(
 
 
 @triton.jit
-def vectors_4(x, n, block, K: tl.constexpr, BLOCKS: tl.constexpr):
+def _vectors_4(x, n, block, K: tl.constexpr, BLOCKS: tl.constexpr):
     """The inputs that meet the four places of words."""
     c = tl.arange(0, 16 * BLOCKS)
     k = block * 64 + c // 16 * 64 + c % 16
     divides: tl.constexpr = K % (64 * BLOCKS) == 0
-    first = vector(x, n, k, K, divides)
-    second = vector(x + 16, n, k, K, divides)
-    third = vector(x + 32, n, k, K, divides)
-    return first, second, third, vector(x + 48, n, k, K, divides)
+    first = _vector(x, n, k, K, divides)
+    second = _vector(x + 16, n, k, K, divides)
+    third = _vector(x + 32, n, k, K, divides)
+    return first, second, third, _vector(x + 48, n, k, K, divides)
 
 
 @triton.jit
-def add_4(
+def _add_4(
     total,
     x,
     words,
@@ -280,35 +269,6 @@ def add_4(
 
 
 @triton.jit
-def sums_4(
-    x,
-    words,
-    scales,
-    n,
-    D: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    FAST: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """`sums` of 4-bit weights."""
-    blocks: tl.constexpr = BK // 64
-    divides: tl.constexpr = I % BN == 0 and D % BK == 0
-    dtype: tl.constexpr = x.dtype.element_ty
-    gate = tl.zeros((BN, BK // 4), dtype=tl.float32)
-    up = tl.zeros((BN, BK // 4), dtype=tl.float32)
-    for block in tl.static_range(0, D // 64, blocks):
-        here = vectors_4(x, n, block, D, blocks)
-        found = load_words(words, n, block, I, D, blocks, divides)
-        scale = load_scales(scales, n, block, I, D, blocks, divides)
-        gate = add_4(gate, here, found, scale, BN, blocks, dtype, FAST)
-        found = load_words(words + I * D // 4, n, block, I, D, blocks, divides)
-        scale = load_scales(scales + I * D // 64, n, block, I, D, blocks, divides)
-        up = add_4(up, here, found, scale, BN, blocks, dtype, FAST)
-    return tl.sum(gate, 1), tl.sum(up, 1)
-
-
-@triton.jit
 def _gate_up_4(
     x,
     ids,
@@ -323,14 +283,27 @@ def _gate_up_4(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    blocks: tl.constexpr = BK // 64
+    divides: tl.constexpr = I % BN == 0 and D % BK == 0
+    dtype: tl.constexpr = x.dtype.element_ty
     choice = tl.program_id(0)
     expert = tl.load(ids + choice).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     words += expert * (2 * I * D // 4)
     scales += expert * (2 * I * D // 64)
-    gate, up = sums_4(x + (choice // TOP) * D, words, scales, n, D, I, FAST, BN, BK)
-    gate *= tl.load(factor_E2 + 2 * expert)
-    up *= tl.load(factor_E2 + 2 * expert + 1)
+    x += (choice // TOP) * D
+    gate = tl.zeros((BN, BK // 4), dtype=tl.float32)
+    up = tl.zeros((BN, BK // 4), dtype=tl.float32)
+    for block in tl.static_range(0, D // 64, blocks):
+        here = _vectors_4(x, n, block, D, blocks)
+        found = load_words(words, n, block, I, D, blocks, divides)
+        scale = load_scales(scales, n, block, I, D, blocks, divides)
+        gate = _add_4(gate, here, found, scale, BN, blocks, dtype, FAST)
+        found = load_words(words + I * D // 4, n, block, I, D, blocks, divides)
+        scale = load_scales(scales + I * D // 64, n, block, I, D, blocks, divides)
+        up = _add_4(up, here, found, scale, BN, blocks, dtype, FAST)
+    gate = tl.sum(gate, 1) * tl.load(factor_E2 + 2 * expert)
+    up = tl.sum(up, 1) * tl.load(factor_E2 + 2 * expert + 1)
     hidden = activate(gate, up).to(out.dtype.element_ty)
     tl.store(out + choice * I + n, hidden, mask=n < I)
 
@@ -359,9 +332,9 @@ def _down_4(
     scales += expert * (D * I // 64)
     total = tl.zeros((BN, BK // 4), dtype=tl.float32)
     for block in tl.static_range(0, I // 64, blocks):
-        here = vectors_4(hidden + choice * I, n, block, I, blocks)
+        here = _vectors_4(hidden + choice * I, n, block, I, blocks)
         found = load_words(words, n, block, D, I, blocks, divides)
         scale = load_scales(scales, n, block, D, I, blocks, divides)
-        total = add_4(total, here, found, scale, BN, blocks, dtype, FAST)
+        total = _add_4(total, here, found, scale, BN, blocks, dtype, FAST)
     total = tl.sum(total, 1) * tl.load(factor_E + expert)
     tl.store(out + choice * D + n, total.to(out.dtype.element_ty), mask=n < D)

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 PROCESSORS = 132  # of an H100 or H200: so many programs at least are wanted
-FETCHED = 24 << 20  # bytes at most that are asked for ahead: half of the second cache
 _state = {"early": False}
 
 
@@ -64,49 +62,9 @@ def can_launch_early() -> bool:
     return has_calls and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def can_fetch(wanted: bool) -> bool:
-    """Whether what is wanted can be asked for by `fetch`: GPUs that launch early have it."""
-    return wanted and _state["early"]
-
-
-def share(coming: Tensor | None, programs: int, warps: int) -> tuple[int, int]:
-    """Bytes to be asked for by so many programs, and those of each thread; all of 16 at a time."""
-    size = 0 if coming is None else min(FETCHED, coming.nbytes) // 16 * 16
-    return size, triton.cdiv(size, 16 * 32 * warps * programs) * 16
-
-
 @triton.jit
 def after(EARLY: tl.constexpr):
     """What earlier kernels wrote can be read from here on, and what they read can be written."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def fetch(memory, program, BYTES: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr):
-    """Ask for memory that a kernel behind this one reads, a piece by each thread of each program.
-
-    Past the end the last piece is asked for again. Of no bytes nothing is.
-    """
-    if BYTES > 0:
-        piece = (program * THREADS + tl.arange(0, THREADS)).to(tl.int64)
-        at = tl.minimum(piece * PIECE, BYTES - PIECE)
-        bring(memory.to(tl.int64) + at, PIECE, THREADS)
-
-
-@triton.jit
-def bring(address, SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """Ask that so many bytes at each address come to the second cache; nothing waits for it.
-
-    Both are multiples of 16.
-    """
-    size = tl.full((COUNT,), SIZE, dtype=tl.int32)
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dgemma.ops.kernels.launch import after, early
 from dgemma.ops.kernels.pieces import activate, factor_8, inverse_rms
-from dgemma.ops.kernels.ways import ways
 
 Rows = Tensor | tuple[Tensor, Tensor]  # as they are, or in 8 bits with their factors
 
@@ -111,7 +110,7 @@ def close(
         K=share_TK.shape[1],
         PARTS=_parts(dense_TD),
         EIGHT=eight,
-        AHEAD=len(x_TD) == 1 and ways().ahead,
+        AHEAD=len(x_TD) == 1,
         BLOCK=block,
         num_warps=_warps(block),
         **early(),

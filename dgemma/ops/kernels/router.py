@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dgemma.ops.kernels.experts import Buckets
 from dgemma.ops.kernels.launch import PROCESSORS, after, early
-from dgemma.ops.kernels.ways import ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def choose(
     if found.count_E is not None:
         choice_ES = torch.empty(num_experts, rows, dtype=torch.int32, device=device)
         into = Buckets(choice_ES, found.count_E)
-    is_ranked = rows == 1 and into is None and ways().ranks
+    is_ranked = rows == 1 and into is None
     _choose[(rows,)](
         found.part_STE,
         scale_E,
