@@ -29,7 +29,7 @@ class Cut:
 
 
 # By outputs and depth. Windowed layers of the released model, before the heads and behind
-# attention; found by `bench/gpu_token.py` on an H200, in 16 bits: 2.65 to 2.61 ms a token.
+# attention; found by `bench/gpu_token.py` on an H200, in 16 bits: 2.68 to 2.62 ms a token.
 BY_SIZE = {(8192, 2816): Cut(2, 1024), (2816, 4096): Cut(4, 4096, warps=8)}
 
 
