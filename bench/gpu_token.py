@@ -222,9 +222,9 @@ def vector_cuts() -> Iterator[tuple[str, Change]]:
 def vector_cut(size: tuple[int, int], form: vector.Cut) -> Iterator[None]:
     before = vector.cut
 
-    def cut(outputs: int, depth: int, *, is_gated: bool) -> vector.Cut:
+    def cut(outputs: int, depth: int, *, is_gated: bool, is_8: bool = False) -> vector.Cut:
         is_meant = (outputs, depth) == size and not is_gated
-        return form if is_meant else before(outputs, depth, is_gated=is_gated)
+        return form if is_meant else before(outputs, depth, is_gated=is_gated, is_8=is_8)
 
     with patch.object(vector, "cut", cut):
         yield

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import get_ident
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
@@ -178,18 +179,20 @@ class Stack:
             torch.cuda.current_stream(x_TD.device).wait_stream(side_stream(x_TD.device))
 
 
-_sides: dict[torch.device, torch.cuda.Stream] = {}
+_sides: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Where the dense part runs beside the experts.
 
-    One for all: libraries keep up to 63 MB for each stream they have seen, and every layer that is
-    checked at the start is a stack of its own.
+    One for all stacks: libraries keep up to 63 MB for each stream they have seen, and every layer
+    that is checked at the start is a stack of its own. But one for each thread: what another
+    thread captures must not be joined.
     """
-    if device not in _sides:
-        _sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _sides[device]
+    key = device, get_ident()
+    if key not in _sides:
+        _sides[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _sides[key]
 
 
 def _choices(layer: Fused, rows: Rows, found: Routed, dtype: torch.dtype) -> Tensor:

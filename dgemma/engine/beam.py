@@ -16,7 +16,7 @@ from dgemma.cache import KVCache, Pass, Span
 from dgemma.engine.score import Encoded
 from dgemma.model import Gemma
 
-LOOKED_AT = 256  # of the likeliest tokens behind a text, in search of those that are allowed
+READ = 256  # of the likeliest tokens behind a text, in search of those that are allowed
 
 Ids = tuple[int, ...]
 
@@ -68,7 +68,7 @@ def _grow(model: Gemma, beams: Sequence[Beam], place: int, wanted: Wanted) -> li
     for beam in beams:
         if beam.ids and wanted.ends(beam.ids[-1]):
             continue
-        p, tokens = (x.tolist() for x in beam.next_V.topk(min(LOOKED_AT, len(beam.next_V))))
+        p, tokens = (x.tolist() for x in beam.next_V.topk(min(READ, len(beam.next_V))))
         allowed = [i for i, token in enumerate(tokens) if wanted.allowed(token, place)]
         longer += [(beam.total + p[i], beam, tokens[i]) for i in allowed[: wanted.width]]
     longer = sorted(longer, key=lambda one: one[0], reverse=True)[: wanted.width]

@@ -53,7 +53,7 @@ class FillOptions:
     single_line: bool = False  # a hole ends with its line
     allow_empty: bool = False
     candidates: int = 1  # how many to return, the best first
-    proposals: int = PROPOSALS  # texts of the causal mode for each hole; 0: canvases alone
+    proposals: int = PROPOSALS  # texts of the causal mode, for one hole by itself; 0: none
     form: Form | None = None  # how the model is asked; None: see `choose_form`
     seed: int | None = None  # None draws one, reported with the result
     sampler: Sampler | None = None

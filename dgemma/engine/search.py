@@ -304,8 +304,8 @@ class Search:
 
     def _other_seams(self) -> list[Variant]:
         tokenizer, logits_V = self.engine.tokenizer, self.shared.next_logits()
-        likeliest = logits_V.topk(min(LOOKED_AT, len(logits_V))).indices.tolist()
-        words = list(complete_words(tokenizer, self.seams, likeliest))[:COMPLETED_WORDS]
+        nearest = logits_V.topk(min(LOOKED_AT, len(logits_V))).indices.tolist()
+        words = list(complete_words(tokenizer, self.seams, nearest))[:COMPLETED_WORDS]
         return [*words, *self.seams.others]
 
     # --- canvases

@@ -93,10 +93,10 @@ def fills_for(engine: "Engine", body: Body, hole: Around) -> list[Errand]:
     options = fill_options(engine, body)
     assert options.seed is not None
     holed = Holed((hole.before, hole.after))
-    return [
-        fill_errand(engine, holed, replace(options, seed=(options.seed + choice) % SEEDS))
-        for choice in range(body.n)
-    ]
+    choices = [replace(options, seed=(options.seed + choice) % SEEDS) for choice in range(body.n)]
+    # What the causal mode proposes knows no seed: it would be every answer's best.
+    own = [choices[0], *(replace(one, proposals=0) for one in choices[1:])]
+    return [fill_errand(engine, holed, one) for one in own]
 
 
 def fill_options(engine: "Engine", body: Body) -> "FillOptions":

@@ -188,9 +188,9 @@ def _lines(text: Ints, breaks: Sequence[int], rng: np.random.Generator) -> NDArr
 
     Half of the canvases begin with one. Where a text has no line to open, spans as elsewhere.
     """
-    ends = np.flatnonzero(np.isin(text, breaks))
-    starts = np.concatenate([[0], ends[:-1] + 1]).astype(int) if len(ends) else ends
-    lines = [(a, b) for a, b in zip(starts, ends, strict=True) if b - a > 1]
+    stops = np.flatnonzero(np.isin(text, breaks))
+    starts = np.concatenate([[0], stops[:-1] + 1]).astype(int) if len(stops) else stops
+    lines = [(a, b) for a, b in zip(starts, stops, strict=True) if b - a > 1]
     if not lines:
         return _holes(len(text), rng)
     is_hole_L = np.zeros(len(text), bool)

@@ -13,9 +13,11 @@ import httpx
 import openai
 import pytest
 
-from dgemma.engine import Engine, Options
+from dgemma.engine import Engine, FillOptions, Options
+from dgemma.serve import asking
 from dgemma.serve.errands import FENCE, rewrite_errand
 from dgemma.serve.sentinels import Around, find_hole, read_region, read_update
+from dgemma.serve.wire import CompletionBody
 from tests.serve.conftest import MODEL, Running, wait_for
 from tests.taught import ANSWERS, LONG, SHORT, ask
 
@@ -275,6 +277,18 @@ def test_a_next_edit_is_a_fenced_region_or_none(shared: Running) -> None:
         assert shared.post("/v1/edit/completions", body).status_code == 400
     system = {"messages": [{"role": "system", "content": NEXT_EDIT}]}
     assert shared.post("/v1/edit/completions", system).status_code == 400
+
+
+def test_of_several_fills_the_first_alone_takes_what_knows_no_seed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.load(checkpoint, device="cpu", dtype="float32")
+    taken: list[FillOptions] = []
+    monkeypatch.setattr(asking, "fill_errand", lambda engine, holed, own: taken.append(own))
+    body = CompletionBody(model=MODEL, prompt=BEFORE, suffix=AFTER, seed=3, n=3)
+    assert len(asking.fills_for(engine, body, Around(BEFORE, AFTER))) == 3
+    assert [own.seed for own in taken] == [3, 4, 5]
+    assert [own.proposals for own in taken] == [FillOptions().proposals, 0, 0]
 
 
 def test_an_update_is_written_from_the_old_file(checkpoint: Path) -> None:

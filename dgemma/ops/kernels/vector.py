@@ -28,17 +28,17 @@ class Cut:
     warps: int = 4
 
 
-# By outputs and depth. Windowed layers of the released model, before the heads and behind
-# attention; found by `bench/gpu_token.py` on an H200, in 16 bits: 2.68 to 2.62 ms a token.
+# By outputs and depth, for 16 bits. Windowed layers of the released model, before the heads and
+# behind attention; found by `bench/gpu_token.py` on an H200: 2.68 to 2.62 ms a token.
 BY_SIZE = {(8192, 2816): Cut(2, 1024), (2816, 4096): Cut(4, 4096, warps=8)}
 
 
-def cut(outputs: int, depth: int, *, is_gated: bool) -> Cut:
+def cut(outputs: int, depth: int, *, is_gated: bool, is_8: bool = False) -> Cut:
     """Enough programs for every processor to have several, and whole rows in flight."""
     longest = triton.next_power_of_2(depth)
     if is_gated:
         return Cut(2, min(512, longest), warps=2)
-    if (outputs, depth) in BY_SIZE:
+    if (outputs, depth) in BY_SIZE and not is_8:
         return BY_SIZE[outputs, depth]
     if outputs >= 1 << 16:
         return Cut(2, min(2048, longest))
@@ -83,8 +83,8 @@ def _launch(
     cap: float = 0.0,
 ) -> None:
     (rows, depth), outputs = x_TD.shape, out_TX.shape[1]
-    form = form or cut(outputs, depth, is_gated=is_gated)
     weight_XD, factor_X = weight
+    form = form or cut(outputs, depth, is_gated=is_gated, is_8=factor_X is not None)
     # One dimension: a second one could hold 65535 programs only.
     _product[(rows * triton.cdiv(outputs, form.outputs),)](
         x_TD,
