@@ -18,7 +18,7 @@ PREFIX = [2, *range(40, 60)]
 @pytest.fixture(autouse=True)
 def far_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random models find the tokens asked for here as unlikely as any."""
-    monkeypatch.setattr(beam, "LOOKED_AT", 1 << 20)
+    monkeypatch.setattr(beam, "READ", 1 << 20)
 
 
 def never(token: int) -> bool:
