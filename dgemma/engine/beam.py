@@ -50,12 +50,19 @@ class Beam:
 
 
 @torch.inference_mode()
-def likeliest(model: Gemma, prefix: Encoded, wanted: Wanted) -> list[Ids]:
-    """The likeliest texts of the wanted lengths that the search came by, the best first."""
+def likeliest(
+    model: Gemma, prefix: Encoded, wanted: Wanted, between: Callable[[], None]
+) -> list[Ids]:
+    """The likeliest texts of the wanted lengths that the search came by, the best first.
+
+    `between`: called before each further token, so that others need not wait for all of them.
+    """
     first_V = model.logits(prefix.last_1D)[0].float().log_softmax(-1)
     beams = [Beam((), 0.0, prefix.cache.branch(wanted.most), first_V)]
     found: dict[Ids, float] = {}
     for place in range(wanted.most):
+        if place:
+            between()
         beams = _grow(model, beams, place, wanted)
         if place + 1 >= wanted.least:
             found |= {beam.ids: beam.mean(wanted.after) for beam in beams}

@@ -168,7 +168,8 @@ class Search:
             allowed=partial(self._may_stand, gap.owed, most if is_known else None),
             ends=self._breaks,
         )
-        found = likeliest(self.engine.model, self.shared.behind(variant.ids), wanted)
+        prefix = self.shared.behind(variant.ids)
+        found = likeliest(self.engine.model, prefix, wanted, self.engine.step)
         self._remember([one for ids in found if (one := self._spoken(ids)) is not None])
 
     def _may_stand(self, owed: bytes, size: int | None, token: int, place: int) -> bool:

@@ -176,7 +176,7 @@ class Compilers(ThreadPoolExecutor):
     """
 
     def __init__(self, device: torch.device) -> None:
-        workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        workers = min(MOST_WORKERS, os.cpu_count() or 1)
         super().__init__(workers, "compile", partial(_settle, device))
         self.go, self.is_stopped, self.count = Event(), False, 0
 
