@@ -87,6 +87,10 @@ class Places:
         return cls([span.count for span in spans], [span.commit for span in spans], table_IX6)
 
 
+# Told where the tokens of a layer go, before they do; they go where it says.
+Watch = Callable[[Fused, Joined, Routed], Routed]
+
+
 class Stack:
     """Runs the layers of a model; set as its `runner`."""
 
@@ -95,6 +99,7 @@ class Stack:
         layers = layers_of(model)
         norms = [*(layer.input_layernorm.weight for layer in layers), model.norm.weight]
         self.first_D = norms[0]
+        self.watch: Watch | None = None
         self.layers = [
             _fused(index, layer, after)
             for index, (layer, after) in enumerate(zip(layers, norms[1:], strict=True))
@@ -145,7 +150,8 @@ class Stack:
     ) -> tuple[Joined, Routed | None]:
         """The stream behind attention, and where each token goes, if that is known already."""
         if few:
-            return join_few(x_TD, attended, layer.joining, layer.router, self.eps)
+            joined, found = join_few(x_TD, attended, layer.joining, layer.router, self.eps)
+            return joined, self._watched(layer, joined, found)
         how = {"eight": layer.dense.is_8, "experts_eight": layer.reads_8(x_TD)}
         return join(x_TD, attended, layer.joining, self.eps, **how), None
 
@@ -157,11 +163,15 @@ class Stack:
             with self._beside(joined.x_TD):
                 hidden = gated_product(joined.dense_TD, layer.dense, dtype)
                 dense_TD = product(hidden, layer.down, dtype, cuts.DOWN)
-            found = routed(joined.router_TD, layer.router) if found is None else found
+            if found is None:
+                found = self._watched(layer, joined, routed(joined.router_TD, layer.router))
             out_AD = _choices(layer, joined.expert_TD, found, dtype)
         finally:  # a capture that is not joined cannot be ended, and torch never gets over it
             self._join(joined.x_TD)
         return dense_TD, (out_AD, found.share_TK)
+
+    def _watched(self, layer: Fused, joined: Joined, found: Routed) -> Routed:
+        return found if self.watch is None else self.watch(layer, joined, found)
 
     @contextmanager
     def _beside(self, x_TD: Tensor) -> Iterator[None]:

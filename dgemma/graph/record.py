@@ -1,7 +1,7 @@
 """What was found of the kernels, kept in a file of the user's cache: a check runs once.
 
 An entry holds for one device, torch, triton, version of this package with the very text of its
-kernels, and model: its config, number type and the form of its weights.
+kernels and of the check, and model: its config, number type and the form of its weights.
 """
 
 import hashlib
@@ -107,9 +107,15 @@ def _triton() -> str:
 
 
 def _sources() -> str:
-    """The text of the kernels: a version alone does not change while they are worked on."""
-    ops = Path(__file__).parents[1] / "ops"
-    return _digest(b"".join(path.read_bytes() for path in sorted(ops.rglob("*.py"))))
+    """A version alone does not change while kernels are worked on, or what checks them."""
+    return _digest(b"".join(path.read_bytes() for path in _texts()))
+
+
+def _texts() -> list[Path]:
+    """The kernels, and who launches and judges them."""
+    package = Path(__file__).parents[1]
+    judges = sorted(package.glob("graph/check*.py"))
+    return [*sorted((package / "ops").rglob("*.py")), package / "stack.py", *judges]
 
 
 def _digest(text: bytes) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Span
+from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.canvas import Pins
 from dgemma.denoise import commit, denoise
 from dgemma.graph.check import check
@@ -58,6 +58,24 @@ def test_passes_agree_with_the_model() -> None:
         got = passes(of)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_chunks_longer_than_the_window_agree_with_the_model() -> None:
+    """Several, behind a shared past: the buffers of sliding layers move on between them."""
+    of = small.model()
+    found = []
+    for families in ((), {"attention"}):
+        of.runner = Stack(of) if families else None
+        with switched(families), torch.inference_mode():
+            row = KVCache(SMALL, Room(tokens=64, span=16, slack=2), torch.float32, small.CPU)
+            lasts = [commit(of, row, torch.arange(21), chunk=16)]
+            branch = row.branch(40)
+            lasts += [commit(of, branch, torch.arange(n), chunk=16) for n in (3, 16, 7)]
+            entered = of.enter(torch.arange(4), None)
+            found.append([*lasts, of.stack(entered, Pass([Span(branch, 4, commit=False)]))])
+            assert branch.buffers[0].base > branch.origin + SMALL.sliding_window
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
 def test_passes_with_8_bit_products_are_near_the_model_s() -> None:
