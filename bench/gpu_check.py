@@ -11,11 +11,13 @@ of it (a quarter of the interval of one of 262,144 equal tokens). 8-bit experts 
 float32 arithmetic on the numbers that their path multiplies, and may be off by a quarter of the
 output's root mean square, or a twentieth where rows stay in 16 bits; `plain` is what 8 bits cost.
 Attention is judged by its root-mean-square error: the greatest of a million says which of two
-equally good results was luckier (it may be 1.5 times the plain one's).
+equally good results was luckier (it may be 1.5 times the plain one's). Last comes what an engine
+does at its start (`graph/check.py`) with the model in the package, whose shapes are small ones.
 """
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import date
@@ -42,7 +44,9 @@ from gpu_products import cut_results, expert_results, fp8_results
 from shapes import RELEASED
 from torch import Tensor
 
+import dgemma
 from dgemma.device import describe_device
+from dgemma.graph.check import check
 from dgemma.ops import row_stats as plain_stats
 from dgemma.ops.attention import Segment, attention_reference
 from dgemma.ops.attention import attention as plain_attention
@@ -50,9 +54,13 @@ from dgemma.ops.dense import gated
 from dgemma.ops.fast import switched
 from dgemma.ops.fused import CloseWeights, JoinWeights, close, join, route
 from dgemma.ops.kernels import attention, heads, row_stats, sparse
+from dgemma.ops.kernels.launch import launching
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate
+from dgemma.stack import Stack
+from dgemma.weights.load import load_model
 
+NANO = Path(dgemma.__file__).parent / "models" / "nano"
 DRAW_MISS = 1e-6  # in probability
 
 
@@ -122,11 +130,12 @@ def _stats(name: str, raw_TV: Tensor, query: plain_stats.Query) -> Iterator[Resu
 
 
 def attention_results() -> Iterator[Result]:
-    for kv_heads, width, window in ((8, 256, 1024), (2, 512, None)):
+    shapes = ((16, 8, 256, 1024), (16, 2, 512, None), (8, 2, 64, 256))  # the last one: nano's
+    for q_heads, kv_heads, width, window in shapes:
         for length, keys, is_causal in ((256, 768, False), (256, 32768, False), (512, 4096, True)):
             past = keys if window is None else min(keys, window - 1)
             name = f"attention {width} {length}+{past}{' causal' if is_causal else ''}"
-            q_LNH = normal(length, 16, width, scale=width**-0.5)
+            q_LNH = normal(length, q_heads, width, scale=width**-0.5)
             k_SMH, v_SMH = (normal(past + length, kv_heads, width) for _ in range(2))
             mask_LS = None
             if is_causal:
@@ -257,6 +266,24 @@ def _heads(width: int) -> Result:
     )
 
 
+# --- an engine's start
+
+
+def start_results() -> Iterator[Result]:
+    """The check that decides which kernels run, on trained weights of small shapes."""
+    logger, nan = logging.getLogger("dgemma"), float("nan")
+    logging.basicConfig(format="# %(message)s")
+    logger.setLevel(logging.DEBUG)  # how far off each was
+    for quant in ("none", "fp8"):
+        model = load_model(NANO, device=DEVICE, dtype=HALF, quant=quant).model
+        with launching(early=True):
+            verdicts = check(model, Stack(model))
+        for family, reason in verdicts.items():
+            print(f"# nano {quant}, {family}: {reason or 'passed'}")
+        passed = not any(verdicts.values())
+        yield Result(f"start nano {quant}", nan, nan, passed, nan, nan, nan)
+
+
 CHECKS: dict[str, Callable[[], Iterator[Result]]] = {
     "experts": expert_results,
     "fp8": fp8_results,
@@ -264,6 +291,7 @@ CHECKS: dict[str, Callable[[], Iterator[Result]]] = {
     "row_stats": stats_results,
     "attention": attention_results,
     "layer": layer_results,
+    "start": start_results,
 }
 
 
@@ -281,11 +309,11 @@ def main() -> None:
         f"{'kernel':30} {'error':>9} {'plain':>9} {'':4} {'us':>9} {'plain us':>9} {'GB/s':>7} copy"
     )
     results = []
-    for name, check in CHECKS.items():
+    for name, results_of in CHECKS.items():
         if arguments.only not in (None, name):
             continue
         try:
-            for result in check():
+            for result in results_of():
                 print(result.line(copy), flush=True)
                 results.append(result)
         except Exception as error:  # one broken kernel must not hide the others

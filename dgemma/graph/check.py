@@ -9,6 +9,7 @@ not the last digit: that is what `bench/gpu_check.py` and the tests are for.
 T tokens of a pass, D width, V vocabulary.
 """
 
+import logging
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ class Bounds:
 BITS_16, BITS_8 = Bounds(0.04, 0.2, 0.2), Bounds(0.12, 0.4, 0.6)
 
 Verdicts = dict[Family, str]  # empty: it may be used; else why not
+logger = logging.getLogger("dgemma")
 
 
 class DeviceFault(DgemmaError):
@@ -107,11 +109,23 @@ def _layer_off(model: Gemma, stack: Stack, family: Family, kind: LayerType) -> s
     probe.watch = routes.note
     with switched({family}):
         got_TD = _passes(model, probe, kind, by_table=family == "attention")
+    if not routes.are_choices(model.config.num_experts):
+        return "it chooses experts that are none, or one of them twice"
+    if not bool(got_TD.isfinite().all()):
+        return "it gives numbers that are none"
     probe.watch = routes.give
     with switched(()):
         want_TD = _passes(model, probe, kind, by_table=False)
+    off_T = (got_TD - want_TD).norm(dim=-1) / want_TD.norm(dim=-1).clamp(min=1e-6)
+    lack = routes.lack_T().max().item()
+    logger.debug(
+        "%s, %s: off by %.2g, %.2g at worst, single tokens %.2g; choices lack %.2g",
+        *(family, kind, off_T.median(), off_T.max(), off_T[-SINGLES:].max(), lack),
+    )
     bounds = _bounds(layers_of(model)[model.config.layer_types.index(kind)])
-    return _compare(got_TD, want_TD, bounds) or _misled(routes.lack_T(), bounds)
+    if wrong := _rows_off(off_T, bounds):
+        return wrong
+    return f"it chooses experts that score {lack:.2g} too low" if lack > bounds.lack else ""
 
 
 def _bounds(layer: Layer) -> Bounds:
@@ -166,21 +180,13 @@ def _attend(context: Pass, probe: Stack, by_table: bool) -> Attend:
     return ByTable(places, probe)
 
 
-def _compare(got_TD: Tensor, want_TD: Tensor, bounds: Bounds) -> str:
+def _rows_off(off_T: Tensor, bounds: Bounds) -> str:
     """Judged apart: all rows, and the single tokens, which have kernels of their own."""
-    if not bool(got_TD.isfinite().all()):
-        return "it gives numbers that are none"
-    off_T = (got_TD - want_TD).norm(dim=-1) / want_TD.norm(dim=-1).clamp(min=1e-6)
     for name, part in (("a chunk", off_T[:-SINGLES]), ("single tokens", off_T[-SINGLES:])):
         half, worst = part.median().item(), part.max().item()
         if half > bounds.half or worst > bounds.worst:
             return f"{name}: it is off by {half:.2g} ({worst:.2g} at worst) of what it should give"
     return ""
-
-
-def _misled(lack_T: Tensor, bounds: Bounds) -> str:
-    lack = lack_T.max().item()
-    return f"it chooses experts that score {lack:.2g} too low" if lack > bounds.lack else ""
 
 
 # --- row statistics

@@ -13,13 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.errors import DgemmaError
 from dgemma.ops.fused import Joined, Routed
 from dgemma.stack import Fused
-
-
-class WrongChoice(DgemmaError):
-    """Tokens cannot go where they are sent: nobody may look there."""
 
 
 class Routes:
@@ -33,16 +28,22 @@ class Routes:
         self.lacks: list[Tensor] = []
 
     def note(self, layer: Fused, joined: Joined, found: Routed) -> Routed:
-        """A stack's `watch` while kernels run."""
-        ids_TK = found.ids_TK.long()
-        if not _are_choices(ids_TK, len(layer.router.weight_ED)):
-            raise WrongChoice("experts that are none, or one of them twice")
-        self.chosen.append(ids_TK)
+        """A stack's `watch` while kernels run.
+
+        Nothing is launched here: kernels that begin before the last has ended are checked as such.
+        """
+        self.chosen.append(found.ids_TK)
         return found
+
+    def are_choices(self, num_experts: int) -> bool:
+        """Whether every token goes to experts that exist, and to none of them twice."""
+        ids_TK = torch.cat(self.chosen).sort(-1).values
+        is_new = (ids_TK[:, 1:] > ids_TK[:, :-1]).all()
+        return bool(is_new & (ids_TK >= 0).all() & (ids_TK < num_experts).all())
 
     def give(self, layer: Fused, joined: Joined, found: Routed) -> Routed:
         """A stack's `watch` while the same passes run by definition."""
-        ids_TK = self.chosen[len(self.lacks)]
+        ids_TK = self.chosen[len(self.lacks)].long()
         scores_TE = F.linear(joined.router_TD, layer.router.weight_ED).float()
         self.lacks.append(_lack(scores_TE, ids_TK))
         share_TK = scores_TE.gather(1, ids_TK).softmax(-1)
@@ -50,13 +51,6 @@ class Routes:
 
     def lack_T(self) -> Tensor:
         return torch.cat(self.lacks)
-
-
-def _are_choices(ids_TK: Tensor, num_experts: int) -> bool:
-    """Whether every token goes to experts that exist, and to none of them twice."""
-    ids_TK = ids_TK.sort(-1).values
-    is_new = (ids_TK[:, 1:] > ids_TK[:, :-1]).all()
-    return bool(is_new & (ids_TK >= 0).all() & (ids_TK < num_experts).all())
 
 
 def _lack(scores_TE: Tensor, ids_TK: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def test_one_wrong_row_is_a_fault(
 CHOICES: list[tuple[Change, str]] = [
     (lambda ids_TK: (ids_TK + 3) % FEW.num_experts, "too low"),
     (lambda ids_TK: ids_TK[:, :1].expand(-1, 2), "one of them twice"),
-    (lambda ids_TK: ids_TK + FEW.num_experts, "experts that are none"),
+    (lambda ids_TK: ids_TK + FEW.num_experts, "its check raised"),  # by experts that are asked
 ]
 
 
