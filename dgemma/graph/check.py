@@ -45,9 +45,10 @@ class Bounds:
     lack: float  # of what the router chose
 
 
-# Rounding alone gives at most (0.012, 0.035, 0.03) in 16 bits, for the released shapes and for a
-# small trained model. What is quantized to 8 bits may be rounded another way for the last of 16,
-# and single tokens are not quantized as by definition they are: (0.08, 0.16, 0.27).
+# Rounding alone gives at most (0.012, 0.035, 0.03) in 16 bits: the definition beside itself in
+# float32, for a small trained model and for the released shapes with narrower experts. What is
+# quantized to 8 bits may be rounded another way for the last of 16, and single tokens are not
+# quantized as by definition they are: (0.08, 0.16, 0.27), by rows left whole or shaken a little.
 BITS_16, BITS_8 = Bounds(0.04, 0.2, 0.2), Bounds(0.12, 0.4, 0.6)
 
 Verdicts = dict[Family, str]  # empty: it may be used; else why not
