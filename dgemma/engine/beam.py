@@ -1,7 +1,8 @@
 """What the causal mode would write behind a prefix: the likeliest texts, found side by side.
 
 It does not see what stands behind a hole, but it is the surer writer of the two modes. So its texts
-are proposals: whoever asked for them scores them together with what follows (`engine.search`).
+are proposals (`engine.proposals`): the search for a hole's text scores them together with what
+follows.
 
 W texts side by side, V vocabulary.
 """

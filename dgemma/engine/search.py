@@ -4,19 +4,18 @@ Canvases with holes of several sizes run together, a few steps each. What each s
 rules, put in its place, and scored by the causal mode together with what follows, which punishes a
 hole that ends in the middle of something. Around the best sizes the search goes on with all steps,
 and from there holes grow and shrink while that helps. What the causal mode itself would write in a
-hole competes with what the canvases say.
+hole (`engine.proposals`) competes with what the canvases say.
 """
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from dgemma.engine.beam import Wanted, likeliest
 from dgemma.engine.events import Draft
+from dgemma.engine.proposals import Hole, propose
 from dgemma.engine.score import Score
 from dgemma.engine.trials import SharedPrefix, Trial, with_steps
-from dgemma.guide.holes import BREAKS, Rules, around, is_own_line, lay_out, needed, shape, sweep
+from dgemma.guide.holes import Rules, around, lay_out, needed, shape, sweep
 from dgemma.guide.seams import Variant, complete_words, find_seams, is_whole, take_off
 from dgemma.sampler import Sampler
 
@@ -33,7 +32,6 @@ LOOKED_AT = 512  # of the causal mode's likeliest tokens, in search of those
 STRETCH = (-2, -1, 1, 2)  # tokens by which a hole may grow or shrink at a time...
 STRETCHES = 3  # ...and how often
 DRAWS = 4  # canvases for holes whose lengths are known: the best of them is taken
-LONGEST_PROPOSED = 48  # tokens of a hole that the causal mode proposes texts for
 LAST_TRIES = 3  # more canvases for holes that all others left empty
 
 
@@ -150,49 +148,23 @@ class Search:
 
     def _propose(self, sizes: Sizes) -> None:
         """Consider what the causal mode writes where one hole has the canvas for itself."""
-        width, lengths = self.tuning.proposals, [*sizes.choices[0], sizes.first[0]]
-        if not width or len(sizes.first) > 1:
+        if len(sizes.first) > 1:
             return
-        variant = self.seams.usual
-        gap = variant.gaps[0]
-        # No longer than a canvas could hold: the search goes on from the best size.
-        least, most = max(1, min(lengths)), min(max(lengths), LONGEST_PROPOSED, self._most())
-        if most < least:
-            return
-        is_known = least == most
-        wanted = Wanted(
-            least=least,
-            most=most,
-            width=width,
-            after=None if is_known or not gap.after else gap.after[0],
-            allowed=partial(self._may_stand, gap.owed, most if is_known else None),
-            ends=self._breaks,
+        lengths, usual = (*sizes.choices[0], sizes.first[0]), self.seams.usual
+        hole = Hole(
+            variant=usual,
+            edge=self.sheet.edge,
+            piece=self.sheet.pieces[0],
+            single_line=self.tuning.rules.single_line,
+            least=max(1, min(lengths)),
+            # No longer than a canvas could hold: the search goes on from the best size.
+            most=min(max(lengths), self._most()),
         )
-        prefix = self.shared.behind(variant.ids)
-        found = likeliest(self.engine.model, prefix, wanted, self.engine.step)
-        self._remember([one for ids in found if (one := self._spoken(ids)) is not None])
-
-    def _may_stand(self, owed: bytes, size: int | None, token: int, place: int) -> bool:
-        """Whether a token may stand at a place of a hole; `owed`: what the hole begins with.
-
-        `size`: tokens of the hole, if they are known: a line of its own breaks with the last.
-        """
-        if self.engine.tokenizer.is_control(token):
-            return False
-        if self._breaks(token):
-            is_own = is_own_line(self.sheet.edge, self.sheet.pieces[0])
-            return is_own and size in (None, place + 1)
-        return place > 0 or self.engine.tokenizer.token_bytes(token).startswith(owed)
-
-    def _breaks(self, token: int) -> bool:
-        """Whether a token ends the one line that a hole may have."""
-        data = self.engine.tokenizer.token_bytes(token)
-        return self.tuning.rules.single_line and any(mark.encode() in data for mark in BREAKS)
-
-    def _spoken(self, ids: tuple[int, ...]) -> Candidate | None:
-        """What the causal mode has written, read as if a canvas had said it."""
-        attempt = Attempt(variant=self.seams.usual, sizes=(len(ids),), steps=0)
-        return self._read(attempt, (ids,), settled=True)
+        said = [
+            self._read(Attempt(variant=usual, sizes=(len(ids),), steps=0), (ids,), settled=True)
+            for ids in propose(self.shared, hole, self.tuning.proposals)
+        ]
+        self._remember([one for one in said if one is not None])
 
     def _refine(self, sizes: Sizes) -> Generator[Draft, None, None]:
         """Sizes around the best, and the best with other seams and other noise, all steps taken."""
