@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dgemma.canvas import Noise
+from dgemma.engine.candidates import Candidate
 from dgemma.engine.events import Draft
-from dgemma.engine.search import Candidate, Search, Sheet, Sizes, Tuning, least_after
+from dgemma.engine.search import Search, Sheet, Sizes, Tuning, least_after
 from dgemma.engine.trials import SharedPrefix
 from dgemma.errors import PromptTooLong, UsageError
 from dgemma.guide.holes import (

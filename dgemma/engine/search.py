@@ -11,9 +11,9 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dgemma.engine.candidates import Candidate, rank, scored
 from dgemma.engine.events import Draft
 from dgemma.engine.proposals import Hole, propose
-from dgemma.engine.score import Score
 from dgemma.engine.trials import SharedPrefix, Trial, with_steps
 from dgemma.guide.holes import Rules, around, lay_out, needed, shape, sweep
 from dgemma.guide.seams import Variant, complete_words, find_seams, is_whole, take_off
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 SEEN_AFTER = 64  # tokens behind the last hole that a canvas shows, if there are so many
 LEAST_AFTER = 8  # and those that it must have place for, if it is not a small one
 SCORED_AFTER = 32  # tokens behind the last hole that count in a score
-MOST_COUNTED = 16  # tokens as which a hole counts at most: a long and easy one would drown the rest
 SEARCH_STEPS = 6  # of a canvas that is only tried
 COMPLETED_WORDS = 2  # ways tried to complete a word that the text before a hole leaves open
 LOOKED_AT = 512  # of the causal mode's likeliest tokens, in search of those
@@ -80,18 +79,6 @@ class Attempt:
     sizes: tuple[int, ...]
     steps: int
     choice: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What may stand in the holes."""
-
-    fills: tuple[str, ...]
-    sizes: tuple[int, ...]  # tokens of each hole on the canvas
-    settled: bool
-    is_sound: bool  # no broken characters, and something to be seen in every hole
-    score: float = 0.0  # mean causal log-probability of the holes and what follows, in nats
-    hole_scores: tuple[float, ...] = ()  # the same of each hole's own tokens
 
 
 class Search:
@@ -350,7 +337,7 @@ class Search:
         spelled = [self._spell(one) for one in new.values()]
         scores = self.shared.score([ids for ids, _ in spelled])
         for one, (_, lengths), score in zip(new.values(), spelled, scores, strict=True):
-            self.found[one.fills] = self._scored(one, lengths, score)
+            self.found[one.fills] = scored(one, score, lengths, self.engine.tokenizer)
 
     def _spell(self, one: Candidate) -> tuple[list[int], list[int]]:
         """The text from the shared prefix to a little behind the holes, in tokens.
@@ -368,38 +355,7 @@ class Search:
             ids += sheet.closing[:1]
         return ids or [self.tuning.end], [len(text.encode()) for text in stretches]
 
-    def _scored(self, one: Candidate, lengths: Sequence[int], score: Score) -> Candidate:
-        places, end = self._byte_places(score.ids), 0
-        holes = []  # the bytes of each
-        for number, length in enumerate(lengths):
-            start, end = end, end + length
-            if number % 2:
-                holes.append((start, end))
-        both = list(zip(score.logprobs, places, strict=True))
-        own = [[p for p, (a, b) in both if a < end and b > start] for start, end in holes]
-        rest = [p for p, (a, b) in both if not any(a < end and b > start for start, end in holes)]
-        weights = [min(len(hole), MOST_COUNTED) for hole in own]
-        total = sum(rest) + sum(w * mean(hole) for w, hole in zip(weights, own, strict=True))
-        whole = total / max(1, len(rest) + sum(weights))
-        return replace(one, score=whole, hole_scores=tuple(mean(hole) for hole in own))
-
-    def _byte_places(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        places, end = [], 0
-        for token in ids:
-            start, end = end, end + len(self.engine.tokenizer.token_bytes(token))
-            places.append((start, end))
-        return places
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
 
 def least_after(length: int) -> int:
     """Tokens behind the last hole that a canvas must have place for, if there are so many."""
     return min(LEAST_AFTER, length // 4)
-
-
-def rank(candidate: Candidate) -> tuple[bool, float]:
-    """What makes one candidate better than another."""
-    return candidate.is_sound, candidate.score
