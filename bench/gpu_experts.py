@@ -40,6 +40,7 @@ from dgemma.ops.fast import switched
 from dgemma.ops.fp4 import fp4_choices
 from dgemma.ops.fp8 import fp8_choices, quantize
 from dgemma.ops.kernels import experts, experts_1, experts_4
+from dgemma.ops.kernels.buckets import buckets
 from dgemma.ops.kernels.experts_1 import Cut
 from dgemma.ops.kernels.tiles import TABLE_4, Tile
 from dgemma.ops.nvfp4_order import Laid
@@ -117,7 +118,7 @@ def by_expert(
 ) -> Iterator[tuple[str, Search]]:
     """`sets`: as many copies of the weights are read in turn, as by the layers of a model."""
     ids_TK = routed(tokens)
-    into = experts.buckets(ids_TK, NUM_EXPERTS)
+    into = buckets(ids_TK, NUM_EXPERTS)
     inputs = normal(tokens, WIDTH), normal(tokens * TOP_K, INNER)
     rows_8 = [quantize(x) for x in inputs] if bits == 8 else []
     seen = [x.whole() for x in rows_8] if bits == 8 else list(inputs)
@@ -202,7 +203,7 @@ def check(weights: Weights) -> None:
             flush=True,
         )
     x_TD, ids_TK = normal(CANVAS, WIDTH), routed(CANVAS)
-    into, tile = experts.buckets(ids_TK, NUM_EXPERTS), TABLE_4[0][1]
+    into, tile = buckets(ids_TK, NUM_EXPERTS), TABLE_4[0][1]
     pair = [
         experts_4.gate_up_4(x_TD, weights.four[0], into, TOP_K, tile.gate_up, fast=fast)
         for fast in (True, False)

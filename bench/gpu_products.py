@@ -26,6 +26,7 @@ from dgemma.ops.experts import mix
 from dgemma.ops.fast import switched
 from dgemma.ops.fp8 import fp8_choices, quantize
 from dgemma.ops.kernels import cuts, dense_8, experts
+from dgemma.ops.kernels.buckets import buckets
 from dgemma.ops.kernels.experts_1 import FEW
 from dgemma.ops.kernels.tiles import tiles
 from dgemma.ops.quantized import Quantized
@@ -100,12 +101,12 @@ def expert_results() -> Iterator[Result]:
         times = micros(case.fast, repeats), micros(case.plain, repeats)
         yield Result(f"experts {tokens} {kind}", error, plain, passed, *times, case.gbytes)
     case = ExpertCase(normal(CANVAS, WIDTH), *routing(CANVAS, "even"), *weights)
-    into = experts.buckets(case.ids_TK, NUM_EXPERTS)
+    into = buckets(case.ids_TK, NUM_EXPERTS)
     tile = tiles(CANVAS * TOP_K, NUM_EXPERTS)
     hidden = experts.gate_up(case.x_TD, weights[0], into, TOP_K, tile.gate_up)
     out = experts.down(hidden, weights[1], into, tile.down)
     parts: dict[str, tuple[Callable[[], object], float]] = {
-        "  buckets": (lambda: experts.buckets(case.ids_TK, NUM_EXPERTS), 1e-5),
+        "  buckets": (lambda: buckets(case.ids_TK, NUM_EXPERTS), 1e-5),
         "  gate_up": (
             lambda: experts.gate_up(case.x_TD, weights[0], into, TOP_K, tile.gate_up),
             2 * weights[0].numel() / 1e9,

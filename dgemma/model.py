@@ -22,7 +22,7 @@ from dgemma.ops.rope import rotate, turns_by_kind
 from dgemma.ops.routed import routed_experts
 
 if TYPE_CHECKING:
-    from dgemma.ops.kernels.experts import Buckets
+    from dgemma.ops.kernels.buckets import Buckets
 
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosine and sine for each kind of layer
 

@@ -14,7 +14,7 @@ from dgemma.ops.fast import is_on
 from dgemma.ops.linear import Linear, linear
 
 if TYPE_CHECKING:
-    from dgemma.ops.kernels.experts import Buckets
+    from dgemma.ops.kernels.buckets import Buckets
 
 FEW = 4  # taken one at a time when compiled
 

@@ -15,7 +15,7 @@ from dgemma.ops.linear import Linear
 from dgemma.ops.nvfp4_order import Laid
 
 if TYPE_CHECKING:
-    from dgemma.ops.kernels.experts import Buckets
+    from dgemma.ops.kernels.buckets import Buckets
 
 
 def fp4_choices(

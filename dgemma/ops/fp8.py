@@ -18,7 +18,7 @@ from dgemma.ops.linear import Linear
 from dgemma.ops.quantized import Quantized
 
 if TYPE_CHECKING:
-    from dgemma.ops.kernels.experts import Buckets
+    from dgemma.ops.kernels.buckets import Buckets
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

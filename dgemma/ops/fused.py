@@ -20,7 +20,7 @@ from dgemma.ops.norm import rms_norm
 from dgemma.ops.quantized import Quantized
 
 if TYPE_CHECKING:
-    from dgemma.ops.kernels.experts import Buckets
+    from dgemma.ops.kernels.buckets import Buckets
     from dgemma.ops.kernels.router import Parts
 
 

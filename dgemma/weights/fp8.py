@@ -15,7 +15,7 @@ from dgemma.ops.fp8 import E4M3, fp8_choices, quantize, reads_8
 from dgemma.ops.quantized import Quantized
 
 if TYPE_CHECKING:
-    from dgemma.ops.kernels.experts import Buckets
+    from dgemma.ops.kernels.buckets import Buckets
 
 
 class Fp8Experts(nn.Module):

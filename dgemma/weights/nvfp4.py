@@ -20,7 +20,7 @@ from dgemma.ops.nvfp4 import Packed, factor_of, quantize
 from dgemma.ops.nvfp4_order import Laid, empty, lay, lay_many
 
 if TYPE_CHECKING:
-    from dgemma.ops.kernels.experts import Buckets
+    from dgemma.ops.kernels.buckets import Buckets
 
 AT_ONCE = 4  # experts; a layer's released ones have 3 GB in float32
 # An expert as a checkpoint holds it: gate, up, down.

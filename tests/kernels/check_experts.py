@@ -10,6 +10,7 @@ from dgemma.ops.experts import experts_reference, gated
 from dgemma.ops.fast import switched
 from dgemma.ops.fp8 import fp8_choices, quantize, reads_8
 from dgemma.ops.kernels import experts as kernels
+from dgemma.ops.kernels.buckets import buckets
 from dgemma.ops.kernels.tiles import TABLE, TABLE_8, Tile, tiles
 
 TILE = Tile(rows=16, columns=16, depth=16)
@@ -37,7 +38,7 @@ def case(tokens: int, dtype: torch.dtype, *, bias: float = 0.0) -> tuple[Tensor,
 
 
 def by_tile(x: Tensor, ids: Tensor, share: Tensor, weights: list[Tensor], tile: Tile) -> Tensor:
-    into = kernels.buckets(ids, len(weights[0]))
+    into = buckets(ids, len(weights[0]))
     hidden = kernels.gate_up(x, weights[0], into, ids.shape[1], tile)
     return kernels.combine(kernels.down(hidden, weights[1], into, tile), share)
 
@@ -63,16 +64,16 @@ def test_half_precision_loses_no_more_than_its_rounding(form: str) -> None:
 
 def test_buckets_hold_every_choice_once_in_order() -> None:
     ids = torch.tensor([[2, 0], [0, 1], [2, 1], [2, 0]])
-    found = kernels.buckets(ids, 4)
+    found = buckets(ids, 4)
     assert found.count_E.tolist() == [3, 2, 3, 0]
     rows = [row[:count] for row, count in zip(found.choice_ES.tolist(), [3, 2, 3, 0], strict=True)]
     assert rows == [[1, 2, 7], [3, 5], [0, 4, 6], []]
 
 
 def test_more_choices_than_one_scan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SCAN", 16)
+    monkeypatch.setattr("dgemma.ops.kernels.buckets.SCAN", 16)
     _, ids = normal(1, 37, 3).topk(2)
-    found = kernels.buckets(ids, 3)
+    found = buckets(ids, 3)
     for expert, count in enumerate(found.count_E.tolist()):
         want = (ids.flatten() == expert).nonzero()[:, 0].tolist()
         assert found.choice_ES[expert, :count].tolist() == want
@@ -81,7 +82,7 @@ def test_more_choices_than_one_scan_takes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_table_of_tiles_covers_every_number_of_rows() -> None:
     x, ids, _, *weights = case(3, torch.float32)
     for _, entry in TABLE:
-        into = kernels.buckets(ids, 5)
+        into = buckets(ids, 5)
         hidden = kernels.gate_up(x, weights[0], into, 2, entry.gate_up)
         want = torch.stack(
             [gated(x[c // 2] @ weights[0][e].T) for c, e in enumerate(ids.flatten().tolist())]
@@ -116,7 +117,7 @@ def test_rows_that_8_bits_can_hold_are_held() -> None:
 def test_8_bit_products_are_exact_on_what_was_quantized(form: str) -> None:
     x, ids, _, up, down = case(7, torch.float32)
     x_8, up_8, down_8 = quantize(x), quantize(up), quantize(down)
-    into = kernels.buckets(ids, len(up))
+    into = buckets(ids, len(up))
     scales = kernels.Scales(x_8.factor, up_8.factor, torch.float32)
     hidden = kernels.gate_up(x_8.numbers, up_8.numbers, into, 2, FORMS[form], scales)
     rows = [(c // 2, e) for c, e in enumerate(ids.flatten().tolist())]

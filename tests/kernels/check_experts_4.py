@@ -7,7 +7,7 @@ from torch import Tensor
 from dgemma.ops.experts import gated
 from dgemma.ops.fast import switched
 from dgemma.ops.kernels import experts_4 as kernels
-from dgemma.ops.kernels.experts import buckets
+from dgemma.ops.kernels.buckets import buckets
 from dgemma.ops.kernels.tiles import TABLE_4, Tile
 from dgemma.ops.nvfp4_order import Laid
 from dgemma.weights.nvfp4 import Fp4Experts, lay_stacked

@@ -7,7 +7,7 @@ from torch import Tensor
 from dgemma.ops import fused
 from dgemma.ops.fast import switched
 from dgemma.ops.kernels import router as kernels
-from dgemma.ops.kernels.experts import buckets
+from dgemma.ops.kernels.buckets import buckets
 
 
 def normal(seed: int, *shape: int) -> Tensor:

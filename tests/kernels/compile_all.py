@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from dgemma.ops.kernels import (
     attention,
+    buckets,
     cuts,
     dense_8,
     experts,
@@ -80,13 +81,9 @@ def expert_cases() -> list[Case]:
             kernel = experts._gate_up if part == "gate_up" else experts._down
             case = Case(f"{part} {name}", kernel, types, constants, tile.warps, tile.stages)
             found.append(case)
-    buckets = {"ids": INT, "choice_ES": INT, "count_E": INT, "num_choices": "i32"}
+    fill = {"ids": INT, "choice_ES": INT, "count_E": INT, "num_choices": "i32", "capacity": "i32"}
     combine = {"out_AD": HALF, "share_TK": FLOAT, "mixed_TD": HALF}
-    found.append(
-        Case(
-            "buckets", experts._buckets, {**buckets, "capacity": "i32"}, {"STEPS": 2, "BLOCK": 1024}
-        )
-    )
+    found.append(Case("buckets", buckets._buckets, fill, {"STEPS": 2, "BLOCK": 1024}))
     found.append(
         Case("combine", experts._combine, combine, {"D": WIDTH, "TOP": TOP_K, "BLOCK": 1024})
     )

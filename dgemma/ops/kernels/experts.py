@@ -2,8 +2,7 @@
 
 A canvas of 256 tokens reaches all 128 experts of the released model, 16 rows each, so a step reads
 every expert weight and does little with it: the time is that of the reading. A program takes one
-tile of one expert's columns and a share of that expert's rows, `rows` of them; with even routing
-one share is all. Where many tokens want the same expert, its shares are worked on side by side.
+tile of one expert's columns and a share of that expert's rows (`buckets.py`).
 
 T tokens, K experts per token, A = T * K choices (number t * K + k), E experts, D width, I expert
 width.
@@ -19,11 +18,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgemma.ops.kernels import experts_1
+from dgemma.ops.kernels.buckets import Buckets, buckets, most_shares, share
 from dgemma.ops.kernels.launch import after, early
 from dgemma.ops.kernels.pieces import activate, factor_8
 from dgemma.ops.kernels.tiles import Tile, tiles
-
-SCAN = 1024  # choices looked at together when buckets are filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +31,6 @@ class Scales:
     rows: Tensor  # of tokens, or of choices
     columns_EO: Tensor
     dtype: torch.dtype  # of the result
-
-
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """The choices of each expert, in the order of their numbers."""
-
-    choice_ES: Tensor  # int32; what stands behind an expert's count is not defined
-    count_E: Tensor  # int32
-
-
-def buckets(ids_TK: Tensor, num_experts: int) -> Buckets:
-    """Sort the choices by expert: each expert looks through all of them. Nothing waits."""
-    num_tokens, top_k = ids_TK.shape
-    # A token chooses an expert at most once.
-    choice_ES = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=ids_TK.device)
-    count_E = torch.empty(num_experts, dtype=torch.int32, device=ids_TK.device)
-    steps = triton.cdiv(num_tokens * top_k, SCAN)
-    _buckets[(num_experts,)](
-        ids_TK.contiguous(),
-        choice_ES,
-        count_E,
-        num_tokens * top_k,
-        num_tokens,
-        STEPS=steps,
-        BLOCK=SCAN,
-    )
-    return Buckets(choice_ES, count_E)
 
 
 def gate_up(
@@ -121,11 +92,6 @@ def down(
         **_options(tile, eight=scales is not None),
     )
     return out_AD
-
-
-def most_shares(into: Buckets, num_choices: int, tile: Tile) -> int:
-    """How many shares of rows there can be; programs without one have nothing to do."""
-    return len(into.count_E) + num_choices // tile.rows
 
 
 def combine(out_AD: Tensor, share_TK: Tensor) -> Tensor:
@@ -216,38 +182,6 @@ def _options(tile: Tile, *, eight: bool) -> dict[str, Any]:
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-
-
-@triton.jit
-def _buckets(
-    ids, choice_ES, count_E, num_choices, capacity, STEPS: tl.constexpr, BLOCK: tl.constexpr
-):
-    expert = tl.program_id(0)
-    total = 0
-    for i in range(STEPS):
-        choice = i * BLOCK + tl.arange(0, BLOCK)
-        here = tl.load(ids + choice, mask=choice < num_choices, other=-1)
-        own = (here == expert).to(tl.int32)
-        place = total + tl.cumsum(own, 0) - 1
-        tl.store(choice_ES + expert * capacity + place, choice, mask=own > 0)
-        total += tl.sum(own, 0)
-    tl.store(count_E + expert, total)
-
-
-@triton.jit
-def share(count_E, number, E: tl.constexpr, P: tl.constexpr, BM: tl.constexpr):
-    """The expert of a share of rows, where it begins and how many rows the expert has.
-
-    P is the number of experts or the next power of two.
-    Shares of one expert are neighbours, so that the second to read a weight finds it in the cache.
-    """
-    e = tl.arange(0, P)
-    count = tl.load(count_E + e, mask=e < E, other=0)
-    end = tl.cumsum((count + BM - 1) // BM, 0)
-    is_before = end <= number
-    expert = tl.sum(is_before.to(tl.int32), 0)
-    begin = (number - tl.max(tl.where(is_before, end, 0), 0)) * BM
-    return expert, begin, tl.sum(tl.where(e == expert, count, 0), 0)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.ops.kernels import experts_1
-from dgemma.ops.kernels.experts import Buckets, buckets, most_shares, share
+from dgemma.ops.kernels.buckets import Buckets, buckets, most_shares, share
 from dgemma.ops.kernels.launch import after, early
 from dgemma.ops.kernels.pieces import activate
 from dgemma.ops.kernels.tiles import Tile, tiles

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.ops.kernels.experts import Buckets
+from dgemma.ops.kernels.buckets import Buckets
 from dgemma.ops.kernels.launch import PROCESSORS, after, early
 
 
