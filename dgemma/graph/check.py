@@ -10,9 +10,10 @@ T tokens of a pass, D width, V vocabulary.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.config import FULL, LayerType, ModelConfig
 from dgemma.errors import DgemmaError
-from dgemma.graph.check_ends import ends_off
+from dgemma.graph.check_ends import end_checks, ends_off
 from dgemma.graph.check_routes import Routes
 from dgemma.graph.reading import Reading, dense_mean, read_by_kernels, sparse_mean
 from dgemma.model import Gemma, Layer, TokenTable
@@ -85,6 +86,20 @@ def check(model: Gemma, stack: Stack, known: Verdicts | None = None) -> Verdicts
     return verdicts
 
 
+def launching(model: Gemma, stack: Stack) -> Iterator[Callable[[], object]]:
+    """The parts of all checks that launch kernels, one by one; what they say means nothing alone.
+
+    For whoever wants the kernels made before they are checked.
+    """
+    for family in FAMILIES:
+        for kind in dict.fromkeys(model.config.layer_types):
+            if family != "row_stats":
+                probe = _one_layer(model.config, stack, kind)
+                yield partial(_by_kernels, model, probe, kind, family)
+    yield partial(_statistics_off, model)
+    yield from end_checks(model, stack)
+
+
 def _still_answers(model: Gemma, verdicts: Verdicts, reason: str) -> None:
     """A kernel that reads beyond its memory takes the whole process's device with it."""
     try:
@@ -108,8 +123,7 @@ def _layer_off(model: Gemma, stack: Stack, family: Family, kind: LayerType) -> s
     """The kernels run first: the definition is then given what they chose."""
     probe, routes = _one_layer(model.config, stack, kind), Routes()
     probe.watch = routes.note
-    with switched({family}):
-        got_TD = _passes(model, probe, kind, by_table=family == "attention")
+    got_TD = _by_kernels(model, probe, kind, family)
     if not routes.are_choices(model.config.num_experts):
         return "it chooses experts that are none, or one of them twice"
     if not bool(got_TD.isfinite().all()):
@@ -139,6 +153,12 @@ def _one_layer(config: ModelConfig, stack: Stack, kind: LayerType) -> Stack:
     probe = copy(stack)
     probe.layers = [replace(stack.layers[config.layer_types.index(kind)], index=0)]
     return probe
+
+
+def _by_kernels(model: Gemma, probe: Stack, kind: LayerType, family: Family) -> Tensor:
+    """The layer's passes with one family's kernels alone."""
+    with switched({family}):
+        return _passes(model, probe, kind, by_table=family == "attention")
 
 
 def _passes(model: Gemma, probe: Stack, kind: LayerType, *, by_table: bool) -> Tensor:

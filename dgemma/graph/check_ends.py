@@ -5,6 +5,9 @@ own, with the model's own weights and the length of its canvas. Part of the chec
 statistics; see `check.py`.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -27,10 +30,15 @@ SURE = 0.02  # mean nats of the drawn positions: some are decided, some are not
 
 def ends_off(model: Gemma, stack: Stack) -> str:
     """What is wrong at the ends of a pass; nothing if nothing is."""
-    wrong = _token_off(model, stack)
-    if wrong or model.self_conditioning is None:
-        return wrong  # without it there is no canvas
-    return _entrance_off(model) or _moves_off(model)
+    return next((wrong for off in end_checks(model, stack) if (wrong := off())), "")
+
+
+def end_checks(model: Gemma, stack: Stack) -> list[Callable[[], str]]:
+    """The check of each end; it says what is wrong there."""
+    token = partial(_token_off, model, stack)
+    if model.self_conditioning is None:
+        return [token]  # there is no canvas
+    return [token, partial(_entrance_off, model), partial(_moves_off, model)]
 
 
 def _token_off(model: Gemma, stack: Stack) -> str:

@@ -12,7 +12,7 @@ fails is left out: it is compiled when it is launched, as if nothing had been tr
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -25,12 +25,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgemma.config import LayerType
-from dgemma.graph import check, check_ends
+from dgemma.graph.check import launching
 from dgemma.graph.memory import Shape
 from dgemma.graph.step import Stepper
 from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
-from dgemma.ops.fast import FAMILIES, Family, switched
+from dgemma.ops.fast import FAMILIES, switched
 from dgemma.sampler import EntropyBound
 from dgemma.stack import Fused, Stack
 
@@ -76,7 +76,7 @@ def rehearse(model: Gemma, stack: Stack, prompts: Sequence[int]) -> int:
 
 @torch.inference_mode()
 def _go_through(model: Gemma, stack: Stack, prompts: Sequence[int]) -> None:
-    for part in [*_passes(model, _shallow(stack), prompts), *_checks(model, stack)]:
+    for part in [*_captured(model, _shallow(stack), prompts), *launching(model, stack)]:
         try:
             part()
         except Exception as error:
@@ -84,45 +84,23 @@ def _go_through(model: Gemma, stack: Stack, prompts: Sequence[int]) -> None:
             logger.debug("not compiled beforehand: %s", error)
 
 
-def _checks(model: Gemma, stack: Stack) -> Iterator[Callable[[], object]]:
-    """The kernels' parts of every check."""
-    for family in FAMILIES:
-        for kind in dict.fromkeys(model.config.layer_types):
-            if family != "row_stats":
-                probe = check._one_layer(model.config, stack, kind)
-                by_table = family == "attention"
-                passes = partial(check._passes, model, probe, kind, by_table=by_table)
-                yield partial(_with, {family}, passes)
-    yield partial(check._statistics_off, model)
-    yield partial(check_ends._token_off, model, stack)
-    if model.self_conditioning is not None:
-        yield partial(check_ends._entrance_off, model)
-        yield partial(check_ends._moves_off, model)
-
-
-def _passes(model: Gemma, stack: Stack, prompts: Sequence[int]) -> Iterator[Callable[[], object]]:
-    """What is captured."""
+def _captured(model: Gemma, stack: Stack, prompts: Sequence[int]) -> Iterator[Callable[[], object]]:
+    """What is captured, with all kernels."""
 
     def commit(count: int) -> None:
-        committer = Teller(model, stack) if count == 1 else Committer(model, stack, count)
-        committer._work()
+        with switched(FAMILIES):
+            committer = Teller(model, stack) if count == 1 else Committer(model, stack, count)
+            committer.work()
 
     def steps() -> None:
-        stepper = Stepper(model, stack, Shape(model.config.canvas_length, STEPS, EntropyBound()))
-        stepper._step()
-        stepper._first()
-        stepper._sparse(stepper.readings["step"])
-        stepper._dense(stepper.readings["step"])
+        shape = Shape(model.config.canvas_length, STEPS, EntropyBound())
+        with switched(FAMILIES):
+            Stepper(model, stack, shape).work()
 
     for count in (1, *prompts):
-        yield partial(_with, FAMILIES, partial(commit, count))
+        yield partial(commit, count)
     if model.self_conditioning is not None:
-        yield partial(_with, FAMILIES, steps)
-
-
-def _with(families: Collection[Family], work: Callable[[], object]) -> None:
-    with switched(families):
-        work()
+        yield steps
 
 
 def _shallow(stack: Stack) -> Stack:

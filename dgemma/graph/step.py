@@ -90,6 +90,17 @@ class Stepper:
             self.context = Pass([Span(cache, length, commit=False)])
         return self._after("first", row, cache, flags)
 
+    def work(self) -> None:
+        """All that is captured, once: both kinds of steps, and both kinds of soft embeddings.
+
+        On the memory as it is. By kernels alone, which need no row there.
+        """
+        self._step()
+        self._first()
+        reading = self.readings["step"]
+        self._sparse(reading)
+        self._dense(reading)
+
     def _after(self, source: str, row: Row, cache: KVCache, flags: tuple[bool, bool]) -> Row:
         """Make the soft embedding, if another step follows, and hand out copies of it all."""
         settled, is_sparse = flags

@@ -59,9 +59,9 @@ class Committer:
         # The same tokens again fill it up: they are spread over the experts as a prompt is.
         self._give(numbers, (list(tokens) * -(-self.count // len(tokens)))[: self.count])
         if captured:
-            self.graphs.run("commit", self._work, self.kept)
+            self.graphs.run("commit", self.work, self.kept)
         else:
-            self._work()
+            self.work()
         cache.length += len(tokens)
         self.ahead.prepare(cache)
         return True
@@ -75,7 +75,8 @@ class Committer:
         if self.copied is not None:
             self.copied.record()
 
-    def _work(self) -> None:
+    def work(self) -> None:
+        """What is captured: the commit of what was given last, on the memory alone."""
         table, start_1, tokens_T = self._parts()
         attend = ByTable(Places([self.count], [True], table.view(1, -1, 6)), self.stack)
         x_TD, turns, normed_TD = self.enter(start_1, tokens_T)

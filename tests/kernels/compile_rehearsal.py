@@ -22,6 +22,7 @@ from triton.runtime.driver import driver
 from dgemma.cache import KVCache, Room
 from dgemma.config import ModelConfig
 from dgemma.graph import rehearsal
+from dgemma.graph.check import launching
 from dgemma.graph.rehearsal import Zeros, rehearse, unlaunched
 from dgemma.graph.steppers import Fast
 from dgemma.model import Gemma
@@ -216,7 +217,7 @@ def test_all_that_captured_passes_launch_is_rehearsed(asked: set[tuple[str, str]
 def test_a_layer_alone_with_each_family_is_rehearsed(asked: set[tuple[str, str]]) -> None:
     model = model_of(CONFIG)
     with unlaunched(), Zeros(), torch.inference_mode():
-        for part in rehearsal._checks(model, Stack(model)):
+        for part in launching(model, Stack(model)):
             part()  # none raises
     names = {name.rpartition(".")[2] for name, _ in asked}
     wanted = "_buckets _gate_up _down _attend _heads _norm _join _close _marks _likely _move"
