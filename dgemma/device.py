@@ -1,4 +1,4 @@
-"""Which device and number type to run on, chosen by what the machine can do."""
+"""Which device and number type to run on, chosen by what the machine can do; and its memory."""
 
 import torch
 
@@ -44,3 +44,12 @@ def describe_device(device: torch.device) -> str:
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
     return f"cpu, {torch.get_num_threads()} threads"
+
+
+def give_back(device: torch.device | str) -> None:
+    """Let go of GPU memory that is kept for later but in use by nothing; elsewhere none is kept.
+
+    It lies in pieces: what is larger than they are would be put beside them.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()

@@ -14,6 +14,7 @@ import torch
 
 from dgemma.cache import KVCache, Room
 from dgemma.config import GenerationConfig
+from dgemma.device import give_back
 from dgemma.engine.batch import Work, run
 from dgemma.engine.choice import Reading, choose
 from dgemma.engine.edit import Edited, EditOptions, edit, warm_canvas
@@ -75,8 +76,7 @@ class Engine:
         self.device, self.dtype = weight.device, weight.dtype
         self.max_rows, self.chunk = max_rows, prefill_chunk(self.device)
         self.fast = Fast.of(model)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading, joining and checks have left
+        give_back(self.device)  # what loading, joining and checks have left
         room = prefix_room(self.device) if prefix_bytes is None else prefix_bytes
         self.prefixes = PrefixStore(room)
         self.jobs: list[Job] = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dgemma.config import GenerationConfig, ModelConfig, load_config, load_generation_config
+from dgemma.device import give_back
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.model import Gemma, Layer
 from dgemma.weights.check import check_copies, check_names
@@ -120,7 +121,7 @@ def _fill_parts(
     total = sum(stored[name].num_bytes for name in text)
     for number, names in _parts(text).items():
         if number is None:
-            _give_back(source.device)
+            give_back(source.device)  # what layers were made from
         taken = _put_packed(model, number, names, source)
         weights = {}
         for name, parameter in names.items():
@@ -135,15 +136,9 @@ def _fill_parts(
             shrink_table(model, source.form)
         else:
             shrink(cast(Layer, model.layers[number]), source.form)
-    _give_back(source.device)
+    give_back(source.device)
     assert not any(weight.is_meta for weight in (*model.parameters(), *model.buffers()))
     return model
-
-
-def _give_back(device: torch.device | str) -> None:
-    """What the sources of layers have left behind; the token table does not fit into it."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _parts(text: Mapping[str, str]) -> dict[int | None, dict[str, str]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dgemma.config import ModelConfig
+from dgemma.device import give_back
 from dgemma.model import Gemma, Layer
 from dgemma.weights.names import LAYER_SCALAR, layer_of, skeleton
 
@@ -43,8 +44,8 @@ def random_model(
         parts.setdefault(layer_of(name), {})[name] = weight
     parts[None] = parts.pop(None)  # the token table comes last: by then no layer is whole
     for number, shapes in parts.items():
-        if number is None and torch.device(device).type == "cuda":
-            torch.cuda.empty_cache()  # what layers were made from
+        if number is None:
+            give_back(device)  # what layers were made from
         weights = {}
         for name, weight in shapes.items():
             generator = torch.Generator(device).manual_seed(name_seed(seed, name))
