@@ -18,6 +18,7 @@ FILL_CODE = [
     f"Fill in {rewrite.FILL}. Reply with the completed code.",
     "Complete the document.",
 ]
+PROBLEM_LINES = 4  # held out of one function that solves a problem
 NEW_NAMES = "value item result data index count total key name items left right first last".split()
 
 
@@ -154,15 +155,41 @@ def remove_comments(code: str, rng: Random) -> tuple[str, str] | None:
 
 def held_out_lines(
     functions: Sequence[Function], count_tokens: Callable[[str], int], rng: Random
-) -> Iterator[dict[str, str]]:
+) -> Iterator[Pair]:
     """One or two lines of each function, of at least three tokens."""
     for function in functions:
-        code = function.code
-        spans = [span for span in rewrite.body_lines(code) if count_tokens(code[slice(*span)]) >= 3]
-        for start, stop in sorted(rng.sample(spans, min(len(spans), rng.randint(1, 2)))):
-            yield {
-                "prefix": code[:start],
-                "middle": code[start:stop],
-                "suffix": code[stop:],
-                "group": function.group,
-            }
+        spans = long_lines(function.code, count_tokens)
+        for span in sorted(rng.sample(spans, min(len(spans), rng.randint(1, 2)))):
+            yield held_out_hole(function, span)
+
+
+def problem_lines(
+    functions: Sequence[Function], count_tokens: Callable[[str], int], rng: Random
+) -> Iterator[Pair]:
+    """Lines of the functions that solve a problem, more of each, since those are few."""
+    for function in functions:
+        if is_problem(function.group):
+            spans = long_lines(function.code, count_tokens)
+            for span in sorted(rng.sample(spans, min(len(spans), PROBLEM_LINES))):
+                yield held_out_hole(function, span)
+
+
+def is_problem(group: str) -> bool:
+    """Whether the group is a name in a collection of solutions; others are packages or Python's."""
+    return "/" in group and not group.startswith("stdlib/")
+
+
+def long_lines(code: str, count_tokens: Callable[[str], int]) -> list[tuple[int, int]]:
+    """Spans of the body's lines of at least three tokens."""
+    return [span for span in rewrite.body_lines(code) if count_tokens(code[slice(*span)]) >= 3]
+
+
+def held_out_hole(function: Function, span: tuple[int, int]) -> Pair:
+    start, stop = span
+    code = function.code
+    return {
+        "prefix": code[:start],
+        "middle": code[start:stop],
+        "suffix": code[stop:],
+        "group": function.group,
+    }

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -144,13 +145,17 @@ def short_code(material: Material, rng: Random) -> list[Function]:
 
 def held_out(material: Material, tokenizer: Tokenizer) -> Iterator[tuple[str, list[Record]]]:
     held, rng = material.split.held_out, material.rng("heldout")
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer.encode(text))
+
     functions = rng.sample(held.functions, len(held.functions))
     yield "stories", [{"text": d.text, "group": d.group} for d in held.stories]
     short = [f for f in functions if len(f.code) <= 1600]
     yield "code", [{"text": f.code, "group": f.group} for f in short[:600]]
     yield "dialogue", [{"text": d.text, "group": d.group} for d in held.dialogues[:400]]
-    lines = nano_code.held_out_lines(short, lambda text: len(tokenizer.encode(text)), rng)
-    yield "infill", list(lines)
+    yield "infill", list(nano_code.held_out_lines(short, count_tokens, rng))
+    yield "problems", list(nano_code.problem_lines(short, count_tokens, material.rng("problems")))
     calls = rng.sample(held.calls, min(800, len(held.calls)))
     yield "json_calls", [{**nano_given.call_pair(call), "group": call.group} for call in calls]
     texts = [piece for d in held.stories for piece in chunks(d.text, 1000) if len(piece) >= 500]
@@ -169,8 +174,8 @@ def write_lines(path: Path, records: Iterable[Record]) -> int:
     return len(lines)
 
 
-def write_all(data: Path, out: Path, seed: int) -> None:
-    """Raw and held-out files; the tokenizer only where there is none."""
+def write_all(data: Path, out: Path, seed: int, *, train: bool = True) -> None:
+    """Raw files, if wanted, and held-out files; the tokenizer only where there is none."""
     warnings.simplefilter("ignore", SyntaxWarning)  # escapes in other people's strings
     if not (out / "tokenizer" / "tokenizer.json").is_file():
         say("learning the tokenizer")
@@ -179,7 +184,8 @@ def write_all(data: Path, out: Path, seed: int) -> None:
     material = gather(data, seed)
     for rule, count in material.split.dropped.items():
         say(f"left out of training: {count} {rule}")
-    for name, records in (*text_sources(material), *pair_sources(material)):
+    sources = chain(text_sources(material), pair_sources(material)) if train else ()
+    for name, records in sources:
         say(f"raw {name}: {write_lines(out / 'raw' / f'{name}.jsonl', records)}")
     tokenizer = Tokenizer.load(out / "tokenizer")
     for name, held in held_out(material, tokenizer):
@@ -220,11 +226,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/nano"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", choices=["raw", "tokens"], help="one of the two steps")
+    parser.add_argument("--only", choices=["raw", "heldout", "tokens"], help="one step")
     choices = parser.parse_args()
     if choices.only != "tokens":
-        write_all(choices.data, choices.out, choices.seed)
-    if choices.only != "raw":
+        write_all(choices.data, choices.out, choices.seed, train=choices.only != "heldout")
+    if choices.only in (None, "tokens"):
         tokenize_all(choices.out, choices.workers)
 
 

@@ -401,6 +401,26 @@ def test_split_of_code_is_by_group() -> None:
     assert {f.group for f in lessons if f.name in names} == {g for g in held if "/" in g}
 
 
+def test_held_out_lines_of_problems_are_of_problems_alone() -> None:
+    groups = ("pip", "stdlib/total_of", "keon/total_of", "geek/total_of")
+    functions = [Function(CODE, group, "total_of", True) for group in groups]
+
+    def made(seed: int) -> list[dict[str, str]]:
+        # By words: `return total` is too short, which leaves four of the five lines.
+        found = nano_code.problem_lines(functions, lambda t: len(t.split()), random.Random(seed))
+        return list(found)
+
+    holes = made(0)
+    assert [hole["group"] for hole in holes] == 4 * [groups[2]] + 4 * [groups[3]]
+    assert all(hole["prefix"] + hole["middle"] + hole["suffix"] == CODE for hole in holes)
+    middles = ["total = start", "for value in values:", "if value is not None:", "total += value"]
+    assert [hole["middle"] for hole in holes] == 2 * middles
+    longer = CODE.replace("return total", "return total + start")
+    functions = [Function(longer, "keon/total_of", "total_of", True)]
+    assert len(made(0)) == 4
+    assert made(0) == made(0) and any(made(0) != made(seed) for seed in range(1, 9))
+
+
 @needs_data
 def test_benchmarks_are_recognised() -> None:
     benchmarks = Benchmarks(DATA)
@@ -420,6 +440,7 @@ def read(path: Path) -> list[dict[str, str]]:
         ("code", 300),
         ("dialogue", 300),
         ("infill", 1000),
+        ("problems", 700),
         ("json_calls", 500),
         ("fix_stories", 300),
     ],
@@ -436,7 +457,9 @@ def test_held_out_text_is_not_trained_on() -> None:
         for record in read(MADE / "heldout" / f"{name}.jsonl")
     }
     held |= {
-        r["prefix"] + r["middle"] + r["suffix"] for r in read(MADE / "heldout" / "infill.jsonl")
+        r["prefix"] + r["middle"] + r["suffix"]
+        for name in ("infill", "problems")
+        for r in read(MADE / "heldout" / f"{name}.jsonl")
     }
     for name in ("stories", "books", "dialogues", "code"):
         texts = {record["text"] for record in read(MADE / "raw" / f"{name}.jsonl")}
@@ -452,5 +475,6 @@ def test_held_out_pairs_are_what_they_say() -> None:
         assert record["prompt"].split("\n\n", 1)[1] != record["reply"]
     for record in read(MADE / "heldout" / "json_calls.jsonl"):
         assert set(json.loads(record["reply"])) == {"name", "arguments"}
-    for record in read(MADE / "heldout" / "infill.jsonl"):
-        assert rewrite.parses(record["prefix"] + record["middle"] + record["suffix"])
+    for name in ("infill", "problems"):
+        for record in read(MADE / "heldout" / f"{name}.jsonl"):
+            assert rewrite.parses(record["prefix"] + record["middle"] + record["suffix"])
