@@ -85,7 +85,11 @@ def data(tmp_path: Path) -> Data:
     hole = {"prefix": PREFIX, "middle": MIDDLE, "suffix": SUFFIX, "group": "a"}
     # Too short to count, by the model's own tokens: it would come first.
     short = {**hole, "middle": "\n"}
-    save_lines(heldout / "infill.jsonl", short, hole, {**hole, "middle": other})
+    unknown = {**hole, "middle": other}
+    # Group b solves a problem: it counts there, and its line among those of packages does not.
+    save_lines(heldout / "infill.jsonl", short, hole, unknown, {**unknown, "group": "b"})
+    problem_holes = [{**one, "group": "b"} for one in (short, hole, unknown, unknown, unknown)]
+    save_lines(heldout / "problems.jsonl", *problem_holes)
     call = {"prompt": "call", "reply": '{ "name":"f" }'}
     save_lines(heldout / "json_calls.jsonl", call, {**call, "reply": '{"name": "f", "x": 1}'})
     [(fix, fixed)] = [(q, a) for q, a in CHATS.items() if q.startswith("Fix")]

@@ -50,11 +50,19 @@ def test_infill_counts_what_is_exact_and_what_parses(
     knowing: Engine, data: Data, mode: str
 ) -> None:
     found = run("infill", knowing, data)
-    assert found["diffusion fill: exact"].value == 0.5
-    assert found[f"{mode} exact"].value == 0.5  # of the two that are long enough
-    assert found[f"{mode} exact"].count == 2
-    assert found[f"{mode} non-trivial"].value == 1.0
-    assert found[f"{mode} parses if non-trivial"].value == 1.0
+    for section, share, count in (("package", 0.5, 2), ("problem", 0.25, 4)):
+        assert found[f"diffusion {section}: fill: exact"].value == share
+        assert found[f"{mode} {section}: exact"].value == share  # of those that are long enough
+        assert found[f"{mode} {section}: exact"].count == count
+        assert found[f"{mode} {section}: non-trivial"].value == 1.0
+        assert found[f"{mode} {section}: parses if non-trivial"].value == 1.0
+
+
+def test_infill_without_the_lines_of_problems_says_so(knowing: Engine, data: Data) -> None:
+    (data.heldout / "problems.jsonl").unlink()
+    found = run("infill", knowing, data, limit=1)
+    assert found["ar package: exact"].count == 1
+    assert "problems.jsonl does not exist" in found["problem: skipped"].note
 
 
 @pytest.mark.parametrize("mode", MODES)

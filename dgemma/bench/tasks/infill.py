@@ -1,40 +1,63 @@
-"""Held-out single-line infill, split by package or problem: holes of at least three tokens."""
+"""Held-out single-line infill, by package and by problem: holes of at least three tokens.
+
+Two sections with the same rows. Lines of packages name things that stand elsewhere in them; a
+function that solves a problem says all that it needs itself.
+"""
 
 import ast
 import textwrap
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from dgemma.bench.data import Data, spread
+from dgemma.bench.data import Data, MissingData, spread
 from dgemma.bench.holes import Hole, fill, fill_as_told, go_on
 from dgemma.bench.measure import Case, Measure
 from dgemma.engine import Engine
 
 TASK = "infill"
 FILE = "infill.jsonl"
-LIMIT = 1000
+PROBLEMS = "problems.jsonl"
+LIMIT = 1000  # of each section
 ASKED = 200  # holes that are filled one by one, as a user asks
 SHORTEST = 3  # tokens
 
 
 def infill(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Measure]:
-    """Exact match and share of non-trivial fills that parse, both modes."""
-    holes = read_holes(engine, data, limit or LIMIT)
-    filled = fill(engine, holes, seed, f"{TASK}, diffusion")
+    """Exact match and share of non-trivial fills that parse, both modes, of each section."""
+    limit = limit or LIMIT
+    lines = data.records(FILE, None)
+    try:
+        problems = data.records(PROBLEMS, None)
+    except MissingData as reason:
+        skipped = Case(TASK, prefix="problem: ").skipped(str(reason))
+        return [*_section(engine, "package", _holes(engine, lines, limit), seed), skipped]
+    solved = {record["group"] for record in problems}
+    # A group lies in one section: what is left are packages and Python's own library.
+    packages = [record for record in lines if record["group"] not in solved]
+    return [
+        *_section(engine, "package", _holes(engine, packages, limit), seed),
+        *_section(engine, "problem", _holes(engine, problems, limit), seed),
+    ]
+
+
+def _section(engine: Engine, name: str, holes: Sequence[Hole], seed: int) -> list[Measure]:
+    label, prefix = f"{TASK} by {name}", f"{name}: "
+    filled = fill(engine, holes, seed, f"{label}, diffusion")
     texts = ["" if one is None else one.text for one in filled]
-    case = Case(TASK, "diffusion")
+    case = Case(TASK, "diffusion", prefix)
     measures = _measures(case, holes, texts, "length known")
     done = [one for one in filled if one is not None]
     measures.append(case.mean("steps", [float(one.steps) for one in done], "steps"))
     measures.append(case.share("settled", [one.is_settled for one in done]))
-    measures += _as_told(engine, spread(holes, ASKED), seed)
-    texts = [text or "" for text in go_on(engine, holes, f"{TASK}, ar")]
-    return measures + _measures(Case(TASK, "ar"), holes, texts, "prefix only, greedy")
+    measures += _as_told(engine, name, spread(holes, ASKED), seed)
+    texts = [text or "" for text in go_on(engine, holes, f"{label}, ar")]
+    return measures + _measures(Case(TASK, "ar", prefix), holes, texts, "prefix only, greedy")
 
 
-def _as_told(engine: Engine, holes: Sequence[Hole], seed: int) -> list[Measure]:
-    case = Case(TASK, "diffusion", "fill: ")
-    filled = fill_as_told(engine, holes, seed, f"{TASK}, fill")
+def _as_told(engine: Engine, name: str, holes: Sequence[Hole], seed: int) -> list[Measure]:
+    case = Case(TASK, "diffusion", f"{name}: fill: ")
+    filled = fill_as_told(engine, holes, seed, f"{TASK} by {name}, fill")
     note = "`fill`: both modes propose, length known"
     measures = _measures(case, holes, [one.text for one in filled], note)
     steps = [float(one.steps) for one in filled]
@@ -42,8 +65,13 @@ def _as_told(engine: Engine, holes: Sequence[Hole], seed: int) -> list[Measure]:
 
 
 def read_holes(engine: Engine, data: Data, limit: int) -> list[Hole]:
-    """Holes that are long enough in the model's own tokens, spread over the file."""
-    holes = [Hole(r["prefix"], r["middle"], r["suffix"]) for r in data.records(FILE, None)]
+    """Holes of all groups together, as a sample of what was held out."""
+    return _holes(engine, data.records(FILE, None), limit)
+
+
+def _holes(engine: Engine, records: Sequence[dict[str, Any]], limit: int) -> list[Hole]:
+    """Holes that are long enough in the model's own tokens, spread over the records."""
+    holes = [Hole(r["prefix"], r["middle"], r["suffix"]) for r in records]
     long = [h for h in holes if len(engine.tokenizer.encode(h.middle.strip())) >= SHORTEST]
     return list(spread(long, limit))
 
