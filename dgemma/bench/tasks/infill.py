@@ -1,7 +1,7 @@
 """Held-out single-line infill, by package and by problem: holes of at least three tokens.
 
-Two sections with the same rows. Lines of packages name things that stand elsewhere in them; a
-function that solves a problem says all that it needs itself.
+Two sections with the same rows. A package's line may name what stands elsewhere in it; a function
+that solves a problem says all that it needs itself.
 """
 
 import ast
