@@ -256,6 +256,7 @@ def _ingredient(
             fill_share=canvas.fill_share if data.fill_share is None else data.fill_share,
             level_power=data.level_power,
             line_share=data.line_share,
+            hole_weight=data.hole_weight,
             breaks=_breaks(base) if data.line_share else (),
             rolls=data.rollout,
         ),

@@ -43,6 +43,7 @@ class Batch:
     pinned: Tensor
     example: Tensor
     lot: Tensor
+    weight: Tensor
 
     @classmethod
     def of(cls, rows: Tensor, device: torch.device | str) -> "Batch":

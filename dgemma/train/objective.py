@@ -42,7 +42,8 @@ class Losses(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Rows that are asked for something, in the whole batch, however many processes share it.
+    """Rows that are asked for something, with their weights, in the whole batch, however many
+    processes share it.
 
     Tensors of no dimension: whole numbers would be compiled in.
     """
@@ -183,7 +184,7 @@ class Objective(nn.Module):
         self, batch: Batch, hidden_TD: Tensor, routes: Sequence[Route], counts: Counts
     ) -> Losses:
         """What hidden states lose."""
-        loss_T = self._row_losses(hidden_TD, batch.target.flatten())
+        loss_T = self._row_losses(hidden_TD, batch.target.flatten()) * batch.weight.flatten()
         is_canvas_T = batch.is_canvas.flatten()
         denoise = torch.where(is_canvas_T, loss_T, 0.0).sum() / counts.canvas
         causal = torch.where(is_canvas_T, 0.0, loss_T).sum() / counts.clean

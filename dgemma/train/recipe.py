@@ -83,6 +83,7 @@ class DataSource:
     fill_share: float | None = None
     lengths: Mapping[str, float] | None = None
     line_share: float = 0.0  # of the canvases with holes, those whose holes are lines
+    hole_weight: int = 1  # rows that one in a hole counts for: a canvas with holes asks few
     level_power: float = 1.0  # of noise levels; below 1 a canvas is oftener almost all noise
     rollout: bool = True  # whether [loss] rollout is for it: where one reply alone is right
     max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows
@@ -94,6 +95,8 @@ class DataSource:
             raise ConfigError("[[data]] needs either file, or puzzle with its bank")
         if self.level_power <= 0:
             raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
+        if self.hole_weight < 1:
+            raise ConfigError(f"[[data]] hole_weight is {self.hole_weight}; it must be 1 or more")
         shares = {name: getattr(self, name) for name in ("hole_share", "fill_share", "line_share")}
         _check_shares("[[data]]", **shares)
 

@@ -5,7 +5,8 @@ may be noise and is asked for the clean one. One pass holds both, so that gradie
 reach the text they look back on: there is no cache to stop them.
 
 Rows are the columns of an int32 array, one line per field; `lot` is a random number of a canvas,
-for what chance has still to decide about it; none where it decides nothing.
+for what chance has still to decide about it; none where it decides nothing. `weight` says how many
+rows it counts for.
 
 N rows, C canvases, L canvas length.
 """
@@ -28,24 +29,25 @@ class Example(NamedTuple):
     reply: NDArray[np.integer]
 
 
-FIELDS = ("token", "target", "position", "canvas", "start", "pinned", "example", "lot")
-TOKEN, TARGET, POSITION, CANVAS, START, PINNED, EXAMPLE, LOT = range(len(FIELDS))
-PADDING = np.array([0, NOTHING, 0, NOTHING, 1, 0, NOTHING, 0], np.int32)
+FIELDS = ("token", "target", "position", "canvas", "start", "pinned", "example", "lot", "weight")
+TOKEN, TARGET, POSITION, CANVAS, START, PINNED, EXAMPLE, LOT, WEIGHT = range(len(FIELDS))
+PADDING = np.array([0, NOTHING, 0, NOTHING, 1, 0, NOTHING, 0, 1], np.int32)
 
 
 class Tally(NamedTuple):
     """How many rows a batch has of each kind."""
 
-    canvas: int  # canvas rows that are asked for something
+    canvas: int  # canvas rows that are asked for something, each with its weight
     clean: int  # clean rows that are
     real: int  # rows that belong to an example
 
     @classmethod
     def of(cls, rows: Ints) -> "Tally":
         is_asked = rows[TARGET] > NOTHING
-        canvas = np.count_nonzero(is_asked & (rows[CANVAS] > NOTHING))
+        is_canvas = rows[CANVAS] > NOTHING
+        canvas = rows[WEIGHT][is_asked & is_canvas].sum()
         real = np.count_nonzero(rows[EXAMPLE] > NOTHING)
-        return cls(int(canvas), int(np.count_nonzero(is_asked) - canvas), int(real))
+        return cls(int(canvas), int(np.count_nonzero(is_asked & ~is_canvas)), int(real))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class Corruption:
     highest: float = 1.0 - 1e-4
     hole_share: float = 0.2  # of the canvases
     line_share: float = 0.0  # of these, those whose holes are lines, as code is filled
+    hole_weight: int = 1  # of what is asked in a hole: a canvas with holes asks little
     breaks: tuple[int, ...] = ()  # tokens that break a line
     level_power: float = 1.0  # of the level, drawn evenly; below 1 high levels are oftener
     fill_share: float = 1.0  # of what fills a last canvas, that is asked for: it is soon learned
@@ -132,7 +135,7 @@ def _clean_rows(prompt: NDArray[np.integer], reply: NDArray[np.integer], layout:
         rows[TARGET, : len(prompt) - 1] = NOTHING
     rows[POSITION] = np.arange(len(text))
     rows[START] = rows[POSITION] + 1
-    rows[CANVAS], rows[PINNED], rows[EXAMPLE], rows[LOT] = NOTHING, 0, 0, 0
+    rows[CANVAS], rows[PINNED], rows[EXAMPLE], rows[LOT], rows[WEIGHT] = NOTHING, 0, 0, 0, 1
     return rows
 
 
@@ -159,6 +162,8 @@ def _canvas_rows(
     rows[EXAMPLE] = 0
     lot_C = rng.integers(1 << 31, size=count, dtype=np.int32)
     rows[LOT] = np.repeat(lot_C, length) if corruption.rolls else NOTHING
+    has_hole_C = pinned_CL.any(1)
+    rows[WEIGHT] = np.repeat(np.where(has_hole_C, corruption.hole_weight, 1), length)
     return rows
 
 

@@ -19,6 +19,7 @@ from dgemma.train.rows import (
     START,
     TARGET,
     TOKEN,
+    WEIGHT,
     Corruption,
     Example,
     Ints,
@@ -189,6 +190,20 @@ def test_holes_may_be_lines(share: float) -> None:
         assert set(is_open[:, :, 1].sum(1)) == {1, 2}
         assert 20 < is_open[:, 0, 0].sum() < 50  # half of the canvases begin with one
         assert not is_open[:, 1:, 0].all() and is_open[:, 1:, 0].any()
+
+
+def test_a_canvas_with_holes_may_count_for_more() -> None:
+    corruption = Corruption(vocab_size=1000, hole_share=0.5, hole_weight=4)
+    example = Example(ids(2), ids(*[50] * 100))
+    made = laid(example, corruption, canvas_length=50, max_rows=99999, copies=20)
+    is_canvas, is_asked = made[CANVAS] > NOTHING, made[TARGET] > NOTHING
+    weight = made[WEIGHT, is_canvas].reshape(40, 50)
+    has_hole = (made[PINNED, is_canvas].reshape(40, 50) > 0).any(1)
+    assert 0 < has_hole.sum() < 40
+    assert (weight == np.where(has_hole, 4, 1)[:, None]).all()
+    assert (made[WEIGHT, ~is_canvas] == 1).all()
+    asked = made[WEIGHT][is_canvas & is_asked]
+    assert Tally.of(made).canvas == asked.sum() > len(asked)
 
 
 def test_a_text_without_lines_has_spans() -> None:

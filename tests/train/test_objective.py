@@ -35,6 +35,7 @@ from dgemma.train.rows import (
     START,
     TARGET,
     TOKEN,
+    WEIGHT,
     Corruption,
     Example,
     Ints,
@@ -56,7 +57,7 @@ def packed(config: ModelConfig, seed: int, sequences: int = 2, rows: int = 110) 
     rng = np.random.default_rng(seed)
     batch = np.empty((len(FIELDS), sequences, rows), np.int32)
     batch[:] = PADDING[:, None, None]
-    corruption = Corruption(vocab_size=config.vocab_size, hole_share=0.4)
+    corruption = Corruption(vocab_size=config.vocab_size, hole_share=0.4, hole_weight=3)
     for sequence in range(sequences):
         used = 0
         for number in range(3):
@@ -205,8 +206,8 @@ def test_losses_and_gradients_are_those_of_transformers(
 def reference_losses(
     reference: DiffusionGemmaForBlockDiffusion, rows: Ints
 ) -> tuple[Tensor, Tensor]:
-    """Means over all rows that are asked for something: of canvases, and of clean text."""
-    canvases, texts = [], []
+    """Means over all rows that are asked for something: of canvases, weighted, and of texts."""
+    canvases, weights, texts = [], [], []
     for sequence, places in examples(rows):
         one = torch.from_numpy(rows[:, sequence, places]).long()
         clean = one[:, one[CANVAS] == NOTHING]
@@ -220,8 +221,9 @@ def reference_losses(
             logits = denoise_twice(reference, own, cache, is_told=sequence % 2 == 0)
             own_loss = F.cross_entropy(logits, own[TARGET], reduction="none", ignore_index=-1)
             canvases.append(own_loss[own[TARGET] >= 0])
-    asked = torch.cat(texts)
-    return torch.cat(canvases).mean(), asked.sum() / (asked > 0).sum()
+            weights.append(own[WEIGHT, own[TARGET] >= 0])
+    asked, weight = torch.cat(texts), torch.cat(weights)
+    return (torch.cat(canvases) * weight).sum() / weight.sum(), asked.sum() / (asked > 0).sum()
 
 
 def encode(
@@ -267,6 +269,7 @@ def test_the_reference_comparison_sees_all_kinds_of_rows() -> None:
     assert any(one[CANVAS].max() + 1 > len(set(one[START, one[CANVAS] >= 0])) for one in copied)
     assert (rows[PINNED] > 0).any() and (rows[EXAMPLE] == NOTHING).any()
     assert rows[EXAMPLE].max() > 0 and rows[POSITION].max() > 12
+    assert set(rows[WEIGHT, rows[CANVAS] > NOTHING].ravel()) == {1, 3}
 
 
 # --- rows that must not meet
