@@ -4,6 +4,8 @@
 
 Writes OUT/raw/NAME.jsonl (training sources), OUT/heldout/*.jsonl (never trained on),
 OUT/tokenizer/ and OUT/tokens/NAME.npz. The same data and seed give the same files.
+`--functions FILE` adds the source `code2`, functions of further packages that `recipes.nano_pypi`
+wrote; the split is chosen without them, so that what is held out stays what it was.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -23,7 +25,14 @@ from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.sources import tokenize_file
 from recipes import nano_code, nano_given, nano_prose, nano_raw
 from recipes.nano_raw import Function
-from recipes.nano_split import Benchmarks, Split, chunks, make_split
+from recipes.nano_split import (
+    Benchmarks,
+    HeldCode,
+    Split,
+    chunks,
+    clean_functions,
+    make_split,
+)
 from recipes.nano_tokenizer import make_tokenizer
 
 Record = dict[str, str]
@@ -44,21 +53,30 @@ class Material:
     plain: list[str]  # sentences for plain text
     tasks: list[str]  # sentences for tasks
     nouns: list[str]
+    further: list[Function]  # of other packages than the data directory's
 
     def rng(self, name: str) -> Random:
         return Random(f"{self.seed}/{name}")
 
 
-def gather(data: Path, seed: int) -> Material:
+def gather(data: Path, seed: int, functions: Path | None = None) -> Material:
     sentences = nano_raw.sentences(data)
     Random(f"{seed}/sentences").shuffle(sentences)
+    split = make_split(data, seed)
+    further: list[Function] = []
+    if functions is not None:
+        found, held = nano_raw.further_functions(functions), HeldCode(split.held_out.functions)
+        further, lost = clean_functions(found, Benchmarks(data), held)
+        dropped = {f"further {rule}": count for rule, count in lost.items()}
+        split = replace(split, dropped={**split.dropped, **dropped})
     return Material(
         data=data,
         seed=seed,
-        split=make_split(data, seed),
+        split=split,
         plain=sentences[:SENTENCES],
         tasks=sentences[SENTENCES:],
         nouns=nano_prose.find_nouns(sentences),
+        further=further,
     )
 
 
@@ -70,6 +88,9 @@ def text_sources(material: Material) -> Iterator[tuple[str, Iterable[Record]]]:
     yield "books", ({"text": document.text} for document in train.books)
     yield "dialogues", ({"text": document.text} for document in train.dialogues)
     yield "code", ({"text": function.code} for function in chosen_code(material))
+    if material.further:
+        further = material.rng("code2").sample(material.further, len(material.further))
+        yield "code2", ({"text": function.code} for function in further)
 
 
 def chosen_code(material: Material) -> list[Function]:
@@ -85,7 +106,8 @@ def chosen_code(material: Material) -> list[Function]:
 
 def pair_sources(material: Material) -> Iterator[tuple[str, Iterable[Record]]]:
     data, nouns = material.data, set(material.nouns)
-    yield "instruct", nano_given.instruct(data, Benchmarks(data))
+    held = HeldCode(material.split.held_out.functions)
+    yield "instruct", nano_given.instruct(data, Benchmarks(data), held)
     texts = [document.text for document in material.split.train.stories]
     yield "qa", nano_given.questions(data, texts, material.rng("qa"))
     yield "ni", nano_given.tasks(data, material.rng("ni"))
@@ -174,14 +196,16 @@ def write_lines(path: Path, records: Iterable[Record]) -> int:
     return len(lines)
 
 
-def write_all(data: Path, out: Path, seed: int, *, train: bool = True) -> None:
+def write_all(
+    data: Path, out: Path, seed: int, *, functions: Path | None = None, train: bool = True
+) -> None:
     """Raw files, if wanted, and held-out files; the tokenizer only where there is none."""
     warnings.simplefilter("ignore", SyntaxWarning)  # escapes in other people's strings
     if not (out / "tokenizer" / "tokenizer.json").is_file():
         say("learning the tokenizer")
         make_tokenizer(data, out / "tokenizer", seed)
     say("reading and splitting")
-    material = gather(data, seed)
+    material = gather(data, seed, functions if train else None)
     for rule, count in material.split.dropped.items():
         say(f"left out of training: {count} {rule}")
     sources = chain(text_sources(material), pair_sources(material)) if train else ()
@@ -226,10 +250,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/nano"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--functions", type=Path, help="further functions, as JSONL")
     parser.add_argument("--only", choices=["raw", "heldout", "tokens"], help="one step")
     choices = parser.parse_args()
     if choices.only != "tokens":
-        write_all(choices.data, choices.out, choices.seed, train=choices.only != "heldout")
+        train = choices.only != "heldout"
+        write_all(choices.data, choices.out, choices.seed, functions=choices.functions, train=train)
     if choices.only in (None, "tokens"):
         tokenize_all(choices.out, choices.workers)
 

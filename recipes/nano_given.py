@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from recipes import nano_raw
-from recipes.nano_split import Benchmarks, Call, words
+from recipes.nano_split import Benchmarks, Call, HeldCode, words
 
 Pair = dict[str, str]
 
@@ -43,15 +43,15 @@ def json_calls(calls: Sequence[Call], rng: Random) -> Iterator[Pair]:
         yield call_pair(call, rng.choice(CALL_REQUESTS))
 
 
-def instruct(data: Path, benchmarks: Benchmarks) -> Iterator[Pair]:
-    """The teacher's pairs: code unlike the benchmarks' only, JSON without spaces."""
+def instruct(data: Path, benchmarks: Benchmarks, held: HeldCode) -> Iterator[Pair]:
+    """The teacher's pairs: code of no benchmark and no held-out problem, JSON without spaces."""
     for record in nano_raw.read_lines(data / "train" / "instruct.jsonl.xz"):
         prompt, reply = record["prompt"].strip(), record["reply"].strip()
         if nano_raw.UNSUITED.search(f"{prompt} {reply}"):
             continue
         if record["kind"] == "code":
             reply = reply.expandtabs(4)
-            if benchmarks.hold(reply) or not nano_raw.clean_code(reply):
+            if benchmarks.hold(reply) or held.named(reply) or not nano_raw.clean_code(reply):
                 continue
         if record["kind"] == "json":
             reply = compact(json.loads(reply))

@@ -155,6 +155,16 @@ def functions(data: Path) -> list[Function]:
     return list(found.values())
 
 
+def further_functions(path: Path) -> list[Function]:
+    """Functions of the same form from a file of their own (`recipes.nano_pypi` writes one)."""
+    if not path.is_file():
+        raise UsageError(f"no {path}; `python -m recipes.nano_pypi` makes a file of functions")
+    found: dict[str, Function] = {}
+    for record in read_lines(path):
+        add_function(found, record, record["p"], top=bool(record["top"]))
+    return list(found.values())
+
+
 def add_function(found: dict[str, Function], record: Any, group: str, *, top: bool) -> None:
     code = clean_code(record["c"])
     key = re.sub(r"\s+", "", code)

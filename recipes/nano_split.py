@@ -3,9 +3,9 @@
 Whole groups are held out: packages and function names for code, stories and books for prose, the
 end of the file for dialogues. Two rules then clean the training side:
 
-- code goes when its function has the name of a HumanEval or MBPP function (case and underscores do
-  not count), or holds at least half, and at least three, of the 8-token windows of one of their
-  solutions or of a held-out function;
+- code goes when it defines a function with the name of a HumanEval or MBPP function (case and
+  underscores do not count) or of a held-out problem, or holds at least half, and at least three, of
+  the 8-token windows of one of their solutions or of a held-out function;
 - prose goes when a tenth of a chunk's 8-word windows stand in held-out prose.
 """
 
@@ -186,6 +186,23 @@ class Benchmarks:
         return self._solutions.hold(windows(code_tokens(code)) if found is None else found)
 
 
+class HeldCode:
+    """Held-out functions, by code and, where they solve a problem, by name."""
+
+    def __init__(self, held: Sequence[Function]) -> None:
+        self._names = {function.name for function in held if "/" in function.group}
+        self._groups = {function.group for function in held}
+        self._solutions = Solutions(body(function.code) for function in held)
+
+    def named(self, code: str) -> bool:
+        return any(name in self._names for name in re.findall(r"\bdef (\w+)", code))
+
+    def hold(self, function: Function, found: set[Window]) -> bool:
+        if function.group in self._groups or function.name in self._names:
+            return True
+        return self.named(function.code) or self._solutions.hold(found)
+
+
 def split_functions(
     data: Path, rng: Random
 ) -> tuple[list[Function], list[Function], dict[str, int]]:
@@ -195,18 +212,24 @@ def split_functions(
     held_groups = choose_groups(found, rng)
     others, held = part(found, lambda function: function.group in held_groups)
     held = [function for function in held if not benchmarks.hold(function.code)]
-    names = {function.name for function in held if "/" in function.group}
-    solutions = Solutions(body(function.code) for function in held)
+    train, lost = clean_functions(others, benchmarks, HeldCode(held))
+    return train, held, lost
+
+
+def clean_functions(
+    functions: Iterable[Function], benchmarks: Benchmarks, held: HeldCode
+) -> tuple[list[Function], dict[str, int]]:
+    """Those that training may hold, and how many each rule took."""
     train, lost = [], {"functions of benchmarks": 0, "functions like held-out ones": 0}
-    for function in others:
+    for function in functions:
         own = windows(code_tokens(function.code))
         if benchmarks.hold(function.code, own):
             lost["functions of benchmarks"] += 1
-        elif function.name in names or solutions.hold(own):
+        elif held.hold(function, own):
             lost["functions like held-out ones"] += 1
         else:
             train.append(function)
-    return train, held, lost
+    return train, lost
 
 
 def choose_groups(functions: list[Function], rng: Random) -> set[str]:
