@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import HeaderParser
@@ -150,7 +153,26 @@ def sources(wheel: Path) -> Iterator[str]:
 def extract(package: Package, folder: Path) -> list[Found]:
     wheel = fetch(package, folder)
     check_licence(package, wheel)
-    return [function for text in sources(wheel) for function in read_source(text)]
+    with quiet():
+        return [function for text in sources(wheel) for function in read_source(text)]
+
+
+def extract_all(packages: list[Package], folder: Path, workers: int) -> Iterator[list[Found]]:
+    work = partial(extract, folder=folder)
+    if workers <= 1:
+        yield from map(work, packages)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(work, packages)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings of escapes in other people's strings (Python 3.11 names them otherwise)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 def known_code(data: Path) -> set[str]:
@@ -171,11 +193,10 @@ def write(data: Path, folder: Path, packages: list[Package], out: Path, workers:
     folder.mkdir(parents=True, exist_ok=True)
     for package in packages:  # one at a time, to be gentle to whoever serves them
         fetch(package, folder)
-    known = known_code(data)
     lines: list[str] = []
-    with ProcessPoolExecutor(workers) as pool:
-        made = pool.map(partial(extract, folder=folder), packages)
-        for package, found in zip(packages, made, strict=True):
+    with quiet():
+        known = known_code(data)
+        for package, found in zip(packages, extract_all(packages, folder, workers), strict=True):
             chosen = choose(found, known)
             lines += [json.dumps(record(package, function)) + "\n" for function in chosen]
             print(f"{package.name}: {len(chosen)} of {len(found)} functions", flush=True)

@@ -255,6 +255,28 @@ def test_instructions_define_no_held_out_problem(data: Path) -> None:
     assert [pair["prompt"] for pair in pairs] == ["good"]
 
 
+def test_a_file_of_new_functions_is_written(tmp_path: Path, data: Path) -> None:
+    known = {"p": "other", "n": "total_of", "top": True, "c": TOTAL}
+    for name, records in {"algos": [], "py_funcs": [known]}.items():
+        with lzma.open(data / "train" / f"{name}.jsonl.xz", "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    listed = json.dumps([["other", "perm", "MIT"]])
+    (data / "train" / "py_funcs_licences.json").write_text(listed, encoding="utf-8")
+    odd = 'def odd(text):\n    """An escape."""\n    found = text + "\\d"\n    return found\n'
+    make_wheel(tmp_path, {"tiny_box/box.py": MODULE, "tiny_box/odd.py": odd})
+    out = tmp_path / "made" / "further.jsonl"
+    nano_pypi.write(data, tmp_path, [TINY], out, 1)
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(r["p"], r["n"], r["top"]) for r in records] == [
+        ("tiny_box", "odd", True),
+        ("tiny_box", "largest", True),
+        ("tiny_box", "fill", False),
+    ]
+    assert records[0]["c"] == odd
+    with pytest.raises(UsageError, match="Other: in py_funcs already"):
+        nano_pypi.write(data, tmp_path, [Package("Other", "1.0", "MIT")], out, 1)
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nano_pypi"):
         nano_raw.further_functions(tmp_path / "none.jsonl")
