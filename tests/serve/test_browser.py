@@ -156,6 +156,47 @@ def test_an_answer_is_stopped_by_a_key(visit: Callable[..., Any], nano: Running)
     assert "stopped" in page.locator(".answer footer").inner_text()
 
 
+def kept(page: Any) -> list[str]:
+    """Who speaks in the conversation that the browser keeps."""
+    store = page.evaluate("localStorage['dgemma.conversation']")
+    return [message["role"] for message in json.loads(store)]
+
+
+def test_a_page_left_in_the_middle_keeps_no_question_without_an_answer(
+    visit: Callable[..., Any],
+) -> None:
+    page = visit(settings={"seed": 1, "max_tokens": 1024})
+    ask(page, STORY)
+    page.wait_for_selector(".answer .t.kept")
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.input_value("#question") == STORY  # to be sent again
+    assert kept(page) == [] and page.locator(".mine").count() == 0
+    page.press("#question", "Enter")
+    page.wait_for_selector(".answer .t.kept")
+    page.fill("#question", "What next?")  # typed while an answer is on its way
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#send:visible")
+    assert kept(page) == [] and page.input_value("#question") == "What next?"
+
+
+def test_what_was_promised_stays_and_a_cleared_conversation_stays_clear(
+    visit: Callable[..., Any],
+) -> None:
+    page = visit(settings={"seed": 1, "max_tokens": 1024, "canvas_length": 16})
+    ask(page, STORY)
+    page.wait_for_selector("#announce p", state="attached")
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert kept(page) == ["user", "assistant"]
+    assert "stopped" in page.locator(".answer footer").inner_text()
+    ask(page, STORY)
+    page.wait_for_selector("#announce p", state="attached")
+    page.click("#clear")
+    page.wait_for_selector("#send:visible")
+    assert kept(page) == [] and page.locator(".answer").count() == 0
+
+
 def test_holes_are_opened_by_selecting_and_filled(visit: Callable[..., Any]) -> None:
     page = visit()
     page.keyboard.press("Alt+Digit2")
@@ -315,6 +356,10 @@ def test_a_phone_shows_it_all_without_motion(visit: Callable[..., Any], scheme: 
     for tab in ("chat", "fill", "edit", "sudoku", "compare"):
         page.click(f"#tab-{tab}")
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], tab
+    asked = page.locator("#race-question")
+    assert asked.evaluate("field => field.scrollHeight <= field.clientHeight")
+    page.click("#tab-edit")
+    assert page.locator("#edit-do").bounding_box()["width"] > size["width"] / 2
     names = "all => all.filter(b => !(b.getAttribute('aria-label') || b.textContent).trim()).length"
     assert page.eval_on_selector_all("button", names) == 0
     unlabelled = "all => all.filter(i => !i.labels?.length && !i.getAttribute('aria-label')).length"

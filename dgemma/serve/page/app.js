@@ -31,6 +31,7 @@ function select(name, { focus = true } = {}) {
     $(`tab-${tab}`).setAttribute("aria-selected", String(isChosen));
     $(`tab-${tab}`).tabIndex = isChosen ? 0 : -1;
   }
+  dispatchEvent(new Event("resize")); // what was hidden had no height
   history.replaceState(null, "", name === "chat" ? "/" : `#${name}`);
   if (focus) $(FOCUS[name]).focus({ preventScroll: true });
 }

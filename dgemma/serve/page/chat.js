@@ -19,6 +19,7 @@ const NOISE = "abcdefghijklmnopqrstuvwxyzäøßλжд&%#@+*~{}<>";
 
 let messages = load();
 let runner;
+let pending = null; // the answer that is being written
 
 export function buildChat() {
   runner = new Runner($("send"), $("stop"));
@@ -33,9 +34,28 @@ export function buildChat() {
   }
   $("clear").addEventListener("click", clear);
   $("legend").append(legend("noise", "open"), legend("kept", "decided"), legend("pinned", "pinned"));
+  // A question that the page was left with goes back to its field: what was never answered is not
+  // part of the conversation. What was promised of an answer is.
+  if (messages.at(-1)?.role === "user") takeBack();
+  addEventListener("pagehide", keepPromised);
   for (const message of messages) show(message);
   refresh();
   if (!messages.length) title();
+}
+
+function takeBack() {
+  const { content } = messages.pop();
+  save();
+  $("question").value ||= content;
+  $("question").dispatchEvent(new Event("input"));
+}
+
+function keepPromised() {
+  if (pending?.content) {
+    messages.push({ ...pending, stopped: true });
+    save();
+  }
+  pending = null; // the stream breaks off now, and that is not its end
 }
 
 // A text field that grows with its text, and is sent by Enter.
@@ -45,6 +65,7 @@ export function growing(area, submit) {
     area.style.setProperty("height", `${Math.min(area.scrollHeight, 220)}px`);
   };
   area.addEventListener("input", fit);
+  addEventListener("resize", fit);
   area.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
@@ -66,7 +87,8 @@ async function send(text) {
   $("question").dispatchEvent(new Event("input"));
   add({ role: "user", content: question });
   const answer = { role: "assistant", content: "", thought: "" };
-  const shown = showAnswer(answer);
+  pending = answer;
+  const shown = showAnswer();
   shown.item.scrollIntoView({ block: "nearest" });
   const isWhole = await runner.run((signal) => follow(shown, answer, signal));
   finish(shown, answer, isWhole);
@@ -107,10 +129,11 @@ function near(item) {
 
 function finish(shown, answer, isWhole) {
   settle(shown);
+  if (pending !== answer) return; // its conversation is over
+  pending = null;
   if (!isWhole) {
     answer.stopped = true;
     if (!answer.content) {
-      // What was never answered is not part of the conversation.
       const last = shown.stage.recording.frames.at(-1);
       if (last) shown.stage.view.draw(last.draft, "");
       shown.item.classList.add("broken");
@@ -120,8 +143,7 @@ function finish(shown, answer, isWhole) {
     messages.push(answer);
     save();
   } else {
-    $("question").value ||= messages.pop()?.content ?? "";
-    save();
+    takeBack();
   }
   foot(shown, answer);
   refresh();
@@ -189,14 +211,14 @@ function show(message) {
     $("messages").append(h("li", { class: "mine" }, h("p", {}, message.content)));
     return;
   }
-  const shown = showAnswer(message);
+  const shown = showAnswer();
   shown.stage.promise(message.content);
   settle(shown);
   if (message.thought) think(shown, { thought: "" }, message.thought);
   foot(shown, message);
 }
 
-function showAnswer(answer) {
+function showAnswer() {
   const stage = new Stage("canvas prose");
   const thought = h("details", { class: "thought", hidden: true }, h("summary", {}, "Thought"), h("p", {}));
   const footer = h("footer", {});
@@ -213,6 +235,7 @@ function refresh() {
 
 function clear() {
   runner.stop();
+  pending = null;
   messages = [];
   save();
   $("messages").replaceChildren();
