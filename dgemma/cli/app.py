@@ -1,5 +1,7 @@
 """The application and its shared options, and how errors reach a person: one sentence."""
 
+import io
+import os
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -55,6 +57,7 @@ def common(
 
 def run() -> None:
     """Run the command line; errors become one sentence on stderr and the right exit code."""
+    _mend_streams()
     try:
         code = app(prog_name="dgemma", standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of Ctrl-C
@@ -72,6 +75,19 @@ def run() -> None:
         # The outermost edge: a bug still ends in a sentence, and --debug shows where it was.
         sentence = f"{type(error).__name__}: {error} (a bug; dgemma --debug COMMAND shows where)"
         _fail(sentence, FAILED)
+
+
+def _mend_streams() -> None:
+    """Streams that were closed before the start are empty ones; no answer is lost to a code page.
+
+    What stdout or stderr cannot encode is spelled in escapes.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(sentence: str, code: int) -> None:
