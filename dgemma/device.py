@@ -19,7 +19,9 @@ def choose_device(name: str) -> torch.device:
         raise UsageError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
-        raise UsageError(f"device {name!r} does not exist: this machine has {found} CUDA devices")
+        raise UsageError(
+            f"device {name!r} does not exist: torch sees {found} CUDA devices; use cpu or auto"
+        )
     return device
 
 
@@ -43,7 +45,8 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
-    return f"cpu, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def give_back(device: torch.device | str) -> None:

@@ -18,7 +18,7 @@ import pytest
 from dgemma import __version__
 from dgemma.cli import main
 from dgemma.cli.app import app
-from dgemma.cli.show import paint, printable
+from dgemma.cli.show import CanvasView, paint, printable
 from dgemma.engine import Draft
 from dgemma.errors import UsageError
 from dgemma.weights.download import NANO_DIRECTORY
@@ -212,6 +212,8 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
     [
         (["nonsense"], "'nonsense'"),
         (["generate"], "'prompt'"),
+        (["generate", " "], "the prompt is empty"),
+        (["generate", "-"], "the prompt on stdin is empty"),
         (["generate", "hi", "extra"], "extra"),
         (["generate", "hi", "--frobnicate"], "--frobnicate"),
         (["generate", "hi", "--max-tokens", "many"], "--max-tokens"),
@@ -225,7 +227,7 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
         (["generate", "hi", "--steps", "0"], "max steps is 0"),
         (["generate", "hi", "--stop", ""], "stop string is empty"),
         (["generate", "hi", "--rule", "greedy"], "'greedy' is not known; use entropy or"),
-        (["generate", "hi", "--device", "cuda:7"], "'cuda:7'"),
+        (["generate", "hi", "--device", "cuda:7"], "use cpu or auto"),
         (["generate", "hi", "--device", "toaster"], "use auto, cpu, cuda or cuda:N"),
         (["generate", "hi", "--dtype", "int3"], "'int3' is not known"),
         (["generate", "hi", "--plain", "--system", "x"], "leave out --system"),
@@ -364,6 +366,21 @@ def test_an_interrupt_ends_quietly_with_its_own_code(
     assert call("generate", "hi") == Result(130, "", "dgemma: interrupted\n")
 
 
+def test_an_interrupted_canvas_leaves_what_was_promised(
+    call: Call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: CanvasView, draft: Draft) -> None:
+        if draft.block:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(CanvasView, "draw", interrupt)
+    for is_live in (True, False):
+        monkeypatch.setattr(CanvasView, "is_live", is_live)
+        result = call("generate", LONG, "-m", checkpoint, *HERE, "--show")
+        assert result.code == 130 and result.err.endswith("dgemma: interrupted\n")
+        assert len(result.out) > 1 and ANSWERS[LONG].startswith(result.out[:-1])
+
+
 # --- as its own process
 
 
@@ -393,16 +410,13 @@ def test_a_reader_that_leaves_early_gets_no_traceback(checkpoint: Path) -> None:
     assert "Traceback" not in err and "(a bug;" not in err, err
 
 
-def test_closed_streams_are_empty_ones(checkpoint: Path) -> None:
-    command = shlex.join([*DGEMMA, "generate", LONG, "-m", str(checkpoint), *HERE])
-    silent = subprocess.run(f"{command} >&- 2>&-", shell=True, cwd=ROOT, check=False)
-    assert silent.returncode == 0
-    command = shlex.join([*DGEMMA, "fill", "-", "-m", str(checkpoint)])
+def test_a_closed_stdin_is_an_empty_one(checkpoint: Path) -> None:
+    command = shlex.join([*DGEMMA, "generate", "-", "-m", str(checkpoint)])
     run = subprocess.run(
         f"{command} <&-", shell=True, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stdout) == (2, "")
-    assert_one_sentence(run.stderr, "the text has no hole")
+    assert_one_sentence(run.stderr, "the prompt on stdin is empty")
 
 
 def test_what_stdout_cannot_encode_is_spelled_out(checkpoint: Path, tmp_path: Path) -> None:

@@ -189,14 +189,13 @@ def _thinking(conversation: Conversation, argument: str) -> None:
 def _replay(conversation: Conversation, argument: str) -> None:
     if not conversation.drafts:
         raise UsageError("there is no canvas to replay; ask something in diffusion mode first")
+    steps, blocks = 0, 1
     with CanvasView() as view, suppress(KeyboardInterrupt):
         for draft in conversation.drafts:
             view.draw(draft)
+            steps, blocks = steps + 1, draft.block + 1
             time.sleep(REPLAY_PAUSE)
-    steps = len(conversation.drafts)
-    print(
-        f"[replayed {steps} steps of {conversation.drafts[-1].block + 1} blocks]", file=sys.stderr
-    )
+    print(f"[replayed {steps} steps of {blocks} blocks]", file=sys.stderr)
 
 
 def _history(conversation: Conversation, argument: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,14 +88,16 @@ def generate(
 
 
 def _read_prompt(prompt: str) -> str:
-    if prompt != "-":
-        return prompt
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read() if prompt == "-" else prompt
     except UnicodeDecodeError as error:
         raise UsageError(
             f"the prompt on stdin is not {error.encoding} text: {error.reason}"
         ) from None
+    if not text.strip():
+        where = " on stdin" if prompt == "-" else ""
+        raise UsageError(f"the prompt{where} is empty; say something to the model")
+    return text
 
 
 def _sampler(engine: "Engine", rule: str | None, steps: int | None) -> "Sampler | None":
@@ -125,19 +127,30 @@ def _run(
     from dgemma.cli.show import CanvasView
     from dgemma.engine import Done, Draft, Text
 
-    events = engine.stream(request, options)
-    with ExitStack() as stack:
-        view = stack.enter_context(CanvasView()) if show else None
-        for event in events:
-            if isinstance(event, Done):
-                done = event
-            elif isinstance(event, Draft) and view is not None:
-                view.draw(event)
-            elif isinstance(event, Text) and not is_quiet:
-                _show_text(event, view)
+    events, promised = engine.stream(request, options), ""
+    view = CanvasView() if show else None
+    try:
+        with view or nullcontext():
+            for event in events:
+                if isinstance(event, Done):
+                    done = event
+                elif isinstance(event, Draft) and view is not None:
+                    view.draw(event)
+                elif isinstance(event, Text) and not is_quiet:
+                    _show_text(event, view)
+                    promised += "" if event.is_thought else event.text
+    except KeyboardInterrupt:
+        if promised:  # the canvas is wiped, what was promised stays
+            _print_rest(promised, view)
+        raise
     if not is_quiet:
-        print(done.text if view is not None and view.is_live else "")
+        _print_rest(promised, view)
     return done
+
+
+def _print_rest(promised: str, view: "CanvasView | None") -> None:
+    """What a live canvas kept from being printed on the way, and the end of the line."""
+    print(promised if view is not None and view.is_live else "")
 
 
 def _show_text(text: "Text", view: "CanvasView | None") -> None:

@@ -281,9 +281,10 @@ class Filling:
         blocks = -(-longest // self.length)
         room = self.engine.model.config.max_position_embeddings - (blocks + 1) * self.length
         if room < 1:
+            most = (self.engine.model.config.max_position_embeddings - 1) // self.length - 1
             raise PromptTooLong(
-                f"holes of {longest} tokens leave no place for the text around them; "
-                "lower max tokens"
+                f"holes of {longest} tokens leave no place for the text around them; lower max "
+                f"tokens to {most * self.length} or less"
             )
         return room
 
@@ -326,8 +327,8 @@ class Filling:
 def choose_form(engine: "Engine", wanted: Form | None) -> Form:
     """How the model is asked to fill.
 
-    Without a choice the plain text is given, for instruct models too: see docs/fill-and-edit.md for
-    the measurement.
+    Without a choice the plain text is given, for instruct models too: which is better for the
+    released one has not been measured.
     """
     if wanted == "instruct" and engine.template is None:
         raise UsageError("this checkpoint has no chat template; use the base form")

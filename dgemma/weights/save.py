@@ -186,7 +186,7 @@ def name_files(
     return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, start=1)}
 
 
-def refuse_existing(directory: Path, advice: str = "allow overwriting it or choose") -> None:
+def refuse_existing(directory: Path, advice: str = "overwrite it (--overwrite) or choose") -> None:
     names = [name for name in (*CONFIGS, *ENTRY_POINTS) if (directory / name).exists()]
     names += [path.name for path in find_shards(directory)]
     if names:
