@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
-from dgemma.cli.texts import STDIN, print_text, read_text, write_text
+from dgemma.cli.texts import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def edit(
     from dgemma.guide.edits import line_spans
 
     text = read_text(file)
+    if apply:
+        check_writable(file)
     options = EditOptions(
         lines=_lines(lines), strength=strength, passes=passes, seed=seed, drafts=show
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
-from dgemma.cli.texts import STDIN, print_text, read_text, write_text
+from dgemma.cli.texts import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def fill(
     if in_place and file == STDIN:
         raise UsageError("stdin cannot be written in place; give a file, or leave out --in-place")
     holed = Holed.read(read_text(file))
+    if in_place:
+        check_writable(file)
     options = FillOptions(
         lengths=_lengths(length, holed.count),
         max_tokens=max_tokens,

@@ -1,9 +1,10 @@
 """Text files that come and go byte for byte: no newline is translated, nothing is replaced."""
 
+import os
 import sys
 from pathlib import Path
 
-from dgemma.errors import UsageError
+from dgemma.errors import DgemmaError, UsageError
 
 STDIN = "-"
 
@@ -26,12 +27,28 @@ def read_text(argument: str) -> str:
         ) from None
 
 
+def check_writable(argument: str) -> None:
+    """Refuse a file that the result could not be written to, before any work."""
+    if argument != STDIN and not os.access(argument, os.W_OK):
+        raise UsageError(f"{argument} may not be written; change its mode, or print the result")
+
+
 def write_text(argument: str, text: str) -> None:
-    """Back to the file; to stdout for `-`."""
+    """Back to the file; to stdout for `-`. A file that cannot be written whole stays as it was."""
     if argument == STDIN:
         print_text(text)
-    else:
-        Path(argument).write_bytes(text.encode("utf-8"))
+        return
+    path = Path(argument)
+    old = path.read_bytes()
+    try:
+        path.write_bytes(text.encode("utf-8"))
+    except (OSError, KeyboardInterrupt) as error:  # a full disk, say
+        path.write_bytes(old)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise DgemmaError(
+            f"{argument} could not be written: {error.strerror}; it is as it was"
+        ) from None
 
 
 def print_text(text: str) -> None:

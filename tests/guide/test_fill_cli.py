@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from dgemma.cli import main
+from dgemma.cli.texts import write_text
+from dgemma.errors import DgemmaError
 from dgemma.guide.holes import MARK
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.load import Checkpoint
@@ -119,6 +122,28 @@ def test_a_wrong_fill_is_one_sentence(
     code, out, err = call("fill", *args, "-m", "no such model", stdin=stdin)
     assert (code, out) == (2, b"")
     assert err.startswith("dgemma: ") and err.count("\n") == 1 and phrase in err
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path, old = tmp_path / "old.txt", "old\n" * 100
+    path.write_text(old, encoding="utf-8")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(DgemmaError, match="could not be written: File too large; it is as it"):
+            write_text(str(path), "new\n" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text(encoding="utf-8") == old
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write all")
+def test_a_file_that_may_not_be_written_is_refused_before_any_work(call: Call, holed: Path) -> None:
+    holed.chmod(0o444)
+    for args in (["fill", holed, "--in-place"], ["edit", holed, "--apply"]):
+        code, _, err = call(*args, "-m", "no such model")
+        assert code == 2 and "may not be written" in err
 
 
 # --- edit
