@@ -210,4 +210,7 @@ def _add_handlers(app: FastAPI) -> None:
 def _from_http(error: HTTPException) -> ApiError:
     if error.status_code == 404:
         return ApiError(404, "there is no such path; /openapi.json lists those there are")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return ApiError(405, f"this path does not take that method; use {allowed}")
     return ApiError(error.status_code, str(error.detail))

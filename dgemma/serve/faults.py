@@ -64,7 +64,10 @@ def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"{where} is missing; it is required", param=where)
     if where == "body":
         return ApiError(400, "the body must be a JSON object sent as application/json")
-    reason = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] == "extra_forbidden":
+        sentence = f"the field {where[:60]!r} is not known; docs/serve.md lists those that are"
+        return ApiError(400, sentence, param=where, code="unsupported_parameter")
+    reason = first["msg"][:1].lower() + first["msg"][1:].partition(" after validation")[0]
     return ApiError(400, f"{where} is {shown(first.get('input'))}: {reason}", param=where)
 
 
