@@ -81,7 +81,7 @@ class PrefixStore:
     def keep(self, ids: Sequence[int], cache: KVCache) -> None:
         """Store a row that holds exactly `ids` and that nobody will change any more."""
         assert len(ids) == cache.length, f"{len(ids)} ids for a row of {cache.length} tokens"
-        if not self.max_bytes:
+        if self.max_bytes <= 0:
             return  # not even trimmed, for which a layer's keys would be there twice
         if cache.past is not None or cache.is_shared:
             cache = cache.copy(cache.length, replace(cache.room, tokens=cache.length))

@@ -43,6 +43,8 @@ def test_several_prompts_are_answered_together_in_their_order(engine: Engine) ->
     done = engine.generate_all(questions, [Options(seed=n) for n in range(4)])
     assert [d.text for d in done] == [ANSWERS[question] for question in questions]
     assert not engine.jobs and not engine.waiting
+    with pytest.raises(UsageError, match="4 prompts have 1 options"):
+        engine.generate_all(questions, [Options()])
 
 
 def test_no_more_requests_run_at_once_than_rows_are_allowed(engine: Engine) -> None:
@@ -74,8 +76,9 @@ def test_a_second_turn_reuses_the_first(engine: Engine) -> None:
     assert fresh.ids == done.ids
 
 
-def test_an_engine_without_room_for_prefixes_keeps_none(checkpoint: Path) -> None:
-    engine = Engine.load(checkpoint, device="cpu", dtype="float32", prefix_bytes=0)
+@pytest.mark.parametrize("room", [0, -1])
+def test_an_engine_without_room_for_prefixes_keeps_none(checkpoint: Path, room: int) -> None:
+    engine = Engine.load(checkpoint, device="cpu", dtype="float32", prefix_bytes=room)
     for _ in range(2):
         assert engine.generate(SHORT, Options(seed=1)).reused_tokens == 0
     assert len(engine.prefixes) == 0
@@ -139,6 +142,7 @@ def test_a_pinned_stop_ends_the_reply_where_nothing_is_pinned_behind_it(wild: En
         (Options(pins=Pins((0,), (10**6,))), "a pinned token is 1000000"),
         (Options(pins=Pins((8,), (5,)), max_tokens=5), "a pin's position is 8"),
         (Options(stop=("",)), "stop string is empty"),
+        (Options(stop="the"), "give a tuple, such as"),  # type: ignore[arg-type]
     ],
 )
 def test_what_a_request_cannot_have_is_refused_before_any_work(

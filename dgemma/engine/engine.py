@@ -168,7 +168,9 @@ class Engine:
     def generate_all(
         self, prompts: Sequence[str | Prompt], options: Sequence[Options]
     ) -> list[Done]:
-        """Answer several prompts together."""
+        """Answer several prompts together, each with its options."""
+        if len(prompts) != len(options):
+            raise UsageError(f"{len(prompts)} prompts have {len(options)} options; give each one")
         plans = [self.plan(p, o) for p, o in zip(prompts, options, strict=True)]
         jobs = [self.submit(plan) for plan in plans]
         try:

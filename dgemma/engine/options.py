@@ -53,7 +53,6 @@ class Plan:
     sampler: Sampler
     noise: Noise
     options: Options
-
     room: int  # tokens the request may come to, its last canvas included
 
 

@@ -75,7 +75,9 @@ def _check(model: Gemma, prompt: int, texts: Sequence[Sequence[int]]) -> None:
         raise UsageError("scoring needs a prompt and texts of at least one token each")
     longest, limit = prompt + max(map(len, texts)), model.config.max_position_embeddings
     if longest > limit:
-        raise PromptTooLong(f"prompt and text have {longest} tokens, the context holds {limit}")
+        raise PromptTooLong(
+            f"prompt and text have {longest} tokens, but the context holds {limit}; shorten one"
+        )
 
 
 def _encode(model: Gemma, parts: Sequence[tuple[KVCache, Sequence[int]]]) -> list[Tensor]:

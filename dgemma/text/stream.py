@@ -23,6 +23,10 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
+        if isinstance(strings, str):
+            raise UsageError(
+                f"stop is the string {strings!r}; give a tuple, such as ({strings!r},)"
+            )
         if "" in strings:
             raise UsageError("a stop string is empty; give at least one character")
         self.stopped_by: str | None = None
