@@ -40,7 +40,7 @@ COMMON: dict[str, Field] = {
     "stream_options": _honoured("include_usage; include_obfuscation is harmless"),
     "max_tokens": _honoured("longest answer, cut exactly; lowered to what the context holds"),
     "temperature": _honoured("0 to 2; 1 is the model's own; below 0.05 the likeliest is drawn"),
-    "seed": _honoured("same seed, same answer, alone or among others"),
+    "seed": _honoured("same seed, same answer; in float32 among other requests, too"),
     "stop": _honoured("a string or up to 64; the answer ends before the first of them"),
     "n": _honoured("1 to 8 answers"),
     "diffusing": _honoured("with stream: each chunk's text replaces the text so far"),
