@@ -9,7 +9,7 @@ same puzzle one token at a time.
 import time
 from collections.abc import Iterable
 
-from dgemma import Done, Draft, Engine, Options, Text
+from dgemma import Done, Draft, Engine, FillOptions, Options, Text
 from dgemma.bench.sudoku import How, Solved, follow, solve
 from dgemma.cli.show import CanvasView, printable
 
@@ -36,7 +36,7 @@ def main() -> None:
         headline(question)
         show(engine.stream(question, Options(seed=1, drafts=True)))
     headline("A function with a hole:\n" + FUNCTION)
-    filled = engine.fill(FUNCTION)
+    filled = engine.fill(FUNCTION, FillOptions(max_tokens=8, single_line=True, seed=1))
     print(filled.text)
     print(f"  [{filled.steps} steps, {filled.seconds:.2f} s; all but the hole is untouched]")
     headline(f"Solve this Sudoku: {PUZZLE}")
