@@ -36,7 +36,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # nor may it be NaN
                 raise UsageError(f"the limit of {name} is {getattr(self, name)}; it must be over 0")
 
 
