@@ -67,6 +67,15 @@ class Report:
     seconds: dict[str, float]  # of each task
     failed: dict[str, str]  # tasks that went wrong, and how
 
+    @property
+    def fault(self) -> str:
+        """What is wrong with it as a whole, if anything."""
+        if self.failed:
+            return f"{', '.join(self.failed)} failed"
+        if all(not measure.count for measure in self.measures):
+            return "nothing was measured: give --heldout and --data directories with the sets"
+        return ""
+
     def to_json(self) -> dict[str, Any]:
         return {
             **self.facts,
@@ -185,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = evaluate(engine, given.model, settings)
     print(heading(report))
     print(table(report.measures))
-    return 1 if report.failed else 0
+    if report.fault:
+        print(f"dgemma: {report.fault}", file=sys.stderr)
+    return 1 if report.fault else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, Adapter, AsJson, Device, Dtype, Model, Quant, app
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
+from dgemma.errors import DgemmaError
 
 
 @app.command("eval")
@@ -57,5 +58,5 @@ def evaluate(
     else:
         print(heading(report))
         print(table(report.measures))
-    if report.failed:
-        raise typer.Exit(FAILED)
+    if report.fault:
+        raise DgemmaError(report.fault)

@@ -57,6 +57,16 @@ def test_a_task_that_fails_stops_no_other(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_run_that_measures_nothing_fails(
+    knowing_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = ["--heldout", str(tmp_path / "no"), "--data", str(tmp_path / "nor")]
+    call = ["--model", str(knowing_directory), "--tasks", "blimp,fix", *HERE, *nowhere]
+    assert main(call) == 1
+    shown = capsys.readouterr()
+    assert "BLiMP.zip" in shown.out and "nothing was measured" in shown.err
+
+
 def test_json_is_there_before_the_next_task(
     knowing: Engine, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
