@@ -102,6 +102,8 @@ def data(tmp_path: Path) -> Data:
         {**problem, "test": test.format(3)},
         {**problem, "test": test.format(4), "canonical_solution": other},
     )
+    solution = {"task_id": 11, "code": known.replace("\n", "\r\n")}
+    save_lines(shared / "eval" / "mbpp.jsonl", {**solution, "task_id": 10}, solution)
     with zipfile.ZipFile(shared / "eval" / "BLiMP.zip", "w") as archive:
         for name, field in (("one", "syntax"), ("two", "semantics")):
             good, bad = PREFIX.strip(), "zq" + PREFIX.strip()[2:]

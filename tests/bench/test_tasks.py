@@ -56,13 +56,28 @@ def test_infill_counts_what_is_exact_and_what_parses(
         assert found[f"{mode} {section}: exact"].count == count
         assert found[f"{mode} {section}: non-trivial"].value == 1.0
         assert found[f"{mode} {section}: parses if non-trivial"].value == 1.0
+    # `y = x` in both modes; `return y` only where the canvas is seen to end behind it.
+    assert found[f"{mode} mbpp: exact"].value == {"diffusion": 1.0, "ar": 0.5}[mode]
+    assert found[f"{mode} mbpp: exact"].count == 2
+    assert found["diffusion mbpp: fill: exact"].value == 1.0
 
 
-def test_infill_without_the_lines_of_problems_says_so(knowing: Engine, data: Data) -> None:
-    (data.heldout / "problems.jsonl").unlink()
+@pytest.mark.parametrize(
+    ("section", "file"),
+    [
+        ("package", "heldout/infill.jsonl"),
+        ("problem", "heldout/problems.jsonl"),
+        ("mbpp", "shared/eval/mbpp.jsonl"),
+    ],
+)
+def test_infill_says_which_lines_are_not_there(
+    knowing: Engine, data: Data, section: str, file: str
+) -> None:
+    (data.heldout.parent / file).unlink()
     found = run("infill", knowing, data, limit=1)
-    assert found["ar package: exact"].count == 1
-    assert "problems.jsonl does not exist" in found["problem: skipped"].note
+    assert f"{file} does not exist" in found[f"{section}: skipped"].note
+    others = {"package", "problem", "mbpp"} - {section}
+    assert all(found[f"ar {other}: exact"].count == 1 for other in others)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,16 +1,16 @@
-"""Held-out single-line infill, by package and by problem: holes of at least three tokens.
+"""Held-out single-line infill, by package, by problem, of MBPP: holes of at least three tokens.
 
-Two sections with the same rows. A package's line may name what stands elsewhere in it; a function
-that solves a problem says all that it needs itself.
+Sections with the same rows. A package's line may name what stands elsewhere in it; a function that
+solves a problem says all that it needs itself; MBPP's problems are a set that others have too.
 """
 
 import ast
 import textwrap
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dgemma.bench.data import Data, MissingData, spread
+from dgemma.bench import mbpp
+from dgemma.bench.data import Data, MissingData, read_jsonl, spread
 from dgemma.bench.holes import Hole, fill, fill_as_told, go_on
 from dgemma.bench.measure import Case, Measure
 from dgemma.engine import Engine
@@ -21,24 +21,48 @@ PROBLEMS = "problems.jsonl"
 LIMIT = 1000  # of each section
 ASKED = 200  # holes that are filled one by one, as a user asks
 SHORTEST = 3  # tokens
+OF_ONE = 4  # holes of one MBPP problem
 
 
 def infill(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Measure]:
     """Exact match and share of non-trivial fills that parse, both modes, of each section."""
-    limit = limit or LIMIT
-    lines = data.records(FILE, None)
+    measures: list[Measure] = []
+    for name, read in SECTIONS.items():
+        try:
+            holes = spread(list(read(engine, data)), limit or LIMIT)
+        except MissingData as reason:
+            measures.append(Case(TASK, prefix=f"{name}: ").skipped(str(reason)))
+        else:
+            measures += _section(engine, name, holes, seed)
+    return measures
+
+
+def packages(engine: Engine, data: Data) -> Iterator[Hole]:
+    """Lines of packages and of Python's own library."""
     try:
-        problems = data.records(PROBLEMS, None)
-    except MissingData as reason:
-        skipped = Case(TASK, prefix="problem: ").skipped(str(reason))
-        return [*_section(engine, "package", _holes(engine, lines, limit), seed), skipped]
-    solved = {record["group"] for record in problems}
-    # A group lies in one section: what is left are packages and Python's own library.
-    packages = [record for record in lines if record["group"] not in solved]
-    return [
-        *_section(engine, "package", _holes(engine, packages, limit), seed),
-        *_section(engine, "problem", _holes(engine, problems, limit), seed),
-    ]
+        solved = {record["group"] for record in data.records(PROBLEMS, None)}
+    except MissingData:
+        solved = set()
+    # A group lies in one section.
+    records = [record for record in data.records(FILE, None) if record["group"] not in solved]
+    return _long(engine, map(_hole, records))
+
+
+def problems(engine: Engine, data: Data) -> Iterator[Hole]:
+    return _long(engine, map(_hole, data.records(PROBLEMS, None)))
+
+
+def mbpp_lines(engine: Engine, data: Data) -> Iterator[Hole]:
+    """At most four lines of a problem, spread over it."""
+    for record in read_jsonl(data.evaluation(mbpp.FILE), None):
+        yield from spread(list(_long(engine, mbpp.line_holes(record))), OF_ONE)
+
+
+SECTIONS: dict[str, Callable[[Engine, Data], Iterator[Hole]]] = {
+    "package": packages,
+    "problem": problems,
+    "mbpp": mbpp_lines,
+}
 
 
 def _section(engine: Engine, name: str, holes: Sequence[Hole], seed: int) -> list[Measure]:
@@ -66,14 +90,17 @@ def _as_told(engine: Engine, name: str, holes: Sequence[Hole], seed: int) -> lis
 
 def read_holes(engine: Engine, data: Data, limit: int) -> list[Hole]:
     """Holes of all groups together, as a sample of what was held out."""
-    return _holes(engine, data.records(FILE, None), limit)
+    return list(spread(list(_long(engine, map(_hole, data.records(FILE, None)))), limit))
 
 
-def _holes(engine: Engine, records: Sequence[dict[str, Any]], limit: int) -> list[Hole]:
-    """Holes that are long enough in the model's own tokens, spread over the records."""
-    holes = [Hole(r["prefix"], r["middle"], r["suffix"]) for r in records]
-    long = [h for h in holes if len(engine.tokenizer.encode(h.middle.strip())) >= SHORTEST]
-    return list(spread(long, limit))
+def _hole(record: dict[str, str]) -> Hole:
+    return Hole(record["prefix"], record["middle"], record["suffix"])
+
+
+def _long(engine: Engine, holes: Iterable[Hole]) -> Iterator[Hole]:
+    """Those that are long enough in the model's own tokens."""
+    encode = engine.tokenizer.encode
+    return (hole for hole in holes if len(encode(hole.middle.strip())) >= SHORTEST)
 
 
 def _measures(case: Case, holes: Sequence[Hole], texts: Sequence[str], note: str) -> list[Measure]:
