@@ -12,7 +12,8 @@ float32 arithmetic on the numbers that their path multiplies, and may be off by 
 output's root mean square, or a twentieth where rows stay in 16 bits; `plain` is what 8 bits cost.
 Attention is judged by its root-mean-square error: the greatest of a million says which of two
 equally good results was luckier (it may be 1.5 times the plain one's). Last comes what an engine
-does at its start (`graph/check.py`) with the model in the package, whose shapes are small ones.
+does at its start (`graph/check.py`), with the model in the package, whose shapes are small ones,
+and at the released shapes.
 """
 
 import argparse
@@ -40,13 +41,15 @@ from gpu_measure import (
     micros,
     normal,
 )
+from gpu_ours import built
 from gpu_products import cut_results, expert_results, fp8_results
-from shapes import RELEASED
+from shapes import RELEASED, shallow
 from torch import Tensor
 
 import dgemma
 from dgemma.device import describe_device
 from dgemma.graph.check import check
+from dgemma.model import Gemma
 from dgemma.ops import row_stats as plain_stats
 from dgemma.ops.attention import Segment, attention_reference
 from dgemma.ops.attention import attention as plain_attention
@@ -59,8 +62,11 @@ from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate
 from dgemma.stack import Stack
 from dgemma.weights.load import load_model
+from dgemma.weights.packed import Quant
 
 NANO = Path(dgemma.__file__).parent / "models" / "nano"
+QUANTS: tuple[Quant, ...] = ("none", "fp8", "nvfp4")
+BOTH_KINDS = 2  # layers, one of each
 DRAW_MISS = 1e-6  # in probability
 
 
@@ -270,18 +276,23 @@ def _heads(width: int) -> Result:
 
 
 def start_results() -> Iterator[Result]:
-    """The check that decides which kernels run, on trained weights of small shapes."""
-    logger, nan = logging.getLogger("dgemma"), float("nan")
+    """The check that decides which kernels run: trained weights of small shapes, random large."""
     logging.basicConfig(format="# %(message)s")
-    logger.setLevel(logging.DEBUG)  # how far off each was
-    for quant in ("none", "fp8"):
+    logging.getLogger("dgemma").setLevel(logging.DEBUG)  # how far off each was
+    for quant in QUANTS[:2]:
         model = load_model(NANO, device=DEVICE, dtype=HALF, quant=quant).model
-        with launching(early=True):
-            verdicts = check(model, Stack(model))
-        for family, reason in verdicts.items():
-            print(f"# nano {quant}, {family}: {reason or 'passed'}")
-        passed = not any(verdicts.values())
-        yield Result(f"start nano {quant}", nan, nan, passed, nan, nan, nan)
+        yield _started(f"nano {quant}", model)
+    for quant in QUANTS:
+        yield _started(f"released {quant}", built(shallow(BOTH_KINDS), quant))
+
+
+def _started(name: str, model: Gemma) -> Result:
+    with launching(early=True):
+        verdicts = check(model, Stack(model))
+    for family, reason in verdicts.items():
+        print(f"# {name}, {family}: {reason or 'passed'}")
+    nan = float("nan")
+    return Result(f"start {name}", nan, nan, not any(verdicts.values()), nan, nan, nan)
 
 
 CHECKS: dict[str, Callable[[], Iterator[Result]]] = {

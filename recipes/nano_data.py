@@ -205,7 +205,7 @@ def write_all(
         say("learning the tokenizer")
         make_tokenizer(data, out / "tokenizer", seed)
     say("reading and splitting")
-    material = gather(data, seed, functions if train else None)
+    material = gather(data, seed, functions)
     for rule, count in material.split.dropped.items():
         say(f"left out of training: {count} {rule}")
     sources = chain(text_sources(material), pair_sources(material)) if train else ()
@@ -253,6 +253,8 @@ def main() -> None:
     parser.add_argument("--functions", type=Path, help="further functions, as JSONL")
     parser.add_argument("--only", choices=["raw", "heldout", "tokens"], help="one step")
     choices = parser.parse_args()
+    if choices.functions is not None and choices.only in ("heldout", "tokens"):
+        parser.error(f"--functions is for raw files, which --only {choices.only} does not write")
     if choices.only != "tokens":
         train = choices.only != "heldout"
         write_all(choices.data, choices.out, choices.seed, functions=choices.functions, train=train)

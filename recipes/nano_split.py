@@ -198,9 +198,8 @@ class HeldCode:
         return any(name in self._names for name in re.findall(r"\bdef (\w+)", code))
 
     def hold(self, function: Function, found: set[Window]) -> bool:
-        if function.group in self._groups or function.name in self._names:
-            return True
-        return self.named(function.code) or self._solutions.hold(found)
+        is_known = function.group in self._groups or self.named(function.code)
+        return is_known or self._solutions.hold(found)
 
 
 def split_functions(

@@ -1,0 +1,84 @@
+"""What each source of a recipe has: of the rows, of the denoising loss, of the causal one.
+
+    PYTHONPATH=. python bench/train_shares.py recipes/nano_more.toml [--sequences 16]
+
+The losses are means over the rows that are asked for something, with their weights, and sources ask
+for more or less of theirs: a weight in a recipe is a share of the rows alone. `in holes` is the
+part of the denoising loss that is asked in canvases with holes. Needs the recipe's data.
+"""
+
+import argparse
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dgemma.train.build import Place, build_mixture, load_base
+from dgemma.train.mix import Mixture
+from dgemma.train.recipe import DataSource, load_recipe
+from dgemma.train.rows import CANVAS, EXAMPLE, NOTHING, PINNED, TARGET, WEIGHT, Ints, Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a source asks for, by row."""
+
+    canvas: float
+    holes: float  # of these, in canvases with holes
+    clean: float
+
+    @classmethod
+    def of(cls, rows: Ints) -> "Asked":
+        tally = Tally.of(rows)
+        holes = in_holes(rows) / tally.real
+        return cls(tally.canvas / tally.real, holes, tally.clean / tally.real)
+
+
+def in_holes(rows: Ints) -> int:
+    """What is asked in canvases that have given tokens."""
+    is_canvas = rows[CANVAS] > NOTHING
+    sequence, _ = np.nonzero(is_canvas)
+    fields = rows[EXAMPLE][is_canvas], rows[CANVAS][is_canvas]
+    _, which = np.unique(np.stack([sequence, *fields]), axis=1, return_inverse=True)
+    has_given = np.zeros(which.max() + 1, bool)
+    has_given[which[rows[PINNED][is_canvas] > 0]] = True
+    is_asked = rows[TARGET][is_canvas] > NOTHING
+    return int(rows[WEIGHT][is_canvas][is_asked & has_given[which]].sum())
+
+
+def mixture_of(recipe_path: Path, out: Path) -> tuple[Mixture, tuple[DataSource, ...]]:
+    recipe = load_recipe(recipe_path)
+    device, dtype = torch.device("cpu"), torch.float32
+    place = Place(recipe=recipe_path, out=out, device=device, dtype=dtype)
+    mixture, _ = build_mixture(recipe, place, load_base(recipe, place))
+    return mixture, recipe.data
+
+
+def show(mixture: Mixture, sources: tuple[DataSource, ...], sequences: int) -> None:
+    found = []
+    for ingredient in mixture.ingredients:
+        alone = replace(mixture, ingredients=[ingredient], sequences=sequences)
+        found.append(Asked.of(alone.batch(0)))
+    weights = np.array([source.weight for source in sources])
+    asked = weights[:, None] * np.array([(one.canvas, one.holes, one.clean) for one in found])
+    rows, (canvas, _, clean) = weights.sum(), asked.sum(0)
+    shares = 100 * np.column_stack([weights / rows, asked / (canvas, canvas, clean)])
+    print(f"{'% of':16} {'rows':>7} {'denoise':>8} {'in holes':>9} {'causal':>7}")
+    for source, line in zip(sources, shares, strict=True):
+        name = source.puzzle or Path(source.file or "").stem
+        print(f"{name:16} {line[0]:7.1f} {line[1]:8.1f} {line[2]:9.1f} {line[3]:7.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--sequences", type=int, default=16, help="packed rows of each source")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as out:
+        show(*mixture_of(given.recipe, Path(out)), given.sequences)
+
+
+if __name__ == "__main__":
+    main()
