@@ -28,13 +28,15 @@ class Brake:
 
     def __init__(self, engine: Engine) -> None:
         self.rows: list[int] = []
+        self.is_holding = False  # a pass: who comes now waits
         self._passes = threading.Semaphore(0)
         self._is_off = False
         step = engine.step
 
         def braked() -> None:
             while not self._is_off and not self._passes.acquire(timeout=0.05):
-                pass
+                self.is_holding = True
+            self.is_holding = False
             self.rows.append(len(engine.jobs) + len(engine.waiting))
             step()
 
@@ -145,7 +147,7 @@ def test_who_leaves_is_out_of_the_engine_before_the_next_pass(
     worker, engine = server.service.worker, server.service.engine
     brake = Brake(engine)
     stay = ask(server, pool, LONG, seed=1)
-    wait_for(lambda: len(worker.running) == 1)
+    wait_for(lambda: brake.is_holding and len(worker.running) == 1)
     messages = [{"role": "user", "content": "what?"}]
     line = hang_up_later(server, messages=messages, stream=stream, **ENDLESS)
     wait_for(lambda: worker.num_waiting == 1)
