@@ -10,11 +10,12 @@ from dgemma.ops.kernels.tiles import Tile
 def cut(text: str) -> Tile:
     """rows x columns x depth, warps, stages, marks.
 
-    `s`: swap, `t`: the copy engine, `r128`: registers, `w`: whole.
+    `s`: swap, `t`: the copy engine, `r128`: registers, `w`: whole, `u2`: unrolled.
     """
     numbers, *marks = text.split()
     rows, columns, depth, warps, stages = (int(number) for number in numbers.split(","))
     registers = next((int(mark[1:]) for mark in marks if mark[0] == "r"), None)
+    unroll = next((int(mark[1:]) for mark in marks if mark[0] == "u"), 1)
     return Tile(
         rows=rows,
         columns=columns,
@@ -25,6 +26,7 @@ def cut(text: str) -> Tile:
         tma="t" in marks,
         registers=registers,
         whole="w" in marks,
+        unroll=unroll,
     )
 
 
@@ -79,10 +81,15 @@ UP_DEEP_8 = """32,64,128,4,3 s t|32,64,128,4,4 s t|32,64,128,4,5 s t|32,64,256,4
 32,128,128,4,3 s t|32,64,128,4,8 s t|32,128,128,4,4 s t|32,64,256,4,4 s t"""
 DOWN_DEEP_8 = """32,64,128,4,3 s t|32,64,128,4,4 s t|32,64,128,4,6 s t|32,128,128,4,3 s t
 32,128,128,4,4 s t|32,128,128,4,6 s t|32,64,64,4,8 s t|32,64,256,4,3 s t"""
-UP_DEEP_4 = """32,64,64,4,4 w|32,64,64,4,6 w|32,64,64,4,4 w r96|32,64,64,4,5 w r80|32,64,128,4,3 w
-32,128,64,8,4 w|32,128,64,4,3 w|32,128,64,4,3|32,64,64,4,4|32,64,64,4,6|32,64,128,4,4 r128"""
-DOWN_DEEP_4 = """32,128,64,4,4 w r96|32,128,64,4,4 w|32,128,64,4,6 w|32,256,64,8,4 w|32,64,64,4,6 w
-32,128,64,8,4 w|32,128,64,4,4 r96|32,128,64,4,4|32,128,64,4,6|32,64,64,4,6"""
+UP_DEEP_4 = """32,64,64,4,3 w u2|32,64,64,4,2 w u2|32,64,64,4,2 w u4|32,64,64,4,4 w u2
+32,64,64,4,4 w|32,64,64,4,3 w u2 r96|32,64,64,4,3 w u2 r112|32,64,64,4,6 w|32,64,128,4,3 w
+32,128,64,8,3 w u2"""
+DOWN_DEEP_4 = """32,128,64,4,3 w u2 r128|32,128,64,4,2 w u2|32,128,64,4,2 w u3|32,128,64,4,2 w u4
+32,128,64,4,4 w r96|32,64,64,4,3 w u2|32,64,64,4,2 w u4|32,64,64,4,4 w u2|32,128,64,4,4 w"""
+# A commit and the canvas behind it.
+UP_PAIR_4 = """64,64,128,4,3|64,64,64,4,2 w u2|64,64,64,4,3 w u2|32,64,64,4,3 w u2|64,64,64,4,3 w"""
+DOWN_PAIR_4 = """64,128,64,4,3|64,128,64,4,2 w u2 r168|64,128,64,4,3 w u2|32,128,64,4,3 w u2
+64,64,64,4,3 w u2"""
 
 
 def listed(text: str) -> list[Tile]:

@@ -230,6 +230,7 @@ def show(form: Any) -> str:
     else:
         text = f"{form.rows},{form.columns},{form.depth},{form.warps},{form.stages}"
         text += " s" * form.swap + " t" * form.tma + " w" * form.whole
+        text += f" u{form.unroll}" * (form.unroll > 1)
     return text + (f" r{form.registers}" if form.registers else "")
 
 
@@ -269,6 +270,7 @@ PARTS: dict[str, Part] = {
     "deep16": _part(16, CANVAS, "DEEP", 24),
     "deep8": _part(8, CANVAS, "DEEP_8", 30),
     "deep4": _part(4, CANVAS, "DEEP_4", 30),
+    "pair4": _part(4, 2 * CANVAS, "PAIR_4", 30),
     "canvas4": _part(4, CANVAS, "4"),
     "one": _one,
     "canvas8": _part(8, CANVAS, "8"),

@@ -20,6 +20,8 @@ FORMS = {
     "odd": Tile(rows=16, columns=128, depth=256),
     "whole": Tile(rows=16, columns=32, depth=64, whole=True),
     "whole odd": Tile(rows=16, columns=128, depth=256, whole=True),
+    "unrolled": Tile(rows=16, columns=32, depth=64, whole=True, unroll=2),
+    "unrolled odd": Tile(rows=16, columns=64, depth=64, unroll=3),
 }
 
 
@@ -44,7 +46,16 @@ def wanted(x: Tensor, ids: Tensor, up: Laid, down: Laid) -> Tensor:
 
 @pytest.mark.parametrize(
     ("tokens", "form"),
-    [(1, "plain"), (7, "deep"), (25, "plain"), (5, "odd"), (7, "whole"), (5, "whole odd")],
+    [
+        (1, "plain"),
+        (7, "deep"),
+        (25, "plain"),
+        (5, "odd"),
+        (7, "whole"),
+        (5, "whole odd"),
+        (7, "unrolled"),
+        (5, "unrolled odd"),
+    ],
 )
 def test_products_with_four_bits_are_those_with_what_they_stand_for(tokens: int, form: str) -> None:
     up, down = weights()

@@ -3,7 +3,9 @@
 As in `experts.py`, a weight is read once for all rows of its expert; here it is also unpacked once,
 in registers, on its way to the matrix unit. That takes the place of the weights' bytes as what the
 time goes into, so it is done in few instructions: see `ops/nvfp4_order.py` for the order of bits.
-The matrix unit takes weights on the left (its tall side), from registers.
+The matrix unit takes weights on the left (its tall side), from registers. Those of gate and up lie
+in one tile, and several steps of the depth in one turn of the loop: the matrix unit then works on
+one step while the next is unpacked, where it would else be waited for after every instruction.
 
 T tokens, K experts per token, A choices, E experts, D width, I expert width.
 """
@@ -93,6 +95,7 @@ def _options(tile: Tile, *, fast: bool) -> dict[str, Any]:
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.depth,
+        "UNROLL": tile.unroll,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         "maxnreg": tile.registers,
@@ -100,7 +103,16 @@ def _options(tile: Tile, *, fast: bool) -> dict[str, Any]:
 
 
 @triton.jit
-def _rows_4(x, row, is_row, block, K: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
+def _rows_4(
+    x,
+    row,
+    is_row,
+    block,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    DIVIDES: tl.constexpr,
+):
     """The columns of rows that meet the four places of words; whole, the first has all of them."""
     if WHOLE:
         k = block * 64 + tl.arange(0, 64 * BLOCKS)
@@ -108,7 +120,7 @@ def _rows_4(x, row, is_row, block, K: tl.constexpr, BLOCKS: tl.constexpr, WHOLE:
         c = tl.arange(0, 16 * BLOCKS)
         k = block * 64 + c // 16 * 64 + c % 16
     at = x + row.to(tl.int64)[:, None] * K + k[None, :]
-    if K % (64 * BLOCKS) == 0:
+    if DIVIDES:
         here = is_row[:, None]
     else:
         here = is_row[:, None] & (k < K)[None, :]
@@ -156,32 +168,36 @@ def _gate_up_4(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     after(EARLY)
     tiles: tl.constexpr = (I + BN - 1) // BN
     blocks: tl.constexpr = BK // 64
-    divides: tl.constexpr = I % BN == 0 and D % BK == 0
+    turns: tl.constexpr = (D // 64 + blocks * UNROLL - 1) // (blocks * UNROLL) * UNROLL
+    whole: tl.constexpr = turns * blocks * 64 == D
     expert, begin, count = share(count_E, tl.program_id(0) // tiles, E, P, BM)
     n = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
+    # Gate and up of the same outputs, one behind the other in one tile. What lies behind the last
+    # output of gate is of up: it is not stored.
+    r = tl.arange(0, 2 * BN)
+    both = (tl.program_id(0) % tiles) * BN + r % BN + r // BN * I
+    divides: tl.constexpr = I % BN == 0 and whole
     words += expert.to(tl.int64) * (2 * I * D // 4)
     scales += expert.to(tl.int64) * (2 * I * D // 64)
     if begin < count:
         m = begin + tl.arange(0, BM)
         is_row = m < count
         choice = tl.load(choice_ES + expert * capacity + m, mask=is_row, other=0)
-        gates = tl.zeros((BN, BM), dtype=tl.float32)
-        ups = tl.zeros((BN, BM), dtype=tl.float32)
-        for block in range(0, D // 64, blocks):
-            gate_words = load_words(words, n, block, I, D, blocks, divides)
-            gate_scales = load_scales(scales, n, block, I, D, blocks, divides)
-            up_words = load_words(words + I * D // 4, n, block, I, D, blocks, divides)
-            up_scales = load_scales(scales + I * D // 64, n, block, I, D, blocks, divides)
-            part = _rows_4(x, choice // TOP, is_row, block, D, blocks, WHOLE)
-            tile = unpack(gate_words, gate_scales, BN, blocks, x.dtype.element_ty, FAST)
-            gates = _dot_4(tile, part, gates, BN, blocks, WHOLE)
-            tile = unpack(up_words, up_scales, BN, blocks, x.dtype.element_ty, FAST)
-            ups = _dot_4(tile, part, ups, BN, blocks, WHOLE)
+        total = tl.zeros((2 * BN, BM), dtype=tl.float32)
+        for turn in tl.range(0, turns, loop_unroll_factor=UNROLL):
+            block = turn * blocks
+            found = load_words(words, both, block, 2 * I, D, blocks, divides)
+            scale = load_scales(scales, both, block, 2 * I, D, blocks, divides)
+            part = _rows_4(x, choice // TOP, is_row, block, D, blocks, WHOLE, whole)
+            tile = unpack(found, scale, 2 * BN, blocks, x.dtype.element_ty, FAST)
+            total = _dot_4(tile, part, total, 2 * BN, blocks, WHOLE)
+        gates, ups = tl.split(tl.permute(tl.reshape(total, (2, BN, BM)), (1, 2, 0)))
         gates *= tl.load(factor_E2 + 2 * expert)
         ups *= tl.load(factor_E2 + 2 * expert + 1)
         hidden = activate(gates, ups).to(out.dtype.element_ty)
@@ -208,12 +224,15 @@ def _down_4(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     after(EARLY)
     tiles: tl.constexpr = (D + BN - 1) // BN
     blocks: tl.constexpr = BK // 64
-    divides: tl.constexpr = D % BN == 0 and I % BK == 0
+    turns: tl.constexpr = (I // 64 + blocks * UNROLL - 1) // (blocks * UNROLL) * UNROLL
+    whole: tl.constexpr = turns * blocks * 64 == I
+    divides: tl.constexpr = D % BN == 0 and whole
     expert, begin, count = share(count_E, tl.program_id(0) // tiles, E, P, BM)
     n = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
     words += expert.to(tl.int64) * (D * I // 4)
@@ -223,10 +242,11 @@ def _down_4(
         is_row = m < count
         choice = tl.load(choice_ES + expert * capacity + m, mask=is_row, other=0)
         total = tl.zeros((BN, BM), dtype=tl.float32)
-        for block in range(0, I // 64, blocks):
+        for turn in tl.range(0, turns, loop_unroll_factor=UNROLL):
+            block = turn * blocks
             found = load_words(words, n, block, D, I, blocks, divides)
             scale = load_scales(scales, n, block, D, I, blocks, divides)
-            part = _rows_4(hidden, choice, is_row, block, I, blocks, WHOLE)
+            part = _rows_4(hidden, choice, is_row, block, I, blocks, WHOLE, whole)
             tile = unpack(found, scale, BN, blocks, hidden.dtype.element_ty, FAST)
             total = _dot_4(tile, part, total, BN, blocks, WHOLE)
         total *= tl.load(factor_E + expert)

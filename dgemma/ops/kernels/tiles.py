@@ -16,6 +16,7 @@ class Tile:
     tma: bool = False  # weights through the copy engine, where there is one
     registers: int | None = None  # at most, of a thread: more programs share a processor then
     whole: bool = False  # 4-bit weights only: a step's depth in one product instead of four
+    unroll: int = 1  # 4-bit weights only: steps of the depth in one turn of the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,8 @@ TABLE_4 = (
     (
         24.0,
         Tiles(
-            Tile(rows=32, columns=64, depth=64, stages=4, whole=True),
-            Tile(rows=32, columns=128, depth=64, stages=4, registers=96, whole=True),
+            Tile(rows=32, columns=64, depth=64, stages=3, whole=True, unroll=2),
+            Tile(rows=32, columns=128, depth=64, stages=3, registers=128, whole=True, unroll=2),
         ),
     ),
     (
