@@ -19,6 +19,7 @@ from dgemma.graph.steppers import Fast
 from dgemma.model import Gemma, Layer
 from dgemma.ops.fast import switched
 from dgemma.sampler import EntropyBound, Sampler
+from dgemma.weights.head import shrink_head
 from dgemma.weights.packed import FORMS, Quant, shrink
 from dgemma.weights.random import random_model
 
@@ -166,9 +167,14 @@ def prefill(model: Gemma, count: int, chunk: int, repeats: int = 3) -> Times:
 
 
 def built(
-    config: ModelConfig, quant: Quant, *, even: bool = True, device: torch.device = DEVICE
+    config: ModelConfig,
+    quant: Quant,
+    *,
+    even: bool = True,
+    device: torch.device = DEVICE,
+    head: int = 8,
 ) -> Gemma:
-    """Random weights, each layer in fewer bits as soon as it stands.
+    """Random weights, each layer in fewer bits as soon as it stands, and then the head.
 
     Attention over random weights gives all tokens nearly the same, and its norm makes that large:
     deep routers then send most tokens to few experts. `even` keeps it small, and every expert of
@@ -180,7 +186,8 @@ def built(
             layer.post_attention_layernorm.weight.mul_(COMMON)
         shrink(layer, FORMS[quant])
 
-    return random_model(config, 0, device=device, dtype=HALF, on_layer=change)
+    model = random_model(config, 0, device=device, dtype=HALF, on_layer=change)
+    return shrink_head(model) if head == 8 and quant in ("fp8", "nvfp4") else model
 
 
 def routing(bench: Bench) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Denoising steps, commits and single tokens of the released shapes on a GPU, beside their floors.
 
     python bench/gpu_step.py [--quant none fp8 nvfp4] [--context 512 2048] [--long 32768]
-                             [--peer dynamic static] [--layers 30] [--steps 24] [--out FILE]
+                             [--peer dynamic static] [--layers 30] [--steps 24] [--head 16]
+                             [--out FILE]
 
 Random weights, by default such that tokens spread evenly and every expert of every layer is read:
 the worst case, valid for the time of a step and not for the number of steps. Their logits are flat,
@@ -94,10 +95,13 @@ def at_context(bench: Bench, context: int, beside: Beside, steps: int) -> Facts:
 def measured(quant: Any, arguments: argparse.Namespace, here: Device) -> Facts:
     """All there is to know of one precision."""
     config = shallow(arguments.layers)
-    beside_floor = Beside(config, FORMATS[quant], here)
+    kind = FORMATS[quant]
+    if quant != "none":
+        kind = replace(kind, head=arguments.head)
+    beside_floor = Beside(config, kind, here)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model = built(config, quant, even=not arguments.uneven)
+    model = built(config, quant, even=not arguments.uneven, head=arguments.head)
     begin = time.perf_counter()
     fast, facts = Fast.of(model), {}
     if fast is None:
@@ -155,6 +159,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-wait", type=float, default=WAIT_S, help="seconds to compile")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--head", type=int, choices=[8, 16], default=8, help="for fewer bits alone")
     parser.add_argument("--uneven", action="store_true", help="routing as weights are drawn")
     parser.add_argument("--agreement", action="store_true")
     parser.add_argument("--profile", action="store_true", help="one precision; times are off then")
@@ -173,6 +178,7 @@ def main() -> None:
         "device": describe_device(DEVICE),
         "torch": torch.__version__,
         "layers": arguments.layers,
+        "head": arguments.head,
         "copy_gb_s": round(copy),
     }
     if arguments.agreement:

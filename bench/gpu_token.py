@@ -115,7 +115,7 @@ class Bench:
         self.rows = [filled(model, context) for context in CONTEXTS]
         weight_VD = model.embed_tokens.weight
         x_1D, out_1V = weight_VD[:1].clone(), torch.empty(1, len(weight_VD), device=DEVICE)
-        self.head = micros(lambda: vector.scores(x_1D, weight_VD, CAP, out_1V), 2) / 1000
+        self.head = micros(lambda: vector.scores(x_1D, (weight_VD, None), CAP, out_1V), 2) / 1000
 
     def measure(self, changes: tuple[Change, ...]) -> Found:
         with ExitStack() as opened:

@@ -35,6 +35,7 @@ from dgemma.ops.fast import FAMILIES, decided
 from dgemma.sampler import EntropyBound, Sampler
 from dgemma.text.chat import Prompt
 from dgemma.text.tokenizer import Tokenizer
+from dgemma.weights.head import shrink_head
 from dgemma.weights.packed import FORMS, shrink
 from dgemma.weights.random import random_model
 
@@ -69,7 +70,8 @@ def model_of(arguments: argparse.Namespace, device: torch.device, dtype: torch.d
         layer.post_attention_layernorm.weight.mul_(COMMON)  # every expert is used
         shrink(layer, form)
 
-    return random_model(config, 0, device=device, dtype=dtype, on_layer=change)
+    model = random_model(config, 0, device=device, dtype=dtype, on_layer=change)
+    return shrink_head(model) if arguments.head == 8 and arguments.quant != "none" else model
 
 
 def engine_of(model: Gemma, arguments: argparse.Namespace) -> Engine:
@@ -247,6 +249,7 @@ def build(arguments: argparse.Namespace) -> tuple[Engine, dict[str, object]]:
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
         "quant": arguments.quant,
+        "head": arguments.head,
         "layers": model.config.num_hidden_layers,
         "prompt": arguments.prompt,
         "steps_per_canvas": arguments.steps,
@@ -274,6 +277,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", choices=list(SHAPES), default="released")
     parser.add_argument("--layers", type=int, help="fewer of them")
     parser.add_argument("--quant", choices=["none", "fp8", "nvfp4"], default="none")
+    parser.add_argument("--head", type=int, choices=[8, 16], default=8, help="for fewer bits alone")
     parser.add_argument("--plain-dense", action="store_true", help="experts alone in fewer bits")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")

@@ -11,7 +11,7 @@ seeds for every form. On a CPU 8- and 4-bit floats are computed by their definit
 steps of float32, bfloat16 and int8 are timed, in rounds that alternate. The last line is JSON.
 
 nvfp4 is: experts in four bits with exact activations, which is their rounded weights multiplied
-out, and the dense part in fp8.
+out, and the dense part in fp8. `fp8+head` and the like have the head in 8 bits too.
 """
 
 import argparse
@@ -45,6 +45,7 @@ from dgemma.model import Gemma
 from dgemma.sampler import Sampler
 from dgemma.weights.agreement import between
 from dgemma.weights.download import find_checkpoint
+from dgemma.weights.head import shrink_head
 from dgemma.weights.layouts import NVFP4
 from dgemma.weights.load import load_model
 from dgemma.weights.packed import Form, shrink_model
@@ -53,6 +54,7 @@ from dgemma.weights.quantize import quantize_checkpoint
 PROMPT, CANVAS, LEVEL = 256, 128, 0.5
 MAX_STEPS = 48
 CPU = torch.device("cpu")
+HEAD = "+head"
 TIMED = ("float32", "bfloat16", "int8")
 
 
@@ -67,7 +69,11 @@ class Cases:
 
 
 def load(form: str, model: str) -> Engine:
-    """An engine on the CPU whose weights have this form."""
+    """An engine on the CPU whose weights have this form, the head in 8 bits if it says so."""
+    if form.endswith(HEAD):
+        engine = load(form.removesuffix(HEAD), model)
+        shrink_head(engine.model)
+        return engine
     if form in ("float32", "bfloat16"):
         return Engine.load(model, device="cpu", dtype=form, quant="none")
     if form == "int8":
@@ -126,10 +132,13 @@ def answers(engine: Engine, cases: Cases) -> dict[str, Any]:
     for givens, puzzles in cases.puzzles.items():
         solved = solve_together(engine, puzzles, How(pinned=False, seed=0))
         found[f"Sudoku {givens}"] = (sum(one.is_right for one in solved), len(solved))
+        found[f"Sudoku {givens}, steps"] = statistics.fmean(one.steps for one in solved)
     pairs = read_pairs(cases.data, "json_calls.jsonl", cases.calls)
-    replies = next(iter(answer(engine, pairs, "json_calls", 0))).answers
-    right = [parsed(a) == parsed(pair.reply) for a, pair in zip(replies, pairs, strict=True)]
+    replies = next(iter(answer(engine, pairs, "json_calls", 0)))
+    both = zip(replies.answers, pairs, strict=True)
+    right = [parsed(a) == parsed(pair.reply) for a, pair in both]
     found["JSON calls"] = (sum(right), len(right))
+    found["JSON calls, steps"] = statistics.fmean(replies.steps)
     return found
 
 

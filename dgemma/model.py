@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.config import ModelConfig
+from dgemma.ops.dense import Weight
 from dgemma.ops.experts import mix, stacked_choices, top
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate, turns_by_kind
@@ -205,6 +206,11 @@ class TokenTable(nn.Module):
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.weight) * self.scale
+
+    @property
+    def head(self) -> Weight:
+        """The same vectors as the head multiplies them."""
+        return Weight(self.weight)
 
     def score(self, hidden_TD: Tensor) -> Tensor:
         return F.linear(hidden_TD, self.weight)

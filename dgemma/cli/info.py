@@ -104,7 +104,8 @@ def _weights(model: str, device: str, dtype: str, quant: str) -> str:
         return f"refused: {error}"
     kind = str(decided.dtype).removeprefix("torch.")
     form = {"none": kind, "own": "packed as stored"}.get(decided.choice.quant, decided.choice.quant)
-    return f"{form} ({decided.choice.why})"
+    head = ", head in 8 bits" if decided.choice.head_8 else ""
+    return f"{form}{head} ({decided.choice.why})"
 
 
 def _model(model: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.config import FULL, LayerType, ModelConfig
 from dgemma.errors import DgemmaError
-from dgemma.graph.check_ends import end_checks, ends_off
+from dgemma.graph.check_ends import end_checks, ends_off, head_off
 from dgemma.graph.check_routes import Routes
 from dgemma.graph.reading import Reading, dense_mean, read_by_kernels, sparse_mean
 from dgemma.model import Gemma, Layer, TokenTable
@@ -77,6 +77,8 @@ def check(model: Gemma, stack: Stack, known: Verdicts | None = None) -> Verdicts
                 verdicts[family] = _statistics_off(model) or ends_off(model, stack)
             else:
                 verdicts[family] = _layers_off(model, stack, family)
+            if family == "layer" and not verdicts[family]:
+                verdicts[family] = head_off(model)
         except torch.cuda.OutOfMemoryError:
             raise  # says nothing about the kernel
         except Exception as error:
@@ -97,6 +99,7 @@ def launching(model: Gemma, stack: Stack) -> Iterator[Callable[[], object]]:
                 probe = _one_layer(model.config, stack, kind)
                 yield partial(_by_kernels, model, probe, kind, family)
     yield partial(_statistics_off, model)
+    yield partial(head_off, model)
     yield from end_checks(model, stack)
 
 

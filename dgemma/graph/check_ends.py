@@ -17,6 +17,7 @@ from dgemma.graph.moving import move, move_by_rule
 from dgemma.graph.reading import Reading
 from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
+from dgemma.ops.dense import Weight, scores
 from dgemma.ops.fast import switched
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.row_stats import RowStats
@@ -24,6 +25,8 @@ from dgemma.sampler import EntropyBound
 from dgemma.stack import Stack
 
 NEAR = 0.02  # of what enters, relative
+NEAR_8 = 0.06  # of scores: by definition a single row is rounded too, by a kernel it is not
+LAST = 4096  # tokens of the vocabulary
 STEPS = 3
 SURE = 0.02  # mean nats of the drawn positions: some are decided, some are not
 
@@ -55,6 +58,25 @@ def _token_off(model: Gemma, stack: Stack) -> str:
     offs = [(got - want).norm() / want.norm().clamp(min=1e-6) for got, want in pairs]
     off = float(torch.stack([off.float() for off in offs]).max())  # no number, if any is none
     return "" if off <= NEAR else f"wrong: how a token enters, by {off:.2g}"
+
+
+def head_off(model: Gemma) -> str:
+    """A head in 8 bits, by the vocabulary's last tokens: for a canvas and for a single token."""
+    head = model.embed_tokens.head
+    if head.factor_O is None:
+        return ""  # torch's own product
+    length, width = model.config.canvas_length, model.config.hidden_size
+    hidden_LD = _drawn(model.embed_tokens.weight.new_empty(length, width), 2)
+    last = Weight(head.numbers_OI[-LAST:], head.factor_O[-LAST:])
+    for rows_TD in (hidden_LD, hidden_LD[:1]):
+        with switched({"layer"}):
+            got_TV = scores(rows_TD, head)[:, -LAST:].float()
+        with switched(()):
+            want_TV = scores(rows_TD, last).float()
+        off = float((got_TV - want_TV).norm() / want_TV.norm())
+        if not off <= NEAR_8:  # nor if it is no number
+            return f"wrong: the head in 8 bits, by {off:.2g}, {len(rows_TD)} rows"
+    return ""
 
 
 def _entrance_off(model: Gemma) -> str:

@@ -29,6 +29,7 @@ from dgemma.graph.memory import Memory, Shape
 from dgemma.graph.moving import move
 from dgemma.graph.reading import Reading, dense_mean, read, read_by_kernels, sparse_mean
 from dgemma.model import Gemma
+from dgemma.ops.dense import scores
 from dgemma.ops.fast import has_all
 from dgemma.ops.row_stats import Query
 from dgemma.stack import ByTable, Places, Stack
@@ -195,7 +196,7 @@ class Stepper:
         if self.raw_LV is None:
             with torch.inference_mode(False):
                 self.raw_LV = table_VD.new_empty(len(hidden_LD), len(table_VD))
-        return torch.mm(hidden_LD, table_VD.t(), out=self.raw_LV)
+        return scores(hidden_LD, self.model.embed_tokens.head, self.raw_LV)
 
     def _dense(self, reading: Reading) -> None:
         model, memory = self.model, self.memory

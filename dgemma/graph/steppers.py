@@ -215,6 +215,7 @@ def _compile_beforehand(model: Gemma, stack: Stack, of: Mapping[str, str]) -> No
 
 
 def _form(model: Gemma) -> str:
-    """How the weights are stored, by the first layer's modules."""
-    kinds = {type(part).__name__ for part in layers_of(model)[0].modules()}
+    """How the weights are stored, by the first layer's modules and the token table."""
+    parts = [*layers_of(model)[0].modules(), model.embed_tokens]
+    kinds = {type(part).__name__ for part in parts}
     return " ".join(sorted(kinds))

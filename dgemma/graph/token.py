@@ -130,5 +130,5 @@ class Teller(Committer):
         if not has_all(self.device):
             self.logits_1V.copy_(self.model.logits(hidden_TD))
             return
-        table_VD, cap = self.model.embed_tokens.weight, self.model.config.final_logit_softcapping
-        head_logits(hidden_TD, table_VD, cap, self.logits_1V)
+        weight, cap = self.model.embed_tokens.head, self.model.config.final_logit_softcapping
+        head_logits(hidden_TD, weight, cap, self.logits_1V)

@@ -22,6 +22,7 @@ from dgemma.ops.quantized import Quantized
 
 FEW = 2  # so many rows are streamed past
 ALIGNED = 16  # bytes; what the 8-bit product asks of both dimensions
+PIECE = 1 << 14  # rows of a vocabulary that are multiplied out together
 
 Rows = Tensor | Quantized
 
@@ -89,14 +90,7 @@ def product(x: Rows, weight: Weight, dtype: torch.dtype, cut: Cut | None = None)
 
         return dense_8.product(x, stored, dtype, cut)
     if _has_product_8(stored.numbers) and is_on(x.numbers):
-        return torch._scaled_mm(
-            x.numbers,
-            stored.numbers.t(),
-            scale_a=x.factor[:, None],
-            scale_b=stored.factor[None],
-            out_dtype=dtype,
-            use_fast_accum=True,
-        )
+        return _product_8(x, stored, dtype)
     return F.linear(x.whole(), stored.whole()).to(dtype)
 
 
@@ -120,16 +114,49 @@ def gated(gate_up_TX: Tensor, *, eight: bool = False) -> Rows:
     return quantize(out_TI) if eight else out_TI
 
 
-def head_logits(
-    hidden_TD: Tensor, weight_VD: Tensor, softcap: float | None, out_TV: Tensor
-) -> Tensor:
+def scores(hidden_TD: Tensor, weight: Weight, out_TV: Tensor | None = None) -> Tensor:
+    """What the head says of every token, before the soft cap; written to `out_TV` if given."""
+    if weight.factor_O is None:
+        if out_TV is None:
+            return F.linear(hidden_TD, weight.numbers_OI)
+        return torch.mm(hidden_TD, weight.numbers_OI.t(), out=out_TV)
+    if out_TV is None:
+        if is_few(hidden_TD) and _can_stream(weight):
+            return product(hidden_TD, weight, hidden_TD.dtype)
+        out_TV = hidden_TD.new_empty(len(hidden_TD), len(weight.numbers_OI))
+    x, stored = quantize(hidden_TD), Quantized(weight.numbers_OI, weight.factor_O)
+    if _has_product_8(stored.numbers) and is_on(x.numbers):
+        return _product_8(x, stored, out_TV.dtype, out_TV)
+    whole_TD = x.whole()
+    parts = zip(*(torch.split(part, PIECE) for part in (*stored, out_TV.t())), strict=True)
+    for numbers, factor, out_PT in parts:
+        out_PT.copy_(F.linear(whole_TD, Quantized(numbers, factor).whole()).t())
+    return out_TV
+
+
+def head_logits(hidden_TD: Tensor, weight: Weight, softcap: float | None, out_TV: Tensor) -> Tensor:
     """Soft-capped float32 logits of every token, written to `out_TV`."""
-    if is_few(hidden_TD):
+    if is_few(hidden_TD) and _can_stream(weight):
         from dgemma.ops.kernels import vector
 
-        return vector.scores(hidden_TD, weight_VD, softcap, out_TV)
-    raw_TV = F.linear(hidden_TD, weight_VD).float()
+        return vector.scores(hidden_TD, weight, softcap, out_TV)
+    raw_TV = scores(hidden_TD, weight).float()
     return out_TV.copy_(raw_TV if softcap is None else torch.tanh(raw_TV / softcap) * softcap)
+
+
+def _product_8(
+    x: Quantized, stored: Quantized, dtype: torch.dtype, out_TO: Tensor | None = None
+) -> Tensor:
+    into = {} if out_TO is None else {"out": out_TO}
+    return torch._scaled_mm(
+        x.numbers,
+        stored.numbers.t(),
+        scale_a=x.factor[:, None],
+        scale_b=stored.factor[None],
+        out_dtype=dtype,
+        use_fast_accum=True,
+        **into,
+    )
 
 
 def _can_stream(weight: Weight) -> bool:

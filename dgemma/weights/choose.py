@@ -26,6 +26,7 @@ from dgemma.weights.packed import OWN, Quant, check_widths, form_of
 
 NAMES = ("auto", "none", "int8", "fp8", "nvfp4")
 CONTEXT = 4096  # tokens that must fit beside the weights
+SPARE = 4e9  # bytes that must be left for longer ones before a head is stored twice
 # The driver's share of the memory is gone already where it is asked how much is free.
 NO_DRIVER = replace(DEVICES["h200"], runtime=0.0)
 # How much faster than float32 8-bit products must be. They measure twice as fast at nano's widths,
@@ -41,6 +42,7 @@ class Choice:
 
     quant: Quant
     why: str
+    head_8: bool = False  # the head in 8 bits, beside the token table
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,13 @@ def choose_quant(
         check_widths(form_of(quant, stored), config)
         _check_device(quant, device)
         found = Choice(quant, "asked for")
-    if device.type == "cuda":
-        _check_memory(config, found.quant, stored, dtype, _free(device))
-    return found
+    if device.type != "cuda":
+        return found
+    _check_memory(config, found.quant, stored, dtype, _free(device))
+    # Where rounding was asked for, and not where a file is rounded already and leaves the head out.
+    is_asked = found.quant in ("fp8", "nvfp4") and stored is None
+    has_kernels = is_asked and reason_against(device, dtype) is None
+    return replace(found, head_8=has_kernels and has_room_for_head(config, found.quant, device))
 
 
 def _auto(
@@ -143,6 +149,15 @@ def needed(
     return _bytes(config, _format(quant, stored, dtype))
 
 
+def has_room_for_head(config: ModelConfig, quant: Quant, device: torch.device) -> bool:
+    """Whether the head may lie on a GPU a second time, in 8 bits.
+
+    By all the memory there is: what others use of it at the moment must not change the answers.
+    """
+    table = config.vocab_size * config.hidden_size
+    return needed(config, quant, None, torch.bfloat16) + table + SPARE <= _total(device)
+
+
 def _check_memory(
     config: ModelConfig, quant: Quant, stored: SchemeName | None, dtype: torch.dtype, free: float
 ) -> None:
@@ -177,6 +192,10 @@ def _format(quant: Quant, stored: SchemeName | None, dtype: torch.dtype) -> Form
 
 def _bytes(config: ModelConfig, kind: Format) -> float:
     return memory(config, _context(config), kind, NO_DRIVER).total
+
+
+def _total(device: torch.device) -> float:
+    return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _context(config: ModelConfig) -> int:

@@ -14,6 +14,7 @@ from dgemma.errors import UsageError
 from dgemma.weights.adapter import Adapter, attach
 from dgemma.weights.choose import Choice, choose_quant
 from dgemma.weights.cpu_int8 import pack_int8
+from dgemma.weights.head import shrink_head
 from dgemma.weights.load import Checkpoint, Progress, load_model
 from dgemma.weights.pack import pack
 
@@ -72,6 +73,8 @@ def load_served(
     is_int8, device, dtype = decided.choice.quant == "int8", decided.device, decided.dtype
     quant = "none" if is_int8 and adapter is not None else decided.choice.quant
     found = load_model(directory, device=device, dtype=dtype, quant=quant, on_tensor=on_tensor)
+    if decided.choice.head_8:
+        shrink_head(found.model)
     if adapter is not None:
         attach(found.model, adapter)
         if is_int8:

@@ -38,16 +38,24 @@ def test_products_agree(
     torch.testing.assert_close(got, gated(x_TD @ whole.T), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("cap", [None, 3.0])
-def test_the_head_s_scores_are_capped_on_their_way(cap: float | None) -> None:
-    x_TD, weight_VD = normal(1, 2, 40), normal(2, 24, 40)
+def test_the_head_s_scores_are_capped_on_their_way(cap: float | None, eight: bool) -> None:
+    x_TD, weight = normal(1, 2, 40), dense.Weight(normal(2, 24, 40))
+    whole_VD = weight.numbers_OI
+    if eight:
+        found = quantize(weight.numbers_OI)
+        weight, whole_VD = dense.Weight(*found), found.whole()
     out, want = torch.empty(2, 24), torch.empty(2, 24)
     with torch.inference_mode():
-        dense.head_logits(x_TD, weight_VD, cap, want)
+        # By definition rows would be rounded to 8 bits as well.
+        dense.head_logits(x_TD, dense.Weight(whole_VD), cap, want)
         with switched(True):
-            got = dense.head_logits(x_TD, weight_VD, cap, out)
+            got = dense.head_logits(x_TD, weight, cap, out)
+            raw = dense.scores(x_TD, weight)
     assert got.data_ptr() == out.data_ptr()
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(raw, x_TD @ whole_VD.T, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_experts", [4, 6])

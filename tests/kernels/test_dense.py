@@ -90,5 +90,5 @@ def test_logits_are_those_of_the_model() -> None:
     out_TV = torch.empty(3, 96)
     with torch.inference_mode():
         cap = of.config.final_logit_softcapping
-        head_logits(hidden_TD, of.embed_tokens.weight, cap, out_TV)
+        head_logits(hidden_TD, of.embed_tokens.head, cap, out_TV)
         assert torch.equal(out_TV, of.logits(hidden_TD))

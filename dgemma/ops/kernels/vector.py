@@ -66,10 +66,14 @@ def gated_product(
 
 
 def scores(
-    x_TD: Tensor, weight_VD: Tensor, cap: float | None, out_TV: Tensor, form: Cut | None = None
+    x_TD: Tensor,
+    weight: tuple[Tensor, Tensor | None],
+    cap: float | None,
+    out_TV: Tensor,
+    form: Cut | None = None,
 ) -> Tensor:
     """Soft-capped float32 logits, written to `out_TV`."""
-    _launch(x_TD, (weight_VD, None), out_TV, form, cap=cap or 0.0)
+    _launch(x_TD, weight, out_TV, form, cap=cap or 0.0)
     return out_TV
 
 
