@@ -8,7 +8,8 @@ all else is quantized there, and its source dropped. A layer's modules are swapp
     own    what the file packs stays packed, the rest is as it is
     int8   all products in whole numbers, for CPUs (see `cpu_int8`)
 
-Router, norms, self-conditioning, embedding and head keep their type (but see `cpu_int8`).
+Router, norms, self-conditioning, embedding and head keep their type (but see `cpu_int8`, and `head`
+for a second head in 8 bits).
 
 E experts, O outputs, I inputs.
 """
