@@ -215,6 +215,7 @@ def vector_cases() -> list[Case]:
         ("o 8", 2816, 8192, {"HAS_FACTOR": True}),
         ("gate_up 8", 2112, WIDTH, {"GATED": True, "HAS_FACTOR": True}),
         ("head", 262144, WIDTH, {"CAP": 30.0}),
+        ("head 8", 262144, WIDTH, {"CAP": 30.0, "HAS_FACTOR": True}),
     ):
         form = vector.cut(outputs, depth, is_gated="GATED" in how)
         types = {"x_TD": HALF, "factor_X": FLOAT, "rows": "i32"}
