@@ -98,13 +98,13 @@ TABLE_4 = (
         24.0,
         Tiles(
             Tile(rows=32, columns=64, depth=64, stages=3, whole=True, unroll=2),
-            Tile(rows=32, columns=128, depth=64, stages=3, registers=128, whole=True, unroll=2),
+            Tile(rows=32, columns=128, depth=64, stages=4, registers=96, whole=True),
         ),
     ),
     (
         96.0,
         Tiles(
-            Tile(rows=64, columns=64, depth=128, stages=3),
+            Tile(rows=64, columns=64, depth=64, stages=3, whole=True, unroll=2),
             Tile(rows=64, columns=128, depth=64, stages=3),
         ),
     ),
