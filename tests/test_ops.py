@@ -442,6 +442,19 @@ def test_the_norm_scales_to_unit_mean_square() -> None:
     assert (rms_norm(torch.zeros(2, 4), None, 1e-6) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_gradients_is_the_same_and_leaves_its_input_alone(
+    dtype: torch.dtype,
+) -> None:
+    x, weight = normal(9, 3, 5, 64).to(dtype), normal(10, 64).to(dtype)
+    before = x.clone()
+    for scale in (None, weight):
+        with torch.no_grad():
+            got = rms_norm(x, scale, 1e-6)
+        torch.testing.assert_close(got, rms_norm(x, scale, 1e-6))
+    assert torch.equal(x, before)
+
+
 @settings(QUICK, max_examples=60)
 @given(
     head_dim=st.sampled_from([2, 4, 8, 16]),
