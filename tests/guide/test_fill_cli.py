@@ -138,6 +138,92 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> 
     assert path.read_text(encoding="utf-8") == old
 
 
+def test_a_reader_sees_the_old_text_or_the_new_one_never_half(tmp_path: Path) -> None:
+    path = tmp_path / "old.txt"
+    path.write_bytes(b"old\n")
+    path.chmod(0o640)
+    with path.open("rb") as reader:
+        write_text(str(path), "new\r\n")
+        assert reader.read() == b"old\n", "the old file was written into"
+    assert path.read_bytes() == b"new\r\n" and path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["old.txt"]
+
+
+def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "text.txt", tmp_path / "link.txt"
+    target.write_bytes(b"old")
+    link.symlink_to(Path("there", "text.txt"))
+    write_text(str(link), "new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    assert os.listdir(target.parent) == ["text.txt"]
+
+
+def test_other_names_of_a_file_see_the_new_text_too(tmp_path: Path) -> None:
+    path, other = tmp_path / "one.txt", tmp_path / "other.txt"
+    path.write_bytes(b"old")
+    other.hardlink_to(path)
+    write_text(str(path), "new")
+    assert other.read_bytes() == b"new" and path.samefile(other)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_goes_wrong_at_the_last_moment_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    path = tmp_path / "old.txt"
+    path.write_bytes(b"old")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises((DgemmaError, KeyboardInterrupt)):
+        write_text(str(path), "new")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["old.txt"]
+
+
+@pytest.mark.parametrize("name", ["dgemma.cli.texts.mkstemp", "os.replace"])
+def test_where_no_file_may_be_put_the_old_one_is_written_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As in a directory of somebody else, or of everybody's with the sticky bit."""
+    path = tmp_path / "old.txt"
+    path.write_bytes(b"old")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(name, refuse)
+    write_text(str(path), "new")
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["old.txt"]
+    path.write_bytes(b"old")
+    whole = Path.write_bytes
+
+    def run_full(self: Path, data: bytes) -> int:
+        whole(self, data[:1])
+        if data == b"old":
+            return whole(self, data)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", run_full)
+    with pytest.raises(DgemmaError, match="No space left on device; it is as it was"):
+        write_text(str(path), "new")
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write all")
+def test_a_directory_that_may_not_be_written_is_no_hindrance(tmp_path: Path) -> None:
+    path = tmp_path / "old.txt"
+    path.write_bytes(b"old")
+    tmp_path.chmod(0o555)
+    try:
+        write_text(str(path), "new")
+    finally:
+        tmp_path.chmod(0o755)
+    assert path.read_bytes() == b"new"
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write all")
 def test_a_file_that_may_not_be_written_is_refused_before_any_work(call: Call, holed: Path) -> None:
     holed.chmod(0o444)
