@@ -2,10 +2,14 @@
 
 import io
 import json
+import re
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import torch
 from dgemma.bench.sudoku import Attempt as Try
 from dgemma.bench.sudoku import How, Solved, canvas_length, follow, givens, plan, solve
 from dgemma.cli import main
+from dgemma.cli.show import CanvasView
 from dgemma.engine import Draft, Engine
 from dgemma.errors import UsageError
 from dgemma.text import sudoku as text
@@ -279,6 +284,66 @@ def test_puzzles_come_from_files_and_pipes(call: Call, solver: Path, tmp_path: P
     assert [one["puzzle"] for one in listed] == [PUZZLE, PUZZLE]
     piped = call("-", "-m", solver, *HERE, "--json", stdin=PUZZLE + "\n")
     assert json.loads(piped.out)[0]["solution"] == SOLUTION
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """As Ctrl-C would when so many puzzles are done, in whatever order."""
+
+    def some(*args: Any) -> Iterator[tuple[int, Draft | Solved]]:
+        results = 0
+        for index, event in follow(*args):
+            yield index, event
+            results += isinstance(event, Solved)
+            if results == count:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("dgemma.bench.sudoku.follow", some)
+
+
+def test_an_interrupt_loses_nothing_that_is_solved(
+    call: Call, solver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(monkeypatch, 2)  # the first one takes longest: others are there before it
+    args = [OTHER, PUZZLE, PUZZLE, OTHER, "-m", solver, *HERE]
+    result = call(*args)
+    assert result.code == 130
+    assert result.err == "dgemma: interrupted after 2 of 4 puzzles, 2 solved\n"
+    assert result.out.count("9 8 7 │ 5 1 4 │ 6 3 2") == 2
+    assert "puzzle 2: solved; " in result.out and "puzzle 3: solved; " in result.out
+    assert "of 4 solved" not in result.out
+    result = call(*args, "--json")
+    assert result.code == 130 and result.err.startswith("dgemma: interrupted after 2 of 4")
+    assert [one["solution"] for one in json.loads(result.out)] == [SOLUTION, SOLUTION]
+
+
+def test_an_interrupt_before_anything_is_solved_says_so(
+    call: Call, solver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: CanvasView, __: Draft) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CanvasView, "draw", interrupt)
+    result = call(PUZZLE, "-m", solver, *HERE, "--show")
+    assert result == Result(130, "", "dgemma: interrupted after 0 of 1 puzzle, 0 solved\n")
+
+
+def test_grids_are_printed_as_they_are_solved(solver: Path, tmp_path: Path) -> None:
+    path = tmp_path / "puzzles.txt"
+    path.write_text(f"{PUZZLE}\n" * 5000)
+    program = "from dgemma.cli import main; main()"
+    command = [sys.executable, "-c", program, "sudoku", str(path), "-m", str(solver), *HERE]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "9 8 7 │ 5 1 4 │ 6 3 2\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert process.returncode == 130
+    # A grid that was being printed is printed again.
+    solved = len(set(re.findall(r"^puzzle (\d+): solved; ", out, flags=re.MULTILINE)))
+    assert 0 < solved < 5000
+    assert err == f"dgemma: interrupted after {solved} of 5000 puzzles, {solved} solved\n"
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,19 @@
 import json
 import secrets
 import sys
-from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, Adapter, AsJson, Device, Dtype, Model, Quant, app
+from dgemma.cli.app import FAILED, INTERRUPTED, Adapter, AsJson, Device, Dtype, Model, Quant, app
 from dgemma.errors import UsageError
 from dgemma.text.sudoku import CELLS, parse
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.text import Text
 
     from dgemma.bench.sudoku import How, Solved
@@ -55,7 +57,8 @@ def sudoku(
 ) -> None:
     """Solve Sudoku; exits with 1 if any puzzle is left unsolved.
 
-    The model alone solves: replies are checked only when all is over.
+    The model alone solves: replies are checked only when all is over. Grids are printed as they are
+    solved, in the puzzles' order; Ctrl-C prints those that are ready.
     """
     from dgemma.bench.sudoku import How
     from dgemma.cli.loading import load_engine
@@ -71,12 +74,16 @@ def sudoku(
         drafts=show and mode != "ar",
     )
     engine = load_engine(model, device, dtype, adapter, quant)
-    results = _run(engine, cells, how, show=show)
-    if as_json:
-        print(json.dumps([_report(one, how) for one in results]))
-    else:
-        _print(results)
-    if not all(one.is_right for one in results):
+    results = Results(how, len(cells), as_json)
+    try:
+        for index, one in _solve(engine, cells, how, show=show):
+            results.take(index, one)
+    except KeyboardInterrupt:
+        results.finish()
+        print(f"dgemma: interrupted after {results.summary}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    results.finish()
+    if results.solved < len(cells):
         raise typer.Exit(FAILED)
 
 
@@ -117,24 +124,80 @@ def _read_lines(text: str, name: str) -> list[str]:
     return puzzles
 
 
-def _run(engine: "Engine", puzzles: list[str], how: "How", *, show: bool) -> "list[Solved]":
+def _solve(
+    engine: "Engine", puzzles: list[str], how: "How", *, show: bool
+) -> "Iterator[tuple[int, Solved]]":
     """All puzzles at once, or one after the other where their canvases are to be watched."""
+    from dgemma.bench.sudoku import Solved, follow
+
+    if show:
+        for index, puzzle in enumerate(puzzles):
+            yield index, _watch(engine, puzzle, how)
+        return
+    for index, event in follow(engine, puzzles, how):
+        if isinstance(event, Solved):
+            yield index, event
+
+
+def _watch(engine: "Engine", puzzle: str, how: "How") -> "Solved":
     from dgemma.bench.sudoku import Solved, follow
     from dgemma.cli.show import CanvasView
 
-    groups = [[puzzle] for puzzle in puzzles] if show else [puzzles]
-    results: list[Solved] = []
-    for group in groups:
-        found: dict[int, Solved] = {}
-        with ExitStack() as stack:
-            view = stack.enter_context(CanvasView()) if show else None
-            for index, event in follow(engine, group, how):
-                if isinstance(event, Solved):
-                    found[index] = event
-                elif view is not None:
-                    view.draw(event)
-        results += [found[index] for index in range(len(group))]
-    return results
+    with CanvasView() as view:
+        for _, event in follow(engine, [puzzle], how):
+            if isinstance(event, Solved):
+                return event
+            view.draw(event)
+    raise AssertionError("a puzzle ends with its result")
+
+
+@dataclass(slots=True)
+class Results:
+    """What came of the puzzles; a grid is printed when those before it are, JSON at the end."""
+
+    how: "How"
+    count: int  # of all puzzles
+    as_json: bool
+    found: "dict[int, Solved]" = field(default_factory=dict)
+    printed: int = 0
+
+    @property
+    def solved(self) -> int:
+        return sum(one.is_right for one in self.found.values())
+
+    @property
+    def summary(self) -> str:
+        return f"{len(self.found)} of {_counted(self.count)}, {self.solved} solved"
+
+    def take(self, index: int, one: "Solved") -> None:
+        self.found[index] = one
+        while not self.as_json and self.printed in self.found:
+            self._print(self.printed)
+            self.printed += 1
+
+    def finish(self) -> None:
+        """Print what is there and was not: if all is over early, some before it may be missing."""
+        if self.as_json:
+            print(json.dumps([_report(self.found[i], self.how) for i in sorted(self.found)]))
+            return
+        for index in sorted(self.found):
+            if index >= self.printed:
+                self._print(index)
+        if self.count > 1 and len(self.found) == self.count:
+            print(f"{self.solved} of {self.count} solved")
+
+    def _print(self, index: int) -> None:
+        from rich.console import Console
+
+        one, console = self.found[index], Console(highlight=False, soft_wrap=True)
+        number = f"puzzle {index + 1}: " if self.count > 1 else ""
+        console.print(_grid(one))
+        console.print(number + _summary(one), style="dim")
+        console.print()
+
+
+def _counted(count: int) -> str:
+    return "1 puzzle" if count == 1 else f"{count} puzzles"
 
 
 def _report(one: "Solved", how: "How") -> dict[str, object]:
@@ -150,19 +213,6 @@ def _report(one: "Solved", how: "How") -> dict[str, object]:
         "pinned": how.pinned,
         "seed": how.seed,
     }
-
-
-def _print(results: "list[Solved]") -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    for one in results:
-        console.print(_grid(one))
-        console.print(_summary(one), style="dim")
-        console.print()
-    if len(results) > 1:
-        solved = sum(one.is_right for one in results)
-        console.print(f"{solved} of {len(results)} solved")
 
 
 def _grid(one: "Solved") -> "Text":
