@@ -1,8 +1,10 @@
 """The command line: answers on stdout, one sentence on stderr when wrong, and quick to start."""
 
+import inspect
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,9 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import typer
 
 from dgemma import __version__
 from dgemma.cli import main
@@ -216,7 +219,12 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
         (["generate", "-"], "the prompt on stdin is empty"),
         (["generate", "hi", "extra"], "extra"),
         (["generate", "hi", "--frobnicate"], "--frobnicate"),
-        (["generate", "hi", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "hi", "--max-tokens", "many"], "--max-tokens is 'many'; it must be a whole"),
+        (
+            ["generate", "hi", "--seed=1.5"],
+            "--seed is '1.5'; it must be a whole number; `dgemma",
+        ),
+        (["generate", "hi", "--heat", "hot"], "--heat is 'hot'; it must be a number;"),
         (["generate", "hi", "--max-tokens", "-3"], "max tokens is -3; it must be above 0"),
         (["generate", "hi", "--max-tokens", "0"], "max tokens is 0"),
         (["generate", "hi", "--max-tokens", "9999"], "the context holds 256"),
@@ -224,7 +232,20 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
         (["generate", "hi", "--seed", "-1"], "seed is -1"),
         (["generate", "hi", "--canvas", "17"], "canvas length is 17"),
         (["generate", "hi", "--canvas", "0"], "canvas length is 0"),
-        (["generate", "hi", "--steps", "0"], "max steps is 0"),
+        (["generate", "hi", "--steps", "0"], "--steps is 0; it must be a whole number, 1 or more"),
+        (["generate", "hi", "--steps", "9", "--steps", "x"], "--steps is 'x'"),
+        (["generate", "hi", "--steps"], "`dgemma generate --help`"),
+        (["fill", "x", "--length", "x", "--length", "2"], "--length is 'x'; it must be a whole"),
+        (["fill", "x", "--length", "0"], "--length is 0; it must be a whole number, 1 or more"),
+        (
+            ["serve", "--port", "99999"],
+            "--port is 99999; it must be a whole number from 0 to",
+        ),
+        (["serve", "--max-body", "nan"], "--max-body is nan; it must be"),
+        (["eval", "--seed", "-1"], "seed is -1; it must be 0 to"),
+        (["train", "x.toml", "--steps", "-3"], "steps is -3; it must be 1 or more"),
+        (["train", "x.toml", "--seconds", "nan"], "seconds is nan; it must be above 0"),
+        (["train", "x.toml", "--workers", "-1"], "workers is -1; it must be 0 or more"),
         (["generate", "hi", "--stop", ""], "stop string is empty"),
         (["generate", "hi", "--rule", "greedy"], "'greedy' is not known; use entropy or"),
         (["generate", "hi", "--device", "cuda:7"], "use cpu or auto"),
@@ -249,6 +270,33 @@ def test_a_wrong_call_is_refused_in_one_sentence(
     result = call(*args)
     assert (result.code, result.out) == (2, "")
     assert_one_sentence(result.err, phrase)
+
+
+def numeric_options() -> list[tuple[str, str]]:
+    """Each command with each of its options that takes a number."""
+    found = []
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        hints = get_type_hints(inspect.unwrap(command.callback))
+        kinds = {key: str(hint) for key, hint in hints.items()}
+        found += [
+            (name, option.opts[0])
+            for option in command.params
+            if re.search(r"\b(int|float)\b", kinds.get(option.name, ""))
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("command", "option"), numeric_options())
+def test_a_word_for_a_number_is_refused_alike_everywhere(
+    call: Call, command: str, option: str
+) -> None:
+    result = call(command, option, "many")
+    assert (result.code, result.out) == (2, "")
+    assert_one_sentence(result.err, f"{option} is 'many'; it must be a ")
+
+
+def test_every_command_with_numbers_is_asked() -> None:
+    assert {"generate", "fill", "edit", "serve", "train"} <= {name for name, _ in numeric_options()}
 
 
 @pytest.mark.skipif(NANO_DIRECTORY.is_dir(), reason="this build has the built-in model")

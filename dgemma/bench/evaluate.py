@@ -26,6 +26,7 @@ from dgemma.bench.data import Data, MissingData
 from dgemma.bench.measure import Case, Measure
 from dgemma.bench.report import as_json, markdown, table
 from dgemma.bench.tasks import TASKS
+from dgemma.canvas import Noise
 from dgemma.device import describe_device
 from dgemma.engine import Engine
 from dgemma.errors import DgemmaError, UsageError
@@ -56,6 +57,7 @@ class Settings:
             raise UsageError(f"limit is {self.limit}; it must be 1 or more")
         if self.rows is not None and self.rows < 1:
             raise UsageError(f"rows is {self.rows}; it must be 1 or more")
+        Noise(seed=self.seed)  # refuses what is no seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

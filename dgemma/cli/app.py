@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dgemma.cli.refusals import explain
 from dgemma.errors import DgemmaError, UsageError
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
@@ -64,7 +65,7 @@ def run() -> None:
             print("dgemma: interrupted", file=sys.stderr)
         sys.exit(code)
     except BadCall as error:
-        _fail(_explain(error), WRONG_CALL)
+        _fail(explain(error, sys.argv[1:]), WRONG_CALL)
     except DgemmaError as error:
         _fail(str(error), WRONG_CALL if isinstance(error, UsageError) else FAILED)
     except (KeyboardInterrupt, typer.Abort):
@@ -102,10 +103,3 @@ def _wants_traceback(arguments: list[str]) -> bool:
     """Whether --debug stands before the command, where it is an option and not a prompt."""
     options = takewhile(lambda argument: argument.startswith("-"), arguments)
     return "--debug" in options
-
-
-def _explain(error: Any) -> str:
-    """A wrong call in one sentence; none where the help was printed because nothing was asked."""
-    message = " ".join(error.format_message().split()).rstrip(".")
-    command = error.ctx.command_path if error.ctx else "dgemma"
-    return f"{message}; `{command} --help` lists what there is" if message else ""

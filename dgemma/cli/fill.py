@@ -28,7 +28,7 @@ def fill(
     adapter: Adapter = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of the holes, if known: one for all, or one for each."),
+        typer.Option(min=1, help="Tokens of the holes, if known: one for all, or one for each."),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest hole.")] = None,
     single_line: Annotated[

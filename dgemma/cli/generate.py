@@ -38,7 +38,7 @@ def generate(
     plain: Annotated[bool, typer.Option("--plain", help="Go on with the text; no chat.")] = False,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
     canvas: Annotated[int | None, typer.Option(help="Canvas length, up to the model's.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Most steps per canvas.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Most steps per canvas.")] = None,
     rule: Annotated[str | None, typer.Option(help="entropy, the default, or confidence.")] = None,
     schema: Annotated[
         str | None,

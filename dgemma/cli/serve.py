@@ -1,5 +1,6 @@
 """`dgemma serve`: the engine behind HTTP."""
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dgemma.cli.app import Adapter, Device, Dtype, Model, Quant, app
-from dgemma.errors import DgemmaError
+from dgemma.errors import DgemmaError, UsageError
 
 if TYPE_CHECKING:
     import socket
@@ -69,7 +70,7 @@ def serve(
             rows=max_rows,
             queue=max_queue,
             tokens=max_context,
-            body_bytes=int(max_body * MIB),
+            body_bytes=_bytes(max_body),
             seconds=max_seconds,
             drain_seconds=drain_seconds,
         ),
@@ -92,6 +93,12 @@ def _require_extra() -> None:
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
     if missing:
         raise DgemmaError(f"{missing[0]} is not installed; pip install 'dgemma[serve]'")
+
+
+def _bytes(mib: float) -> int:
+    if not math.isfinite(mib):
+        raise UsageError(f"--max-body is {mib}; it must be a number above 0")
+    return int(mib * MIB)
 
 
 def _name_of(model: str) -> str:

@@ -21,6 +21,16 @@ MAX_CONSTRAINT = 1 << 16  # characters of a schema, or of whatever else a text i
 MAX_LABELS = 256  # texts to choose from
 MAX_STEPS = 512  # per canvas; noise is made for all of them at once
 
+# By which the operator chooses; a refusal names them.
+OPTIONS = {
+    "rows": "--max-rows",
+    "queue": "--max-queue",
+    "tokens": "--max-context",
+    "body_bytes": "--max-body",
+    "seconds": "--max-seconds",
+    "drain_seconds": "--drain-seconds",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -37,7 +47,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if not getattr(self, name) > 0:  # nor may it be NaN
-                raise UsageError(f"the limit of {name} is {getattr(self, name)}; it must be over 0")
+                option = f" ({OPTIONS[name]})" if name in OPTIONS else ""
+                given = f"the limit of {name}{option} is {getattr(self, name)}"
+                raise UsageError(f"{given}; it must be above 0")
 
 
 class BodyLimit:

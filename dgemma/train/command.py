@@ -5,6 +5,7 @@ python -m dgemma.train RECIPE   where only PyTorch is installed, and under torch
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,14 @@ class Wanted:
     is_fresh: bool = False
     workers: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"steps is {self.steps}; it must be 1 or more")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise UsageError(f"seconds is {self.seconds}; it must be above 0")
+        if self.workers is not None and self.workers < 0:
+            raise UsageError(f"workers is {self.workers}; it must be 0 or more")
+
     def read(self) -> Recipe:
         steps = () if self.steps is None else (f"schedule.steps={self.steps}",)
         return load_recipe(self.recipe, (*self.changes, *steps))
@@ -54,8 +63,6 @@ class Wanted:
 def prepare(wanted: Wanted, progress: Progress | None = None) -> Job:
     """Build the run and take it up where its newest state stands."""
     recipe = wanted.read()
-    if wanted.seconds is not None and wanted.seconds <= 0:
-        raise UsageError(f"seconds is {wanted.seconds}; it must be above 0")
     group, device = join(choose_device(wanted.device))
     place = Place(
         recipe=wanted.recipe,
