@@ -33,8 +33,7 @@ import torch
 
 from dgemma import Engine, Options
 from dgemma.bench.answers import tune
-from dgemma.bench.data import Data
-from dgemma.bench.evaluate import HELDOUT, SHARED
+from dgemma.bench.data import HELDOUT, SHARED, Data
 from dgemma.bench.measure import SHARE, Case, Measure
 from dgemma.bench.report import table
 from dgemma.bench.tasks.fix import check, text_of

@@ -24,8 +24,7 @@ import torch
 
 from dgemma import Engine
 from dgemma.bench.answers import tune
-from dgemma.bench.data import Data, read_jsonl
-from dgemma.bench.evaluate import HELDOUT, SHARED
+from dgemma.bench.data import HELDOUT, SHARED, Data, read_jsonl
 from dgemma.bench.holes import Hole, go_on
 from dgemma.bench.measure import Case, Measure
 from dgemma.bench.report import table

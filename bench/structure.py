@@ -31,7 +31,7 @@ from jsonschema import ValidationError
 from jsonschema.validators import validator_for
 
 from dgemma import Engine, Options
-from dgemma.bench.evaluate import SHARED
+from dgemma.bench.data import SHARED
 from dgemma.canvas import NO_PINS, Canvas, fresh
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig, load_generation_config
 from dgemma.engine.events import Done

@@ -1,6 +1,7 @@
 """Make the puzzles nano is trained on, and those it is asked afterwards.
 
 python recipes/puzzle_bank.py [--out out/nano] [--sudoku 300000] [--colouring 200000]
+python recipes/puzzle_bank.py --only heldout [--out out/nano]
 
 Writes puzzles/sudoku.npz and puzzles/colouring.npz for training, and under heldout/ 1,000 puzzles
 of each of three Sudoku levels and 1,000 graphs. What is held out differs from all training puzzles
@@ -28,16 +29,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/nano"))
     parser.add_argument("--sudoku", type=int, default=300_000, help="training puzzles")
     parser.add_argument("--colouring", type=int, default=200_000, help="training graphs")
+    parser.add_argument("--only", choices=["heldout"], help="no training puzzles")
     choices = parser.parse_args()
     banks, held_out = choices.out / "puzzles", choices.out / "heldout"
     begin = time.perf_counter()
     write_sudoku(held_out)
     write_colouring(held_out)
+    if choices.only is None:
+        write_banks(banks, choices.sudoku, choices.colouring)
+    written = held_out if choices.only else f"{banks} and {held_out}"
+    print(f"wrote {written} in {time.perf_counter() - begin:.0f} s")
+
+
+def write_banks(folder: Path, sudokus: int, colourings: int) -> None:
+    """Training puzzles."""
     rng = np.random.default_rng(TRAINING_SEED)
-    colouring.make_bank(rng, choices.colouring, held_out=False).save(banks / "colouring.npz")
+    colouring.make_bank(rng, colourings, held_out=False).save(folder / "colouring.npz")
     rng = np.random.default_rng(TRAINING_SEED)
-    sudoku.make_bank(rng, choices.sudoku, held_out=False).save(banks / "sudoku.npz")
-    print(f"wrote {banks} and {held_out} in {time.perf_counter() - begin:.0f} s")
+    sudoku.make_bank(rng, sudokus, held_out=False).save(folder / "sudoku.npz")
 
 
 def write_sudoku(folder: Path) -> None:

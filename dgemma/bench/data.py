@@ -10,6 +10,10 @@ from typing import Any, TypeVar
 
 from dgemma.errors import DgemmaError
 
+# Where the recipes write what they hold out, and read what others have made.
+HELDOUT, SHARED = Path("out/nano/heldout"), Path("../shared/data")
+HOW_TO = "docs/evaluation.md tells how to get it"
+
 T = TypeVar("T")
 
 
@@ -19,26 +23,51 @@ class MissingData(DgemmaError):
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The held-out files of the training data, and the shared evaluation sets."""
+    """The held-out files of the training data, and the shared evaluation sets. None: not here."""
 
-    heldout: Path
-    shared: Path
+    heldout: Path | None
+    shared: Path | None
+
+    @classmethod
+    def find(cls, heldout: Path | None, shared: Path | None) -> "Data":
+        """The directories that were named, or else the recipes' own where there are such."""
+        return cls(heldout or _usual(HELDOUT), shared or _usual(SHARED))
 
     def records(self, name: str, limit: int | None) -> list[dict[str, Any]]:
         """Records of a held-out JSONL file, in order; `limit` at most, spread over the file."""
-        return read_jsonl(require(self.heldout / name), limit)
+        return read_jsonl(_require(self.heldout, name, "--heldout"), limit)
 
     def texts(self, name: str, limit: int | None) -> list[str]:
         return [record["text"] for record in self.records(name, limit)]
 
+    def puzzles(self, pattern: str) -> list[Path]:
+        """Held-out files whose names match, the last one first."""
+        found = [] if self.heldout is None else sorted(self.heldout.glob(pattern), reverse=True)
+        if not found:
+            raise _missing(self.heldout, pattern, "--heldout")
+        return found
+
     def evaluation(self, name: str) -> Path:
-        return require(self.shared / "eval" / name)
+        return _require(self.shared, f"eval/{name}", "--data")
+
+    def training(self, name: str) -> Path:
+        return _require(self.shared, f"train/{name}", "--data")
 
 
-def require(path: Path) -> Path:
-    if not path.exists():
-        raise MissingData(f"{path} does not exist")
-    return path
+def _usual(directory: Path) -> Path | None:
+    return directory if directory.is_dir() else None
+
+
+def _require(directory: Path | None, name: str, option: str) -> Path:
+    if directory is None or not (directory / name).exists():
+        raise _missing(directory, name, option)
+    return directory / name
+
+
+def _missing(directory: Path | None, name: str, option: str) -> MissingData:
+    """Which file, which option names its directory, and where to read how to get it."""
+    lack = f"{name} is needed" if directory is None else f"{directory} has no {name}"
+    return MissingData(f"{lack}; name a directory that has it by {option} ({HOW_TO})")
 
 
 def read_jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:

@@ -31,7 +31,6 @@ from dgemma.device import describe_device
 from dgemma.engine import Engine
 from dgemma.errors import DgemmaError, UsageError
 
-HELDOUT, SHARED = Path("out/nano/heldout"), Path("../shared/data")
 ROWS = {"cuda": 64, "cpu": 8}
 
 
@@ -75,7 +74,10 @@ class Report:
         if self.failed:
             return f"{', '.join(self.failed)} failed"
         if all(not measure.count for measure in self.measures):
-            return "nothing was measured: give --heldout and --data directories with the sets"
+            return (
+                "nothing was measured; name directories with the sets by --heldout and --data "
+                "(docs/evaluation.md tells how to get them)"
+            )
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -161,8 +163,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="nano")
     parser.add_argument("--adapter", type=Path)
-    parser.add_argument("--heldout", type=Path, default=HELDOUT)
-    parser.add_argument("--data", type=Path, default=SHARED)
+    parser.add_argument("--heldout", type=Path)
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--tasks", default="all", help=", ".join(TASKS))
     parser.add_argument("--limit", type=int)
     parser.add_argument("--seed", type=int, default=0)
@@ -178,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _read(arguments)
     try:
         settings = Settings(
-            data=Data(given.heldout, given.data),
+            data=Data.find(given.heldout, given.data),
             tasks=parse_tasks(given.tasks),
             limit=given.limit,
             seed=given.seed,

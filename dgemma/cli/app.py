@@ -27,6 +27,12 @@ Quant = Annotated[
 Adapter = Annotated[
     Path | None, typer.Option(help="A LoRA adapter to put on the model: a directory or file.")
 ]
+HeldOut = Annotated[
+    Path | None, typer.Option(help="Directory of held-out files (docs/evaluation.md).")
+]
+Shared = Annotated[
+    Path | None, typer.Option("--data", help="Directory of public sets (docs/evaluation.md).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 app = typer.Typer(

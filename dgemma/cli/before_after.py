@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dgemma.bench.data import Data
     from dgemma.bench.evaluate import Settings
     from dgemma.bench.measure import Measure
     from dgemma.train.build import Job
@@ -27,18 +28,17 @@ class Trial:
 
     @classmethod
     def plan(
-        cls, recipe: "Recipe", tasks: str | None, limit: int | None, heldout: Path, data: Path
+        cls, recipe: "Recipe", tasks: str | None, limit: int | None, data: "Data"
     ) -> "Trial | None":
         """The tasks asked for, or else the recipe's; None if there are none. Checked at once."""
         names = ",".join(recipe.eval.tasks) if tasks is None else tasks
         if names in ("", NO_TASKS):
             return None
-        from dgemma.bench.data import Data
         from dgemma.bench.evaluate import Settings, parse_tasks
 
         return cls(
             Settings(
-                data=Data(heldout, data),
+                data=data,
                 tasks=parse_tasks(names),
                 limit=recipe.eval.limit if limit is None else limit,
             )

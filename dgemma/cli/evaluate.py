@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, HeldOut, Model, Quant, Shared, app
 from dgemma.errors import DgemmaError
 
 
@@ -18,12 +18,8 @@ def evaluate(
     quant: Quant = "auto",
     adapter: Adapter = None,
     tasks: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
-    heldout: Annotated[Path, typer.Option(help="Directory of held-out files.")] = Path(
-        "out/nano/heldout"
-    ),
-    data: Annotated[Path, typer.Option(help="Directory of shared evaluation sets.")] = Path(
-        "../shared/data"
-    ),
+    heldout: HeldOut = None,
+    data: Shared = None,
     limit: Annotated[int | None, typer.Option(help="Most cases of each set.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same answers.")] = 0,
     rows: Annotated[int | None, typer.Option(help="Requests in one pass.")] = None,
@@ -35,7 +31,8 @@ def evaluate(
 
     Tasks: sudoku, colouring, cross_entropy, blimp, humaneval_infill, infill, json_calls, fix,
     stories, samples. humaneval_infill runs the code that the model writes, in a process with
-    limits but not behind a wall.
+    limits but not behind a wall. The stories of samples need no files; what does is skipped without
+    them, and docs/evaluation.md tells how to get them.
     """
     from dgemma.bench.data import Data
     from dgemma.bench.evaluate import Settings, heading, parse_tasks
@@ -44,7 +41,7 @@ def evaluate(
     from dgemma.cli.loading import load_engine
 
     settings = Settings(
-        data=Data(heldout, data),
+        data=Data.find(heldout, data),
         tasks=parse_tasks(tasks),
         limit=limit,
         seed=seed,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dgemma.cli.app import INTERRUPTED, Device, Dtype, app
+from dgemma.cli.app import INTERRUPTED, Device, Dtype, HeldOut, Shared, app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from dgemma.train.build import Job
     from dgemma.train.command import Wanted
     from dgemma.train.report import Report
-
-HELDOUT, SHARED = Path("out/nano/heldout"), Path("../shared/data")
 
 
 @app.command()
@@ -42,14 +40,15 @@ def train(
         str | None, typer.Option("--eval", help="Tasks to run before and after; none: no tasks.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Most cases of each set of a task.")] = None,
-    heldout: Annotated[Path, typer.Option(help="Directory of held-out files.")] = HELDOUT,
-    data: Annotated[Path, typer.Option(help="Directory of shared evaluation sets.")] = SHARED,
+    heldout: HeldOut = None,
+    data: Shared = None,
 ) -> None:
     """Train, fine-tune or adapt a model by a recipe.
 
     A directory with saved states is gone on with, exactly as if the run had never stopped. Ctrl-C
     saves one. Losses go to metrics.jsonl and, where matplotlib is installed, to loss.svg.
     """
+    from dgemma.bench.data import Data
     from dgemma.cli.before_after import Trial
     from dgemma.train.command import Wanted
 
@@ -65,7 +64,7 @@ def train(
         workers=workers,
     )
     asked = wanted.read()
-    trial = Trial.plan(asked, tasks, limit, heldout, data)
+    trial = Trial.plan(asked, tasks, limit, Data.find(heldout, data))
     if trial is not None:
         trial.before(wanted, asked)
     job, lines = _run(wanted)

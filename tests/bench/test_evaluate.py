@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dgemma.bench.answers import Question, ask, show
-from dgemma.bench.data import Data
+from dgemma.bench.data import HELDOUT, SHARED, Data
 from dgemma.bench.evaluate import Settings, evaluate, main, parse_tasks
 from dgemma.bench.tasks import TASKS
 from dgemma.cli import main as command_line
@@ -64,7 +64,44 @@ def test_a_run_that_measures_nothing_fails(
     call = ["--model", str(knowing_directory), "--tasks", "blimp,fix", *HERE, *nowhere]
     assert main(call) == 1
     shown = capsys.readouterr()
-    assert "BLiMP.zip" in shown.out and "nothing was measured" in shown.err
+    assert f"{tmp_path / 'nor'} has no eval/BLiMP.zip; name" in shown.out
+    assert "nothing was measured" in shown.err and "docs/evaluation.md" in shown.err
+
+
+def test_a_stranger_without_files_is_told_which_and_gets_what_needs_none(
+    knowing_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bare = tmp_path / "some" / "place"
+    bare.mkdir(parents=True)
+    monkeypatch.chdir(bare)
+    call = ["--model", str(knowing_directory), "--limit", "1", *HERE]
+    code, out, err = run_command(monkeypatch, capsys, *call)
+    assert (code, err) == (0, "")
+    notes = {line.split()[0]: line for line in out.splitlines() if " skipped " in line}
+    lacking = {"samples": "infill.jsonl", "blimp": "eval/BLiMP.zip", "fix": "fix_stories.jsonl"}
+    assert set(notes) == set(TASKS)
+    for task, file in lacking.items():
+        option = "--data" if file.startswith("eval/") else "--heldout"
+        told = f" {file} is needed; name a directory that has it by {option} (docs/evaluation.md"
+        assert told in notes[task]
+    assert "out/nano" not in out and "shared" not in out
+    assert "--- samples: story, seed 0" in out
+
+
+def test_the_usual_directories_are_found_where_they_are(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "checkout"
+    (place / "out" / "nano").mkdir(parents=True)
+    monkeypatch.chdir(place)
+    assert Data.find(None, None) == Data(None, None)
+    (place / "out" / "nano" / "heldout").symlink_to(data.heldout)  # type: ignore[arg-type]
+    (data.shared / "data").mkdir()  # type: ignore[operator]
+    assert Data.find(None, None) == Data(HELDOUT, SHARED)
+    assert Data.find(None, place) == Data(HELDOUT, place)
 
 
 def test_json_is_there_before_the_next_task(
@@ -123,7 +160,8 @@ def test_the_command_prints_a_table_or_json_and_is_quiet_beside(
     call = ["--model", str(knowing_directory), "--tasks", "fix,stories", *HERE, *places(data)]
     code, out, err = run_command(monkeypatch, capsys, *call)
     assert code == 0 and err == ""
-    assert "errors corrected" in out and "stories15M_f16.bin.xz does not exist" in out
+    assert "errors corrected" in out
+    assert "has no train/stories15M_f16.bin.xz; name a directory that has it by --data" in out
     code, out, err = run_command(monkeypatch, capsys, *call, "--json")
     assert code == 0 and err == ""
     assert json.loads(out)["measures"][0]["task"] == "fix"

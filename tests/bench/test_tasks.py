@@ -63,19 +63,19 @@ def test_infill_counts_what_is_exact_and_what_parses(
 
 
 @pytest.mark.parametrize(
-    ("section", "file"),
+    ("section", "told"),
     [
-        ("package", "heldout/infill.jsonl"),
-        ("problem", "heldout/problems.jsonl"),
-        ("mbpp", "shared/eval/mbpp.jsonl"),
+        ("package", "heldout has no infill.jsonl"),
+        ("problem", "heldout has no problems.jsonl"),
+        ("mbpp", "shared has no eval/mbpp.jsonl"),
     ],
 )
 def test_infill_says_which_lines_are_not_there(
-    knowing: Engine, data: Data, section: str, file: str
+    knowing: Engine, data: Data, section: str, told: str
 ) -> None:
-    (data.heldout.parent / file).unlink()
+    (data.heldout.parent / told.replace(" has no ", "/")).unlink()
     found = run("infill", knowing, data, limit=1)
-    assert f"{file} does not exist" in found[f"{section}: skipped"].note
+    assert f"{told}; name" in found[f"{section}: skipped"].note
     others = {"package", "problem", "mbpp"} - {section}
     assert all(found[f"ar {other}: exact"].count == 1 for other in others)
 
@@ -133,7 +133,7 @@ def test_cross_entropy_is_low_on_what_is_known(knowing: Engine, data: Data) -> N
     found = run("cross_entropy", knowing, data)
     known, unknown = found["ar code: next token"], 4.0
     assert known.value is not None and known.value < 1.5
-    assert "dialogue.jsonl does not exist" in found["dialogue: skipped"].note
+    assert "has no dialogue.jsonl; name" in found["dialogue: skipped"].note
     text = PREFIX + MIDDLE + SUFFIX
     tokens = len(small_tokenizer().encode(text)) + 1  # and its end
     per_byte = found["ar code: next token, per byte"].value
@@ -168,7 +168,7 @@ def test_samples_are_texts(knowing: Engine, data: Data) -> None:
     assert measures[0].note.startswith(prompt(0))
     assert f"{PREFIX}[[{MIDDLE}]]{SUFFIX}" in measures[2].note
     (data.heldout / "infill.jsonl").unlink()
-    assert "infill.jsonl does not exist" in TASKS["samples"](knowing, data, 1, 0)[-1].note
+    assert "has no infill.jsonl; name" in TASKS["samples"](knowing, data, 1, 0)[-1].note
 
 
 def test_a_model_too_small_for_a_story_is_told_so(knowing: Engine, data: Data) -> None:
@@ -329,9 +329,14 @@ def large_engine() -> Engine:
     return Engine(random_model(config, seed=0), small_tokenizer(), None, generation)
 
 
-def test_sudoku_without_its_files_is_missing(knowing: Engine, data: Data) -> None:
-    with pytest.raises(MissingData, match="sudoku_"):
-        TASKS["sudoku"](knowing, data, 1, 0)
+def test_sudoku_says_which_of_its_files_are_missing(data: Data) -> None:
+    found = run("sudoku", large_engine(), data, limit=1)
+    assert "has no sudoku_*.txt; name" in found["held out: skipped"].note
+    assert "has no eval/sudoku_17clue.txt; name" in found["17: skipped"].note
+    # The list alone is enough for its part.
+    (data.shared / "eval" / "sudoku_17clue.txt").write_text("0" + SOLUTION[1:] + "\n")
+    found = run("sudoku", large_engine(), data, limit=1)
+    assert found["diffusion 17, pinned, no restart: solved"].count == 1
 
 
 def test_puzzles_are_the_first_word_of_a_line(tmp_path: Path) -> None:

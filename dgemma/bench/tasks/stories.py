@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from dgemma.bench.answers import Question, ask
-from dgemma.bench.data import Data, MissingData, require
+from dgemma.bench.data import Data, MissingData
 from dgemma.bench.measure import SHARE, Case, Estimate, Measure, ratio
 from dgemma.bench.stories15m import TOKENIZER, WEIGHTS, StoryModel, StoryTokenizer, likelihood
 from dgemma.bench.tasks.replies import MODES
@@ -67,10 +67,9 @@ class Judge:
     """The story model."""
 
     def __init__(self, data: Data, device: torch.device) -> None:
-        directory = data.shared / "train"
-        require(directory / WEIGHTS)
+        directory, pieces = data.training(WEIGHTS).parent, data.training(TOKENIZER)
         self.model = StoryModel.load(directory, device, torch.float32)
-        self.tokenizer = StoryTokenizer.load(require(directory / TOKENIZER))
+        self.tokenizer = StoryTokenizer.load(pieces)
 
     def losses(self, texts: Sequence[str]) -> list[tuple[float, float]]:
         """Nats and tokens of each text that has any."""
