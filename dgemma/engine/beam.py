@@ -43,11 +43,13 @@ class Beam:
     cache: KVCache
     next_V: Tensor  # log-probabilities of the token behind it
 
-    def mean(self, after: int | None) -> float:
-        """Of its tokens and of the one that stands behind it."""
-        if after is None:
-            return self.total / len(self.ids)
-        return (self.total + float(self.next_V[after])) / (len(self.ids) + 1)
+    def total_with(self, after: int | None) -> float:
+        """Of its tokens and of the one that stands behind it.
+
+        Not their mean: in a text that says the same again and again most tokens are all but sure,
+        so that the best mean is that of the longest repetition.
+        """
+        return self.total if after is None else self.total + float(self.next_V[after])
 
 
 @torch.inference_mode()
@@ -66,7 +68,7 @@ def likeliest(
             between()
         beams = _grow(model, beams, place, wanted)
         if place + 1 >= wanted.least:
-            found |= {beam.ids: beam.mean(wanted.after) for beam in beams}
+            found |= {beam.ids: beam.total_with(wanted.after) for beam in beams}
     return sorted(found, key=found.__getitem__, reverse=True)[: wanted.width]
 
 

@@ -22,12 +22,23 @@ class Candidate:
     sizes: tuple[int, ...]  # tokens of each hole on the canvas
     settled: bool
     is_sound: bool  # no broken characters, and something to be seen in every hole
-    score: float = 0.0  # mean causal log-probability of the holes and what follows, in nats
-    hole_scores: tuple[float, ...] = ()  # the same of each hole's own tokens
+    score: float = 0.0  # causal log-probability of the holes and what follows, see `scored`
+    hole_scores: tuple[float, ...] = ()  # its mean over each hole's own tokens, in nats
 
 
-def scored(one: Candidate, score: Score, lengths: Sequence[int], tokenizer: Tokenizer) -> Candidate:
-    """A candidate with its scores; `lengths`: bytes of what `score` is of, every second a hole."""
+def scored(
+    one: Candidate,
+    score: Score,
+    lengths: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    by_total: bool = False,
+) -> Candidate:
+    """A candidate with its scores; `lengths`: bytes of what `score` is of, every second a hole.
+
+    It is the mean over tokens, or with `by_total` the sum: where holes may be of any length, each
+    token that says the same again would make a mean better, however little it has to do there.
+    """
     places, end = _byte_places(score.ids, tokenizer), 0
     holes = []  # the bytes of each
     for number, length in enumerate(lengths):
@@ -40,7 +51,11 @@ def scored(one: Candidate, score: Score, lengths: Sequence[int], tokenizer: Toke
     weights = [min(len(hole), MOST_COUNTED) for hole in own]
     total = sum(rest) + sum(w * _mean(hole) for w, hole in zip(weights, own, strict=True))
     whole = total / max(1, len(rest) + sum(weights))
-    return replace(one, score=whole, hole_scores=tuple(_mean(hole) for hole in own))
+    return replace(
+        one,
+        score=score.total if by_total else whole,
+        hole_scores=tuple(_mean(hole) for hole in own),
+    )
 
 
 def rank(candidate: Candidate) -> tuple[bool, float]:

@@ -79,6 +79,7 @@ class FilledText:
 
     text: str
     holes: tuple[FilledHole, ...]
+    # Of the holes and what follows, nats: the tokens' mean, or their sum if lengths are not known.
     score: float
 
 
@@ -217,6 +218,7 @@ class Filling:
             drafts=self.options.drafts,
             candidates=self.options.candidates,
             proposals=self.options.proposals,
+            by_total=self.options.lengths is None,
         )
 
     # --- what the model sees

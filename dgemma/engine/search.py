@@ -59,6 +59,7 @@ class Tuning:
     candidates: int = 1
     proposals: int = 0  # texts that the causal mode writes for a hole, beside the canvases' own
     scored_after: int = SCORED_AFTER
+    by_total: bool = False  # whether a score is the tokens' sum: where holes may be of any length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,8 +337,9 @@ class Search:
             return
         spelled = [self._spell(one) for one in new.values()]
         scores = self.shared.score([ids for ids, _ in spelled])
+        tokenizer, by_total = self.engine.tokenizer, self.tuning.by_total
         for one, (_, lengths), score in zip(new.values(), spelled, scores, strict=True):
-            self.found[one.fills] = scored(one, score, lengths, self.engine.tokenizer)
+            self.found[one.fills] = scored(one, score, lengths, tokenizer, by_total=by_total)
 
     def _spell(self, one: Candidate) -> tuple[list[int], list[int]]:
         """The text from the shared prefix to a little behind the holes, in tokens.

@@ -5,7 +5,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dgemma.engine import Done, Draft, Engine, Options
+from dgemma.engine.candidates import Candidate, scored
 from dgemma.engine.fill import Filled, FillOptions
+from dgemma.engine.score import Score, score
 from dgemma.engine.search import DRAWS
 from dgemma.errors import PromptTooLong, UsageError
 from dgemma.guide.holes import MARK, Holed
@@ -186,6 +188,38 @@ def test_a_known_text_is_found_without_its_length(seed: int) -> None:
     scores = [one.score for one in filled.candidates]
     assert scores == sorted(scores, reverse=True)
     assert len({one.text for one in filled.candidates}) == len(scores) > 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_any_length_a_text_counts_by_the_likelihood_of_the_whole(seed: int) -> None:
+    """A sum, not a mean: the scores differ by as much as the texts with all that stands there."""
+    engine, pieces = random_engine(seed), ("one two three", " four five")
+    chosen = FillOptions(seed=seed, sampler=QUICK, max_tokens=6, candidates=12, proposals=6)
+    filled = engine.fill(pieces, chosen)
+    bos, end = engine.model.config.bos_token_id, engine.tokenizer.control_ids["<eos>"]
+    texts = [[*engine.tokenizer.encode(one.text), end] for one in filled.candidates]
+    wholes = [whole.total for whole in score(engine.model, [bos], texts)]
+    assert len({len(ids) for ids in texts}) > 1
+    # What stands before the hole is the same in all of them.
+    before = [whole - one.score for whole, one in zip(wholes, filled.candidates, strict=True)]
+    assert before == pytest.approx([before[0]] * len(before), abs=1e-3)
+
+
+def test_a_repetition_has_the_better_mean_and_the_lower_sum() -> None:
+    tokenizer, after = random_engine(0).tokenizer, " b"
+    behind = [-1.0] * len(tokenizer.encode(after))
+    scores = []
+    for text, rest in ((" a", []), (" a a a a", [-0.25, -0.25, -0.25])):
+        ids = tokenizer.encode(text + after)
+        logprobs = (-2.0, *rest, *behind)
+        assert len(ids) == len(logprobs)
+        one = Candidate(fills=(text,), sizes=(1 + len(rest),), settled=True, is_sound=True)
+        read, lengths = Score(ids=tuple(ids), logprobs=logprobs), [0, len(text), len(after)]
+        scores.append(
+            [scored(one, read, lengths, tokenizer, by_total=b).score for b in (False, True)]
+        )
+    (mean, total), (mean_again, total_again) = scores
+    assert mean_again > mean and total_again < total
 
 
 def test_two_holes_are_filled_together() -> None:

@@ -58,9 +58,9 @@ def test_of_texts_of_several_lengths_those_count_that_lead_to_what_follows() -> 
     found = likeliest(shared.engine.model, shared.behind(()), wanted(1, 2, 12, tokens, after), idle)
     every = [ids for size in (1, 2) for ids in product(tokens, repeat=size)]
     scores = shared.score([(*ids, after) for ids in every])
-    means = {ids: score.mean for ids, score in zip(every, scores, strict=True)}
+    totals = {ids: score.total for ids, score in zip(every, scores, strict=True)}
     assert len(found) == len(every)
-    in_order = [means[ids] for ids in found]
+    in_order = [totals[ids] for ids in found]
     assert all(a > b - 1e-4 for a, b in pairwise(in_order))
 
 
