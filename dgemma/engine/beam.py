@@ -32,6 +32,7 @@ class Wanted:
     after: int | None  # the token that stands behind them; None: any
     allowed: Callable[[int, int], bool]  # whether a token may stand at a place
     ends: Callable[[int], bool]  # whether nothing may stand behind a token
+    by_total: bool = False  # whether the best is the likeliest, or that with the best mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,16 @@ class Beam:
     cache: KVCache
     next_V: Tensor  # log-probabilities of the token behind it
 
-    def total_with(self, after: int | None) -> float:
-        """Of its tokens and of the one that stands behind it.
+    def worth(self, wanted: Wanted) -> float:
+        """Log-probability of its tokens and of the one that stands behind it, or their mean.
 
-        Not their mean: in a text that says the same again and again most tokens are all but sure,
-        so that the best mean is that of the longest repetition.
+        In a text that says the same again and again most tokens are all but sure: of texts of any
+        length the best mean is that of a long repetition.
         """
-        return self.total if after is None else self.total + float(self.next_V[after])
+        after, total, count = wanted.after, self.total, len(self.ids)
+        if after is not None:
+            total, count = total + float(self.next_V[after]), count + 1
+        return total if wanted.by_total else total / count
 
 
 @torch.inference_mode()
@@ -68,7 +72,7 @@ def likeliest(
             between()
         beams = _grow(model, beams, place, wanted)
         if place + 1 >= wanted.least:
-            found |= {beam.ids: beam.total_with(wanted.after) for beam in beams}
+            found |= {beam.ids: beam.worth(wanted) for beam in beams}
     return sorted(found, key=found.__getitem__, reverse=True)[: wanted.width]
 
 

@@ -79,7 +79,7 @@ class FilledText:
 
     text: str
     holes: tuple[FilledHole, ...]
-    # Of the holes and what follows, nats: the tokens' mean, or their sum if lengths are not known.
+    # Of the holes and what follows, nats: the tokens' mean, or their sum without any limit.
     score: float
 
 
@@ -218,7 +218,8 @@ class Filling:
             drafts=self.options.drafts,
             candidates=self.options.candidates,
             proposals=self.options.proposals,
-            by_total=self.options.lengths is None,
+            # A limit says about how long a hole is, and bounds what a repetition gains by a mean.
+            by_total=self.options.lengths is None and self.options.max_tokens is None,
         )
 
     # --- what the model sees

@@ -27,6 +27,7 @@ class Hole:
     single_line: bool
     least: int  # tokens
     most: int
+    by_total: bool = False  # whether the likeliest texts are wanted, or those with the best mean
 
     @property
     def size(self) -> int | None:
@@ -61,5 +62,6 @@ def propose(shared: SharedPrefix, hole: Hole, width: int) -> list[Ids]:
         after=after[0] if after and hole.size is None else None,
         allowed=partial(hole.allows, engine.tokenizer),
         ends=partial(hole.is_ended_by, engine.tokenizer),
+        by_total=hole.by_total,
     )
     return likeliest(engine.model, shared.behind(hole.variant.ids), wanted, engine.step)

@@ -59,7 +59,7 @@ class Tuning:
     candidates: int = 1
     proposals: int = 0  # texts that the causal mode writes for a hole, beside the canvases' own
     scored_after: int = SCORED_AFTER
-    by_total: bool = False  # whether a score is the tokens' sum: where holes may be of any length
+    by_total: bool = False  # whether scores are sums over tokens, not means: see `scored`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,7 @@ class Search:
             least=max(1, min(lengths)),
             # No longer than a canvas could hold: the search goes on from the best size.
             most=min(max(lengths), self._most()),
+            by_total=self.tuning.by_total,
         )
         said = [
             self._read(Attempt(variant=usual, sizes=(len(ids),), steps=0), (ids,), settled=True)

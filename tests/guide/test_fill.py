@@ -194,7 +194,7 @@ def test_a_known_text_is_found_without_its_length(seed: int) -> None:
 def test_of_any_length_a_text_counts_by_the_likelihood_of_the_whole(seed: int) -> None:
     """A sum, not a mean: the scores differ by as much as the texts with all that stands there."""
     engine, pieces = random_engine(seed), ("one two three", " four five")
-    chosen = FillOptions(seed=seed, sampler=QUICK, max_tokens=6, candidates=12, proposals=6)
+    chosen = FillOptions(seed=seed, sampler=QUICK, candidates=12, proposals=6)
     filled = engine.fill(pieces, chosen)
     bos, end = engine.model.config.bos_token_id, engine.tokenizer.control_ids["<eos>"]
     texts = [[*engine.tokenizer.encode(one.text), end] for one in filled.candidates]

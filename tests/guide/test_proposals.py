@@ -1,5 +1,6 @@
 """What the causal mode proposes for a hole: the likeliest texts, and candidates beside canvases."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -53,14 +54,17 @@ def test_a_search_wide_enough_finds_all_texts_in_their_order(seed: int) -> None:
     assert all(a > b - 1e-4 for a, b in pairwise(in_order))
 
 
-def test_of_texts_of_several_lengths_those_count_that_lead_to_what_follows() -> None:
+@pytest.mark.parametrize("by_total", [False, True])
+def test_of_texts_of_several_lengths_those_count_that_lead_to_what_follows(by_total: bool) -> None:
     shared, after, tokens = SharedPrefix(random_engine(2), PREFIX), 90, range(70, 73)
-    found = likeliest(shared.engine.model, shared.behind(()), wanted(1, 2, 12, tokens, after), idle)
+    texts = replace(wanted(1, 2, 12, tokens, after), by_total=by_total)
+    found = likeliest(shared.engine.model, shared.behind(()), texts, idle)
     every = [ids for size in (1, 2) for ids in product(tokens, repeat=size)]
     scores = shared.score([(*ids, after) for ids in every])
-    totals = {ids: score.total for ids, score in zip(every, scores, strict=True)}
+    worths = [score.total if by_total else score.mean for score in scores]
+    worth = dict(zip(every, worths, strict=True))
     assert len(found) == len(every)
-    in_order = [totals[ids] for ids in found]
+    in_order = [worth[ids] for ids in found]
     assert all(a > b - 1e-4 for a, b in pairwise(in_order))
 
 
