@@ -15,17 +15,16 @@ from dgemma.cli.show import CanvasView, printable
 
 PAUSE = 0.15  # seconds a canvas stays on a screen
 QUESTIONS = (
-    "Correct the mistakes.\n\nThe cat satt on the the mat.",
+    "Change cat to dog.\n\nThe cat sat on the mat. The cat was happy.",
     "Write a short story about a girl and a kite.",
 )
 FUNCTION = '''\
-def largest(numbers):
-    """Return the largest of the numbers."""
-    best = numbers[0]
-    for number in numbers:
-        if <|fill|>:
-            best = number
-    return best
+def factorial(n):
+    """Return the product of the numbers from 1 to n."""
+    result = 1
+    for i in range(2, n + 1):
+        <|fill|>
+    return result
 '''
 PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
 
