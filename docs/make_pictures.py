@@ -22,7 +22,7 @@ from dgemma.serve.service import Settings
 PICTURES = Path(__file__).parent / "pictures"
 ARGUMENTS = "--no-sandbox --disable-gpu --disable-background-networking --no-first-run".split()
 STORY = "Tell me a story about a fox and a lantern."
-KNOBS = '{"seed": 7, "max_tokens": 128}'
+KNOBS = '{"seed": 3, "max_tokens": 128}'
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def phone(page: Any) -> None:
     page.press("#question", "Enter")
     page.wait_for_selector(".answer .replay")
     page.click(".answer .replay")
-    page.wait_for_timeout(1900)
+    page.wait_for_timeout(3600)
     take(page, "phone")
 
 
