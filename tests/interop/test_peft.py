@@ -56,5 +56,5 @@ def test_peft_computes_what_we_do(exported: Path, model: Gemma, tmp_path: Path) 
     merged = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "merged").eval()
     for others in (their_passes(adapted, case), their_passes(merged, case)):
         for name, logits in others.items():
-            assert (mine[name] - plain[name]).abs().max() > 1
+            assert (mine[name] - plain[name]).abs().max() > 0.3  # far beyond the tolerance
             assert (mine[name] - logits).abs().max() < TOLERANCE, name
