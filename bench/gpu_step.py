@@ -115,6 +115,7 @@ def measured(quant: Any, arguments: argparse.Namespace, here: Device) -> Facts:
         facts[str(context)] = found
         for name, value in found.items():
             show(f"{quant} {context} {name}", value)
+    facts["head_bits"] = 8 if model.embed_tokens.head.is_8 else 16
     facts |= show(f"{quant} routing", routing(bench))
     bench.heat = (SURE, SURE)
     facts["sure"] = show(f"{quant} sure", bench.steps(arguments.steps).facts())
@@ -178,7 +179,6 @@ def main() -> None:
         "device": describe_device(DEVICE),
         "torch": torch.__version__,
         "layers": arguments.layers,
-        "head": arguments.head,
         "copy_gb_s": round(copy),
     }
     if arguments.agreement:

@@ -249,7 +249,7 @@ def build(arguments: argparse.Namespace) -> tuple[Engine, dict[str, object]]:
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
         "quant": arguments.quant,
-        "head": arguments.head,
+        "head_bits": 8 if model.embed_tokens.head.is_8 else 16,
         "layers": model.config.num_hidden_layers,
         "prompt": arguments.prompt,
         "steps_per_canvas": arguments.steps,

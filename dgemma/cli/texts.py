@@ -44,10 +44,8 @@ def write_text(argument: str, text: str) -> None:
     if argument == STDIN:
         print_text(text)
         return
-    path, data = (
-        Path(argument).resolve(),
-        text.encode("utf-8"),
-    )  # what a link leads to, not the link
+    path = Path(argument).resolve()  # what a link leads to, not the link
+    data = text.encode("utf-8")
     try:
         _replace(path, data)
     except OSError as error:
