@@ -172,9 +172,9 @@ def built(
     *,
     even: bool = True,
     device: torch.device = DEVICE,
-    head: int = 8,
+    tables: tuple[int, int] = (8, 8),
 ) -> Gemma:
-    """Random weights, each layer in fewer bits as soon as it stands, and then the head.
+    """Random weights, each layer in fewer bits as soon as it stands, and then head and means.
 
     Attention over random weights gives all tokens nearly the same, and its norm makes that large:
     deep routers then send most tokens to few experts. `even` keeps it small, and every expert of
@@ -187,7 +187,10 @@ def built(
         shrink(layer, FORMS[quant])
 
     model = random_model(config, 0, device=device, dtype=HALF, on_layer=change)
-    return shrink_head(model) if head == 8 and quant in ("fp8", "nvfp4") else model
+    head, soft = tables  # their bits, where layers have fewer
+    if head == 16 or quant not in ("fp8", "nvfp4"):
+        return model
+    return shrink_head(model, soft=soft == 8)
 
 
 def routing(bench: Bench) -> dict[str, float]:

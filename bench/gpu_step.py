@@ -2,7 +2,7 @@
 
     python bench/gpu_step.py [--quant none fp8 nvfp4] [--context 512 2048] [--long 32768]
                              [--peer dynamic static] [--layers 30] [--steps 24] [--head 16]
-                             [--out FILE]
+                             [--soft 16] [--out FILE]
 
 Random weights, by default such that tokens spread evenly and every expert of every layer is read:
 the worst case, valid for the time of a step and not for the number of steps. Their logits are flat,
@@ -101,7 +101,8 @@ def measured(quant: Any, arguments: argparse.Namespace, here: Device) -> Facts:
     beside_floor = Beside(config, kind, here)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model = built(config, quant, even=not arguments.uneven, head=arguments.head)
+    tables = (arguments.head, arguments.soft)
+    model = built(config, quant, even=not arguments.uneven, tables=tables)
     begin = time.perf_counter()
     fast, facts = Fast.of(model), {}
     if fast is None:
@@ -116,6 +117,7 @@ def measured(quant: Any, arguments: argparse.Namespace, here: Device) -> Facts:
         for name, value in found.items():
             show(f"{quant} {context} {name}", value)
     facts["head_bits"] = 8 if model.embed_tokens.head.is_8 else 16
+    facts["soft_bits"] = 16 if model.embed_tokens.soft is None else 8
     facts |= show(f"{quant} routing", routing(bench))
     bench.heat = (SURE, SURE)
     facts["sure"] = show(f"{quant} sure", bench.steps(arguments.steps).facts())
@@ -161,6 +163,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--head", type=int, choices=[8, 16], default=8, help="for fewer bits alone")
+    parser.add_argument("--soft", type=int, choices=[8, 16], default=8, help="with 8-bit heads")
     parser.add_argument("--uneven", action="store_true", help="routing as weights are drawn")
     parser.add_argument("--agreement", action="store_true")
     parser.add_argument("--profile", action="store_true", help="one precision; times are off then")

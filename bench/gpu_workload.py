@@ -71,7 +71,9 @@ def model_of(arguments: argparse.Namespace, device: torch.device, dtype: torch.d
         shrink(layer, form)
 
     model = random_model(config, 0, device=device, dtype=dtype, on_layer=change)
-    return shrink_head(model) if arguments.head == 8 and arguments.quant != "none" else model
+    if arguments.head == 16 or arguments.quant == "none":
+        return model
+    return shrink_head(model, soft=arguments.soft == 8)
 
 
 def engine_of(model: Gemma, arguments: argparse.Namespace) -> Engine:
@@ -250,6 +252,7 @@ def build(arguments: argparse.Namespace) -> tuple[Engine, dict[str, object]]:
         "dtype": str(dtype).removeprefix("torch."),
         "quant": arguments.quant,
         "head_bits": 8 if model.embed_tokens.head.is_8 else 16,
+        "soft_bits": 16 if model.embed_tokens.soft is None else 8,
         "layers": model.config.num_hidden_layers,
         "prompt": arguments.prompt,
         "steps_per_canvas": arguments.steps,
@@ -278,6 +281,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer of them")
     parser.add_argument("--quant", choices=["none", "fp8", "nvfp4"], default="none")
     parser.add_argument("--head", type=int, choices=[8, 16], default=8, help="for fewer bits alone")
+    parser.add_argument("--soft", type=int, choices=[8, 16], default=8, help="with 8-bit heads")
     parser.add_argument("--plain-dense", action="store_true", help="experts alone in fewer bits")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")

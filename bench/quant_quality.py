@@ -11,7 +11,8 @@ seeds for every form. On a CPU 8- and 4-bit floats are computed by their definit
 steps of float32, bfloat16 and int8 are timed, in rounds that alternate. The last line is JSON.
 
 nvfp4 is: experts in four bits with exact activations, which is their rounded weights multiplied
-out, and the dense part in fp8. `fp8+head` and the like have the head in 8 bits too.
+out, and the dense part in fp8. `fp8+head` and the like have the head in 8 bits too, `fp8+soft` head
+and soft embeddings.
 """
 
 import argparse
@@ -54,7 +55,7 @@ from dgemma.weights.quantize import quantize_checkpoint
 PROMPT, CANVAS, LEVEL = 256, 128, 0.5
 MAX_STEPS = 48
 CPU = torch.device("cpu")
-HEAD = "+head"
+HEAD, SOFT = "+head", "+soft"
 TIMED = ("float32", "bfloat16", "int8")
 
 
@@ -70,9 +71,9 @@ class Cases:
 
 def load(form: str, model: str) -> Engine:
     """An engine on the CPU whose weights have this form, the head in 8 bits if it says so."""
-    if form.endswith(HEAD):
-        engine = load(form.removesuffix(HEAD), model)
-        shrink_head(engine.model)
+    if form.endswith((HEAD, SOFT)):
+        engine = load(form.rpartition("+")[0], model)
+        shrink_head(engine.model, soft=form.endswith(SOFT))
         return engine
     if form in ("float32", "bfloat16"):
         return Engine.load(model, device="cpu", dtype=form, quant="none")

@@ -21,6 +21,7 @@ from dgemma.ops.experts import mix, stacked_choices, top
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import rotate, turns_by_kind
 from dgemma.ops.routed import routed_experts
+from dgemma.ops.soft_table import SoftTable
 
 if TYPE_CHECKING:
     from dgemma.ops.kernels.buckets import Buckets
@@ -211,6 +212,11 @@ class TokenTable(nn.Module):
     def head(self) -> Weight:
         """The same vectors as the head multiplies them."""
         return Weight(self.weight)
+
+    @property
+    def soft(self) -> SoftTable | None:
+        """The same vectors as a mean over all of them is made in 8 bits; None: in their own."""
+        return None
 
     def score(self, hidden_TD: Tensor) -> Tensor:
         return F.linear(hidden_TD, self.weight)

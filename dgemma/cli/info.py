@@ -105,6 +105,7 @@ def _weights(model: str, device: str, dtype: str, quant: str) -> str:
     kind = str(decided.dtype).removeprefix("torch.")
     form = {"none": kind, "own": "packed as stored"}.get(decided.choice.quant, decided.choice.quant)
     head = ", head in 8 bits" if decided.choice.head_8 else ""
+    head = ", head and soft embeddings in 8 bits" if decided.choice.soft_8 else head
     return f"{form}{head} ({decided.choice.why})"
 
 

@@ -23,7 +23,8 @@ from dgemma.config import FULL, LayerType, ModelConfig
 from dgemma.errors import DgemmaError
 from dgemma.graph.check_ends import end_checks, ends_off, head_off
 from dgemma.graph.check_routes import Routes
-from dgemma.graph.reading import Reading, dense_mean, read_by_kernels, sparse_mean
+from dgemma.graph.check_soft import soft_off
+from dgemma.graph.reading import Reading, dense_mean_16, read_by_kernels, sparse_mean
 from dgemma.model import Gemma, Layer, TokenTable
 from dgemma.ops.fast import FAMILIES, Family, switched
 from dgemma.ops.row_stats import Query, draw_misses, row_stats_reference
@@ -100,6 +101,7 @@ def launching(model: Gemma, stack: Stack) -> Iterator[Callable[[], object]]:
                 yield partial(_by_kernels, model, probe, kind, family)
     yield partial(_statistics_off, model)
     yield partial(head_off, model)
+    yield partial(soft_off, model)
     yield from end_checks(model, stack)
 
 
@@ -262,7 +264,7 @@ def _softs(table: TokenTable, sharp: Reading, any_: Reading) -> list[Tensor]:
     from dgemma.ops.kernels.sparse import Into
 
     made = []
-    for reading, mean in ((sharp, sparse_mean), (any_, dense_mean)):
+    for reading, mean in ((sharp, sparse_mean), (any_, dense_mean_16)):
         top_L = reading.stats.top_T
         soft_LD = table.weight.new_empty(len(top_L), table.weight.shape[1])
         mean(table, reading, Into(soft_LD, top_L, torch.zeros_like(top_L).bool(), table.scale))
@@ -274,7 +276,7 @@ def _soft_exactly(model: Gemma, raw_LV: Tensor, query: Query) -> Tensor:
     cap, table = model.config.final_logit_softcapping, model.embed_tokens
     logits_LV = raw_LV.float() if cap is None else cap * torch.tanh(raw_LV.float() / cap)
     p_LV = (logits_LV / query.heat_T[:, None]).softmax(-1)
-    return table.mean(p_LV)
+    return p_LV.to(table.weight.dtype) @ table.weight * table.scale
 
 
 def _far(got_LD: Tensor, want_LD: Tensor) -> float:

@@ -18,7 +18,9 @@ from dgemma.model import TokenTable
 from dgemma.ops.row_stats import Query, RowStats, row_stats, stats_by_kernels
 
 if TYPE_CHECKING:
+    from dgemma.ops.kernels.soft_8 import Shares
     from dgemma.ops.kernels.sparse import Into, Likely
+    from dgemma.ops.soft_table import SoftTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Reading:
 
     stats: RowStats
     dense: Callable[[], Tensor]  # makes probabilities, [L, V], in the place of the head's output
+    shares: "Callable[[SoftTable], Shares] | None" = None  # the same in 8 bits; the output stays
     likely: "Likely | None" = None  # none searched for: the whole vocabulary always
     sparse: Callable[[], tuple[Tensor, ...]] = tuple  # likely tokens [L, S], their p and number
 
@@ -46,6 +49,7 @@ def read(raw_LV: Tensor, softcap: float | None, query: Query) -> Reading:
 def read_by_kernels(raw_LV: Tensor, softcap: float | None, query: Query) -> Reading:
     """Probabilities only when they are asked for: `raw_LV` is left as it is until then."""
     from dgemma.ops.kernels.row_stats import probabilities_
+    from dgemma.ops.kernels.soft_8 import shares
     from dgemma.ops.kernels.sparse import likely, survivors
 
     stats, marks, merged = stats_by_kernels(raw_LV, softcap, query)
@@ -54,6 +58,7 @@ def read_by_kernels(raw_LV: Tensor, softcap: float | None, query: Query) -> Read
     return Reading(
         stats,
         lambda: probabilities_(raw_LV, softcap, heat_L, merged),
+        lambda table: shares(raw_LV, softcap, heat_L, merged, table),
         found,
         lambda: survivors(raw_LV, softcap, heat_L, marks, merged, found)[:3],
     )
@@ -68,7 +73,21 @@ def sparse_mean(table: TokenTable, reading: Reading, into: "Into") -> None:
 
 
 def dense_mean(table: TokenTable, reading: Reading, into: "Into") -> None:
-    """The same over the whole vocabulary."""
+    """The same over the whole vocabulary, in as many bits as the table has for it."""
+    by = dense_mean_16 if table.soft is None else dense_mean_8
+    by(table, reading, into)
+
+
+def dense_mean_8(table: TokenTable, reading: Reading, into: "Into") -> None:
+    """In 8 bits, where the table has such."""
+    from dgemma.ops.kernels import soft_8
+
+    assert table.soft is not None and reading.shares is not None
+    soft_8.mean(reading.shares(table.soft), table.soft, table.weight, into)
+
+
+def dense_mean_16(table: TokenTable, reading: Reading, into: "Into") -> None:
+    """As the table itself is stored."""
     from dgemma.ops.kernels.sparse import pin_mean
 
     p_LV = reading.dense().to(table.weight.dtype)

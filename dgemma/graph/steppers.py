@@ -22,6 +22,7 @@ from dgemma.cache import KVCache
 from dgemma.denoise import Row
 from dgemma.graph.capture import new_pool
 from dgemma.graph.check import DeviceFault, Verdicts, check
+from dgemma.graph.check_soft import soft_off
 from dgemma.graph.memory import Shape
 from dgemma.graph.record import FORM, facts, recall, remember
 from dgemma.graph.rehearsal import rehearse
@@ -31,6 +32,7 @@ from dgemma.model import Gemma
 from dgemma.ops.fast import FAMILIES, decide, reason_against
 from dgemma.sampler import Sampler
 from dgemma.stack import Stack, can_fuse, layers_of
+from dgemma.weights.head import Fp8HeadTable
 
 MAX_STEPPERS = 4  # captures kept; each holds a canvas's logits
 STEPS = 64  # a capture takes so many steps at least: samplers that differ in their number share it
@@ -77,6 +79,8 @@ class Fast:
                 logger.warning("no kernels for %s: %s", family, reason)
         passed = [family for family in FAMILIES if not verdicts.get(family, "unknown")]
         decide(weight.device, passed)
+        if wrong := judge_soft(model):
+            logger.warning("no soft embeddings in 8 bits: %s", wrong)
         model.runner = stack
         return cls(model, stack) if len(passed) == len(FAMILIES) else None
 
@@ -176,8 +180,7 @@ class Fast:
 
 def judge(model: Gemma, stack: Stack) -> Verdicts:
     """What a check says of every family on this model, now or at an earlier start."""
-    weight = model.embed_tokens.weight
-    of = {**facts(model.config, weight.dtype, weight.device), FORM: _form(model)}
+    weight, of = model.embed_tokens.weight, _facts(model)
     known = recall(of) or {}
     if all(family in known for family in FAMILIES):
         return known
@@ -192,6 +195,32 @@ def judge(model: Gemma, stack: Stack) -> Verdicts:
         raise
     remember(of, verdicts)
     return verdicts
+
+
+def judge_soft(model: Gemma) -> str:
+    """Why soft embeddings in 8 bits are not right here, if they are not: then they are let go."""
+    table = model.embed_tokens
+    if not isinstance(table, Fp8HeadTable) or table.soft is None:
+        return ""
+    of = {**_facts(model), "of": "soft embeddings"}
+    known = recall(of)
+    try:
+        wrong = soft_off(model) if known is None else known["row_stats"]
+        remember(of, {"row_stats": wrong})
+    except torch.cuda.OutOfMemoryError:
+        wrong = "there was no memory to check them with"  # another time there may be
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0][:200]
+        wrong = f"their check raised {type(error).__name__}: {first_line}"
+        remember(of, {"row_stats": wrong})
+    if wrong:
+        table.forget_soft()
+    return wrong
+
+
+def _facts(model: Gemma) -> dict[str, str]:
+    weight = model.embed_tokens.weight
+    return {**facts(model.config, weight.dtype, weight.device), FORM: _form(model)}
 
 
 def _compile_beforehand(model: Gemma, stack: Stack, of: Mapping[str, str]) -> None:
@@ -218,4 +247,6 @@ def _form(model: Gemma) -> str:
     """How the weights are stored, by the first layer's modules and the token table."""
     parts = [*layers_of(model)[0].modules(), model.embed_tokens]
     kinds = {type(part).__name__ for part in parts}
+    if model.embed_tokens.soft is not None:
+        kinds.add("soft")
     return " ".join(sorted(kinds))

@@ -26,7 +26,7 @@ from dgemma.weights.packed import OWN, Quant, check_widths, form_of
 
 NAMES = ("auto", "none", "int8", "fp8", "nvfp4")
 CONTEXT = 4096  # tokens that must fit beside the weights
-SPARE = 4e9  # bytes that must be left for longer ones before a head is stored twice
+SPARE = 4e9  # bytes that must be left for longer ones before a table is stored again
 # The driver's share of the memory is gone already where it is asked how much is free.
 NO_DRIVER = replace(DEVICES["h200"], runtime=0.0)
 # How much faster than float32 8-bit products must be. They measure twice as fast at nano's widths,
@@ -43,6 +43,7 @@ class Choice:
     quant: Quant
     why: str
     head_8: bool = False  # the head in 8 bits, beside the token table
+    soft_8: bool = False  # and soft embeddings, by a third one
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ def choose_quant(
     # Where rounding was asked for, and not where a file is rounded already and leaves the head out.
     is_asked = found.quant in ("fp8", "nvfp4") and stored is None
     has_kernels = is_asked and reason_against(device, dtype) is None
-    return replace(found, head_8=has_kernels and has_room_for_head(config, found.quant, device))
+    tables = tables_8(config, found.quant, device) if has_kernels else 0
+    return replace(found, head_8=tables > 0, soft_8=tables > 1)
 
 
 def _auto(
@@ -149,13 +151,15 @@ def needed(
     return _bytes(config, _format(quant, stored, dtype))
 
 
-def has_room_for_head(config: ModelConfig, quant: Quant, device: torch.device) -> bool:
-    """Whether the head may lie on a GPU a second time, in 8 bits.
+def tables_8(config: ModelConfig, quant: Quant, device: torch.device) -> int:
+    """How often the token table may lie on a GPU in 8 bits too: for the head, and for means.
 
     By all the memory there is: what others use of it at the moment must not change the answers.
     """
+    left = _total(device) - needed(config, quant, None, torch.bfloat16) - SPARE
     table = config.vocab_size * config.hidden_size
-    return needed(config, quant, None, torch.bfloat16) + table + SPARE <= _total(device)
+    most = 2 if config.can_denoise else 1
+    return max(0, min(most, int(left // table)))
 
 
 def _check_memory(

@@ -1,8 +1,9 @@
 """The head in 8-bit floats, beside the token table, which stays as it is.
 
 A canvas's scores are bound by arithmetic, and 8-bit products take half the time; a single token's
-are bound by the table's bytes, of which there are half. Tokens are looked up, and soft embeddings
-made, in the table itself. See docs/decisions/027-head.md for what it costs in answers.
+are bound by the table's bytes, of which there are half. Tokens are looked up in the table itself,
+and soft embeddings made of it, unless the same 8-bit numbers are there for these too, turned. See
+docs/decisions/027-head.md and 028-soft.md for what it costs in answers.
 
 V vocabulary, D width.
 """
@@ -13,16 +14,24 @@ from torch import Tensor
 from dgemma.model import Gemma, TokenTable
 from dgemma.ops.dense import PIECE, Weight, scores
 from dgemma.ops.fp8 import E4M3, quantize
+from dgemma.ops.soft import soft_mean
+from dgemma.ops.soft_table import SoftTable, can_turn
 
 
 class Fp8HeadTable(TokenTable):
-    """A token table whose scores are products in e4m3; a checkpoint of it would not hold these."""
+    """A token table whose scores are products in e4m3; a checkpoint of it would not hold these.
+
+    `soft`: so are its means, where the vocabulary's size lets them.
+    """
 
     head_8: Tensor
     head_factor: Tensor
+    soft_8: Tensor | None
+    soft_beside: Tensor | None
+    soft_unit: Tensor | None
 
     @torch.no_grad()
-    def __init__(self, source: TokenTable) -> None:
+    def __init__(self, source: TokenTable, *, soft: bool = False) -> None:
         with torch.device("meta"):
             super().__init__(*source.weight.shape)
         self.weight = source.weight
@@ -36,6 +45,23 @@ class Fp8HeadTable(TokenTable):
             factor.copy_(found.factor)
         self.register_buffer("head_8", numbers_VD, persistent=False)
         self.register_buffer("head_factor", factor_V, persistent=False)
+        has_soft = soft and can_turn(len(numbers_VD))
+        self._keep_soft(SoftTable.of(numbers_VD, factor_V) if has_soft else None)
+
+    def _keep_soft(self, table: SoftTable | None) -> None:
+        parts = (None, None, None) if table is None else table[:3]
+        for name, part in zip(("soft_8", "soft_beside", "soft_unit"), parts, strict=True):
+            self.register_buffer(name, part, persistent=False)
+
+    @property
+    def soft(self) -> SoftTable | None:
+        if self.soft_8 is None or self.soft_beside is None or self.soft_unit is None:
+            return None
+        return SoftTable(self.soft_8, self.soft_beside, self.soft_unit)
+
+    def forget_soft(self) -> None:
+        """Make means of the table itself from now on."""
+        self._keep_soft(None)
 
     @property
     def head(self) -> Weight:
@@ -44,9 +70,14 @@ class Fp8HeadTable(TokenTable):
     def score(self, hidden_TD: Tensor) -> Tensor:
         return scores(hidden_TD, self.head)
 
+    def mean(self, p_TV: Tensor) -> Tensor:
+        if self.soft is None:
+            return super().mean(p_TV)
+        return soft_mean(p_TV, self.weight, self.soft) * self.scale
 
-def shrink_head(model: Gemma) -> Gemma:
-    """Give a model a head in 8 bits, in place; it can then only be run."""
+
+def shrink_head(model: Gemma, *, soft: bool = False) -> Gemma:
+    """Give a model a head in 8 bits, in place, and soft embeddings; it can then only be run."""
     model.requires_grad_(False)
-    model.embed_tokens = Fp8HeadTable(model.embed_tokens)
+    model.embed_tokens = Fp8HeadTable(model.embed_tokens, soft=soft)
     return model

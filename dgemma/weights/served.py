@@ -74,7 +74,7 @@ def load_served(
     quant = "none" if is_int8 and adapter is not None else decided.choice.quant
     found = load_model(directory, device=device, dtype=dtype, quant=quant, on_tensor=on_tensor)
     if decided.choice.head_8:
-        shrink_head(found.model)
+        shrink_head(found.model, soft=decided.choice.soft_8)
     if adapter is not None:
         attach(found.model, adapter)
         if is_int8:

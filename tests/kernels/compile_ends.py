@@ -1,8 +1,9 @@
 """Compiles the kernels at both ends of a pass for an H100 or H200, as `compile_all.py`."""
 
-from compile_all import DOUBLE, FLOAT, HALF, INT, LONG, WIDTH, Case, compiled, told
+from compile_all import DOUBLE, EIGHT, FLOAT, HALF, INT, LONG, WIDTH, Case, compiled, told
 
-from dgemma.ops.kernels import enter, enter_1, move, row_stats, sparse
+from dgemma.ops.kernels import cuts, enter, enter_1, move, row_stats, soft_8, sparse
+from dgemma.ops.soft_table import SHARE
 
 BYTE = "*u8"
 CANVAS = 256
@@ -41,6 +42,30 @@ def soft_cases() -> list[Case]:
     ]
 
 
+def soft_8_cases() -> list[Case]:
+    form = cuts.SOFT
+    row = {"heat_T": FLOAT, "peak_T": FLOAT, "total_T": FLOAT, "top_T": LONG, "factor_ST": FLOAT}
+    shares = {**row, "from_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": EIGHT}
+    rounding = {"LEAST": 1e-30, "CAP": 30.0, "SHARE": SHARE, "W": soft_8.CHUNK, **EARLY}
+    product = {
+        "numbers_TV": f"tensordesc<fp8e4nv[{form.rows},{form.depth}]>",
+        "numbers_DV": f"tensordesc<fp8e4nv[{form.outputs},{form.depth}]>",
+    }
+    product |= {"factor_ST": FLOAT, "out_STD": HALF, "rows": "i32"}
+    cut = {"D": WIDTH, "SHARE": SHARE, "BM": form.rows, "BN": form.outputs, "BK": form.depth}
+    into = {"weight_VD": HALF, "tokens_T": LONG, "pinned_T": BYTE, "soft_TD": HALF, "scale": "fp32"}
+    adding = {**into, "parts_STD": HALF, "top_T": LONG, "top_p_T": FLOAT}
+    sizes = {"D": WIDTH, "PARTS": 36, "BLOCK": sparse.BLOCK, "HAS_PINS": True, **EARLY}
+    return [
+        *(
+            Case(name, soft_8._shares, {**shares, "vocab": "i32"}, {**rounding, "IS_RAW": is_raw})
+            for name, is_raw in (("shares", True), ("shares of p", False))
+        ),
+        Case("soft 8", soft_8._product, product, {**cut, **EARLY}, form.warps, form.stages),
+        Case("soft 8 added up", soft_8._add_up, adding, sizes),
+    ]
+
+
 def move_cases() -> list[Case]:
     types = {name: LONG for name in ("draw_L", "top_L", "noise_NL", "tokens_L", "guess_L")}
     types |= {"found_L": FLOAT, "entropy_L": FLOAT, "count_LG": INT, "mass_LG": FLOAT}
@@ -72,5 +97,5 @@ def enter_cases() -> list[Case]:
 
 
 if __name__ == "__main__":
-    for case in stats_cases() + soft_cases() + move_cases() + enter_cases():
+    for case in stats_cases() + soft_cases() + soft_8_cases() + move_cases() + enter_cases():
         print(told(case, compiled(case)), flush=True)

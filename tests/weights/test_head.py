@@ -1,6 +1,7 @@
 """A head in 8 bits beside the token table: what it computes, who takes it, and that it is no weight
 of a checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from dgemma.graph.memory import Shape
 from dgemma.graph.step import Stepper
 from dgemma.graph.steppers import _form
 from dgemma.graph.token import Teller
-from dgemma.model import Gemma
+from dgemma.model import Gemma, TokenTable
 from dgemma.ops import dense
 from dgemma.ops.fp8 import quantize
+from dgemma.ops.soft import soft_mean_reference
 from dgemma.sampler import EntropyBound, Sampler
 from dgemma.stack import Stack
 from dgemma.weights import choose, head, served
@@ -35,16 +37,17 @@ from tests.weights.test_packed import WIDE
 from tests.weights.test_quantize import make
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-CONFIG = taught_config()
+TAUGHT = taught_config()
+CONFIG = replace(TAUGHT, vocab_size=TAUGHT.vocab_size // 16 * 16)  # a multiple of 16
 STEPS = 4
 SAMPLER = Sampler(max_steps=STEPS, rule=EntropyBound(bound=2.0))
 
 
-def made(*, eight: bool) -> Gemma:
+def made(*, eight: bool, soft: bool = False) -> Gemma:
     """Sharp enough that some positions are decided."""
     model = random_model(CONFIG, seed=3).requires_grad_(False)
     model.embed_tokens.weight.mul_(6.0)
-    return shrink_head(model) if eight else model
+    return shrink_head(model, soft=soft) if eight else model
 
 
 def drawn(*size: int) -> Tensor:
@@ -77,6 +80,48 @@ def test_tokens_are_looked_up_and_meant_in_the_table_itself() -> None:
     assert torch.equal(model.embed_soft(p_TV), plain.embed_soft(p_TV))
 
 
+def test_means_in_8_bits_are_near_and_can_be_let_go() -> None:
+    plain, model = made(eight=False), made(eight=True, soft=True)
+    p_TV = (4 * drawn(5, CONFIG.vocab_size)).softmax(-1)
+    exact_TD, got_TD = plain.embed_soft(p_TV), model.embed_soft(p_TV)
+    off_T = (got_TD - exact_TD).norm(dim=-1) / exact_TD.norm(dim=-1)
+    assert 1e-3 < off_T.max() < 0.05
+    table = model.embed_tokens
+    assert isinstance(table, head.Fp8HeadTable)
+    table.forget_soft()
+    assert torch.equal(model.embed_soft(p_TV), exact_TD)
+
+
+def test_a_mean_in_8_bits_keeps_the_likeliest_token_and_rounds_the_others_by_parts() -> None:
+    """A token alone in its part is exact but for its vector, however unlikely it is."""
+    table = made(eight=True, soft=True).embed_tokens
+    assert table.soft is not None
+    soft = table.soft._replace(share=len(table.weight) // 2)
+    low, high, last = 3, 5, len(table.weight) - 1
+    for small in (1e-2, 1e-12):
+        p_1V = torch.zeros(1, len(table.weight))
+        p_1V[0, low], p_1V[0, last] = 1.0, small
+        want_D = table.weight[low] + small * soft.numbers_DV[:, last].float() * (
+            rounded(soft.beside_V[last]) * soft.unit_1
+        )
+        got_1D = soft_mean_reference(p_1V, table.weight, soft)
+        torch.testing.assert_close(got_1D[0], want_D, atol=1e-7, rtol=1e-6)
+    p_1V[0, high] = 1e-3  # in the part of the likeliest, which is not in its way
+    p_1V[0, low + 1] = 1e-10  # but this one is lost beside it
+    got_1D = soft_mean_reference(p_1V, table.weight, soft)
+    p_1V[0, low + 1] = 0.0
+    assert torch.equal(got_1D, soft_mean_reference(p_1V, table.weight, soft))
+
+
+def rounded(number: Tensor) -> Tensor:
+    return number.to(torch.float8_e4m3fn).float()
+
+
+def test_a_vocabulary_that_cannot_be_turned_keeps_its_means() -> None:
+    table = TokenTable(24, 16)
+    assert head.Fp8HeadTable(table, soft=True).soft is None
+
+
 def cache_of(model: Gemma) -> KVCache:
     cache = KVCache(CONFIG, Room(tokens=64, span=2 * CANVAS), torch.float32, CPU)
     commit(model, cache, torch.arange(300, 309), chunk=8)
@@ -90,8 +135,8 @@ def row() -> Row:
 
 def test_a_captured_step_and_a_single_token_take_it() -> None:
     entropies = []
-    for eight in (False, True):
-        model = made(eight=eight)
+    for bits in ({"eight": False}, {"eight": True}, {"eight": True, "soft": True}):
+        model = made(**bits)
         *_, (want,) = denoise(model, [cache_of(model)], [row()])
         stepper = Stepper(model, Stack(model), Shape(CANVAS, STEPS, SAMPLER.rule))
         cache, got = cache_of(model), row()
@@ -107,15 +152,17 @@ def test_a_captured_step_and_a_single_token_take_it() -> None:
         other = cache_of(model)
         want_1D = commit(model, other, torch.tensor([7]), chunk=8)
         torch.testing.assert_close(told_V, model.logits(want_1D)[0], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(*entropies, atol=1e-3)
+    assert not torch.allclose(*entropies[:2], atol=1e-3)
+    assert not torch.allclose(*entropies[1:], atol=1e-6)
 
 
 def test_a_check_of_kernels_is_not_that_of_another_head() -> None:
-    assert _form(made(eight=True)) != _form(made(eight=False))
+    models = (made(eight=False), made(eight=True), made(eight=True, soft=True))
+    assert len({_form(model) for model in models}) == 3
 
 
 def test_a_checkpoint_does_not_hold_it(tmp_path: Path) -> None:
-    plain, model = made(eight=False), made(eight=True)
+    plain, model = made(eight=False), made(eight=True, soft=True)
     assert plain.state_dict().keys() == model.state_dict().keys()
     save_checkpoint(Checkpoint(model=model), tmp_path / "saved")
     again = load_model(tmp_path / "saved").model
@@ -124,26 +171,28 @@ def test_a_checkpoint_does_not_hold_it(tmp_path: Path) -> None:
 
 
 def test_it_moves_with_its_model() -> None:
-    model = made(eight=True).to("meta")
-    weight = model.embed_tokens.head
+    model = made(eight=True, soft=True).to("meta")
+    weight, soft = model.embed_tokens.head, model.embed_tokens.soft
+    assert soft is not None and all(part.is_meta for part in soft[:3])
     assert weight.numbers_OI.is_meta and weight.factor_O is not None and weight.factor_O.is_meta
 
 
 @pytest.mark.parametrize(
     ("quant", "total", "want"),
     [
-        ("fp8", 141e9, True),
-        ("fp8", 34.2e9, True),  # a card of 32 GB
-        ("fp8", 31e9, False),
-        ("nvfp4", 25.7e9, True),  # of 24 GB
-        ("nvfp4", 17.2e9, False),  # of 16 GB, on which it does not fit anyway
+        ("fp8", 141e9, 2),
+        ("fp8", 34.2e9, 2),  # a card of 32 GB
+        ("fp8", 31e9, 0),
+        ("nvfp4", 25.7e9, 2),  # of 24 GB
+        ("nvfp4", 21.8e9, 1),
+        ("nvfp4", 17.2e9, 0),  # of 16 GB, on which it does not fit anyway
     ],
 )
 def test_a_gpu_needs_room_for_it(
-    quant: Quant, total: float, want: bool, monkeypatch: pytest.MonkeyPatch
+    quant: Quant, total: float, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "_total", lambda device: total)
-    assert choose.has_room_for_head(RELEASED, quant, GPU) == want
+    assert choose.tables_8(RELEASED, quant, GPU) == want
 
 
 def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +204,12 @@ def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(choose, "_free", lambda device: 1e9)
     monkeypatch.setattr(choose, "_total", lambda device: 24e9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_quant("fp8", plain, GPU, half).head_8
-    assert choose_quant("nvfp4", plain, GPU, half).head_8
+    for quant in ("fp8", "nvfp4"):
+        found = choose_quant(quant, plain, GPU, half)
+        assert found.head_8 and found.soft_8
     monkeypatch.setattr(served, "choose_device", lambda name: GPU)
-    assert _weights(str(plain), "auto", "bfloat16", "fp8") == "fp8, head in 8 bits (asked for)"
+    said = "fp8, head and soft embeddings in 8 bits (asked for)"
+    assert _weights(str(plain), "auto", "bfloat16", "fp8") == said
     for quant, directory in (("none", plain), ("auto", plain), ("auto", packed), ("fp8", packed)):
         assert not choose_quant(quant, directory, GPU, half).head_8
     monkeypatch.setattr(choose, "reason_against", lambda *_: "there are none")

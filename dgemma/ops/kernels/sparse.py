@@ -132,7 +132,7 @@ def soft_mean(
         p_TS,
         count_T,
         into.tokens_T,
-        _bytes(into.pinned_T),
+        flag_bytes(into.pinned_T),
         into.soft_TD,
         into.scale,
         D=width,
@@ -152,7 +152,7 @@ def pin_mean(table_VD: Tensor, mean_TD: Tensor, into: Into) -> None:
         table_VD,
         mean_TD,
         into.tokens_T,
-        _bytes(into.pinned_T),
+        flag_bytes(into.pinned_T),
         into.soft_TD,
         into.scale,
         D=width,
@@ -161,7 +161,7 @@ def pin_mean(table_VD: Tensor, mean_TD: Tensor, into: Into) -> None:
     )
 
 
-def _bytes(flags_T: Tensor) -> Tensor:
+def flag_bytes(flags_T: Tensor) -> Tensor:
     return flags_T.view(torch.uint8) if flags_T.dtype == torch.bool else flags_T
 
 
@@ -305,7 +305,7 @@ def _soft_mean(
         total += tl.sum(p[:, None] * vector.to(tl.float32), 0)
     mean = total.to(soft_TD.dtype.element_ty)
     if HAS_PINS:
-        mean = _own_if_pinned(table_VD, tokens_T, pinned_T, mean, d, D)
+        mean = own_if_pinned(table_VD, tokens_T, pinned_T, mean, d, D)
     # Rounded before it is scaled, as by definition.
     mean = mean.to(tl.float32) * scale
     tl.store(soft_TD + row * D + d, mean.to(soft_TD.dtype.element_ty), mask=d < D)
@@ -327,12 +327,12 @@ def _pin_mean(
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(0) * D + d
     mean = tl.load(mean_TD + at, mask=d < D, other=0.0)
-    mean = _own_if_pinned(table_VD, tokens_T, pinned_T, mean, d, D).to(tl.float32) * scale
+    mean = own_if_pinned(table_VD, tokens_T, pinned_T, mean, d, D).to(tl.float32) * scale
     tl.store(soft_TD + at, mean.to(soft_TD.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
-def _own_if_pinned(table_VD, tokens_T, pinned_T, mean, d, D: tl.constexpr):
+def own_if_pinned(table_VD, tokens_T, pinned_T, mean, d, D: tl.constexpr):
     """A pinned position is conditioned on its own token, as a converged one would be."""
     row = tl.program_id(0)
     if tl.load(pinned_T + row) != 0:

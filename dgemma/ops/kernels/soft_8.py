@@ -1,0 +1,256 @@
+"""The soft embedding over the whole vocabulary in 8-bit floats; `ops/soft.py` says what it is.
+
+Three launches: probabilities, rounded, are made of the head's output (or of probabilities that are
+there); a product for each part of the vocabulary; and their sum, in a fixed order, with the
+likeliest token's own vector. A part's product is one program's for some of the width: nothing is
+rescaled on the way. Vectors stand on the left, the matrix unit's tall side, so that each is read
+once; both sides come through the copy engine.
+
+T positions, V vocabulary, D width, S parts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dgemma.ops.fp8 import E4M3
+from dgemma.ops.kernels.cuts import SOFT, Cut
+from dgemma.ops.kernels.launch import after, early
+from dgemma.ops.kernels.row_stats import Merged, capped, scale_of
+from dgemma.ops.kernels.sparse import BLOCK, Into, flag_bytes, own_if_pinned
+from dgemma.ops.soft_table import SMALLEST, SoftTable
+
+CHUNK = 1024  # probabilities that are rounded at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Rounded probabilities, without those of the likeliest tokens, which are kept as they are."""
+
+    numbers_TV: Tensor
+    factor_ST: Tensor  # what a rounded 1 stands for, times a vector's numbers
+    top_T: Tensor
+    top_p_T: Tensor
+
+
+def shares(
+    raw_TV: Tensor, softcap: float | None, heat_T: Tensor, merged: Merged, table: SoftTable
+) -> Shares:
+    """Of the head's output, which stays."""
+    given = (heat_T, merged.peak_T, merged.total_T)
+    tops = (merged.top_T, merged.top_p_T)
+    return _shares_by(raw_TV, given, tops, table, {"CAP": softcap or 0.0, "IS_RAW": True})
+
+
+def shares_of(p_TV: Tensor, table: SoftTable) -> Shares:
+    """Of probabilities."""
+    top_p_T, top_T = p_TV.max(-1)
+    top_p_T = top_p_T.float()
+    given = (top_p_T, top_p_T, top_p_T)  # none of them is read
+    return _shares_by(p_TV, given, (top_T, top_p_T), table, {"CAP": 0.0, "IS_RAW": False})
+
+
+def _shares_by(
+    from_TV: Tensor,
+    row: tuple[Tensor, Tensor, Tensor],
+    tops: tuple[Tensor, Tensor],
+    table: SoftTable,
+    how: dict[str, float],
+) -> Shares:
+    rows, vocab = from_TV.shape
+    parts = triton.cdiv(vocab, table.share)
+    numbers_TV = torch.empty(rows, vocab, dtype=E4M3, device=from_TV.device)
+    factor_ST = torch.empty(parts, rows, dtype=torch.float32, device=from_TV.device)
+    _shares[(parts, rows)](
+        from_TV,
+        *row,
+        tops[0],
+        table.beside_V,
+        table.unit_1,
+        numbers_TV,
+        factor_ST,
+        vocab,
+        LEAST=SMALLEST,
+        SHARE=table.share,
+        W=CHUNK,
+        num_warps=4,
+        **how,
+        **early(),
+    )
+    return Shares(numbers_TV, factor_ST, *tops)
+
+
+def mean(
+    found: Shares, table: SoftTable, weight_VD: Tensor, into: Into | None = None, form: Cut = SOFT
+) -> Tensor:
+    """The mean vectors, scaled and put where they go; where nothing is said, as they are."""
+    parts_STD = product(found, table, weight_VD.dtype, form)
+    (parts, rows, width), has_pins = parts_STD.shape, into is not None
+    if into is None:
+        into = Into(weight_VD.new_empty(rows, width), found.top_T, found.top_T, 1.0)
+    _add_up[(rows, triton.cdiv(width, BLOCK))](
+        parts_STD,
+        found.top_T,
+        found.top_p_T,
+        weight_VD,
+        into.tokens_T,
+        flag_bytes(into.pinned_T),
+        into.soft_TD,
+        into.scale,
+        D=width,
+        PARTS=parts,
+        BLOCK=BLOCK,
+        HAS_PINS=has_pins,
+        **early(),
+    )
+    return into.soft_TD
+
+
+def product(found: Shares, table: SoftTable, dtype: torch.dtype, form: Cut = SOFT) -> Tensor:
+    """What each part of the vocabulary gives, [S, T, D]."""
+    (parts, rows), (width, _) = found.factor_ST.shape, table.numbers_DV.shape
+    assert table.share % form.depth == 0, "a part would read into the next one"
+    out_STD = torch.empty(parts, rows, width, dtype=dtype, device=found.factor_ST.device)
+    _product[(triton.cdiv(rows, form.rows) * triton.cdiv(width, form.outputs) * parts,)](
+        TensorDescriptor.from_tensor(found.numbers_TV, [form.rows, form.depth]),
+        found.factor_ST,
+        TensorDescriptor.from_tensor(table.numbers_DV, [form.outputs, form.depth]),
+        out_STD,
+        rows,
+        D=width,
+        SHARE=table.share,
+        BM=form.rows,
+        BN=form.outputs,
+        BK=form.depth,
+        num_warps=form.warps,
+        num_stages=form.stages,
+        **early(),
+    )
+    return out_STD
+
+
+@triton.jit
+def _shares(
+    from_TV,
+    heat_T,
+    peak_T,
+    total_T,
+    top_T,
+    beside_V,
+    unit_1,
+    numbers_TV,
+    factor_ST,
+    vocab,
+    LEAST: tl.constexpr,
+    CAP: tl.constexpr,
+    IS_RAW: tl.constexpr,
+    SHARE: tl.constexpr,
+    W: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    after(EARLY)
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    start = row.to(tl.int64) * vocab
+    top = tl.load(top_T + row).to(tl.int32)
+    begin = part * SHARE
+    # The vocabulary is a multiple of 16, as the copy engine wants it.
+    end = tl.multiple_of(tl.minimum(begin + SHARE, vocab), 16)
+    most = tl.full((W,), float("-inf"), dtype=tl.float32)
+    for offset in range(0, SHARE, W):
+        v = begin + offset + tl.arange(0, W)
+        given = tl.load(from_TV + start + v, mask=v < end, other=float("-inf")).to(tl.float32)
+        most = tl.maximum(most, tl.where(v == top, float("-inf"), given))
+    greatest = tl.max(most, 0)
+    if IS_RAW:
+        scale = scale_of(tl.load(heat_T + row), CAP)
+        greatest = capped(greatest, CAP)
+        p = tl.exp((greatest - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
+    else:
+        scale = 1.0
+        greatest = tl.maximum(greatest, LEAST)
+        p = greatest
+    tl.store(factor_ST + part * tl.num_programs(1) + row, p * tl.load(unit_1))
+    for offset in range(0, SHARE, W):
+        v = begin + offset + tl.arange(0, W)
+        given = tl.load(from_TV + start + v, mask=v < end, other=0.0)
+        if IS_RAW:
+            beside = tl.exp((capped(given, CAP) - greatest) * scale)
+        else:
+            beside = given.to(tl.float32) / greatest
+        beside *= tl.load(beside_V + v, mask=v < end, other=0.0)
+        beside = tl.where(v == top, 0.0, beside)
+        tl.store(numbers_TV + start + v, beside.to(numbers_TV.dtype.element_ty), mask=v < end)
+
+
+@triton.jit
+def _product(
+    numbers_TV,
+    factor_ST,
+    numbers_DV,
+    out_STD,
+    rows,
+    D: tl.constexpr,
+    SHARE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # Programs of the same part are neighbours: they find its probabilities in the cache.
+    blocks = (rows + BM - 1) // BM
+    tiles: tl.constexpr = (D + BN - 1) // BN
+    number = tl.program_id(0)
+    first_m = number % blocks * BM
+    first_n = number // blocks % tiles * BN
+    part = number // blocks // tiles
+    after(EARLY)
+    total = tl.zeros((BN, BM), dtype=tl.float32)
+    for offset in range(0, SHARE, BK):  # behind the last token there are zeros
+        v = part * SHARE + offset
+        vectors = numbers_DV.load([first_n, v])
+        p = numbers_TV.load([first_m, v])
+        total = tl.dot(vectors, tl.trans(p), total)
+    n = first_n + tl.arange(0, BN)
+    m = first_m + tl.arange(0, BM)
+    total *= tl.load(factor_ST + part * rows + m, mask=m < rows, other=0.0)[None, :]
+    at = (part * rows + m).to(tl.int64)[:, None] * D + n[None, :]
+    is_here = (m < rows)[:, None] & (n < D)[None, :]
+    tl.store(out_STD + at, tl.trans(total.to(out_STD.dtype.element_ty)), mask=is_here)
+
+
+@triton.jit
+def _add_up(
+    parts_STD,
+    top_T,
+    top_p_T,
+    weight_VD,
+    tokens_T,
+    pinned_T,
+    soft_TD,
+    scale,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_PINS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    after(EARLY)
+    row = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    top = tl.load(top_T + row).to(tl.int64)
+    own = tl.load(weight_VD + top * D + d, mask=d < D, other=0.0).to(tl.float32)
+    total = tl.load(top_p_T + row) * own
+    for part in range(PARTS):
+        at = (part * tl.num_programs(0) + row).to(tl.int64) * D + d
+        total += tl.load(parts_STD + at, mask=d < D, other=0.0).to(tl.float32)
+    mean = total.to(soft_TD.dtype.element_ty)
+    if HAS_PINS:
+        mean = own_if_pinned(weight_VD, tokens_T, pinned_T, mean, d, D)
+    # Rounded before it is scaled, as by definition.
+    mean = mean.to(tl.float32) * scale
+    tl.store(soft_TD + row * D + d, mean.to(soft_TD.dtype.element_ty), mask=d < D)
