@@ -95,7 +95,8 @@ def tried(name: str, found: list[Facts], work: Callable[[], Facts]) -> None:
         facts |= work()
     except Exception as error:
         facts["failed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-    print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in facts.items()))
+    told = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items()]
+    print("  ".join(told).removeprefix("name "), flush=True)
     found.append(facts)
 
 
@@ -119,8 +120,9 @@ def errors(table: Fp8HeadTable, kind: str, share: int) -> Facts:
     got_LD = soft_8.mean(found.shares(soft), soft, table.weight)
     ratio_L = got_LD.float().norm(dim=-1) / want_LD.norm(dim=-1)
     again_LD = soft_8.mean(found.shares(soft), soft, table.weight)
-    by_16_LD = found.dense() @ table.weight
-    from_p_LD = soft_8.mean(soft_8.shares_of(found.dense(), soft), soft, table.weight)
+    rounded_LV = found.dense()  # in the scores' place
+    by_16_LD = rounded_LV @ table.weight
+    from_p_LD = soft_8.mean(soft_8.shares_of(rounded_LV, soft), soft, table.weight)
     return {
         "error": far(got_LD, want_LD),
         "rounding": far(want_LD, exact_LD),

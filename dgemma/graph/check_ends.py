@@ -143,7 +143,7 @@ def _reading(memory: Memory, vocab: int, number: int) -> Reading:
     )
     count_LG = torch.full((length, 3), number, dtype=torch.int32, device=device)
     mass_LG = torch.full((length, 3), 0.333 + 0.0001 * number, device=device)
-    return Reading(stats, lambda: sure_L, likely=Likely(count_LG, mass_LG))
+    return Reading(stats, lambda: sure_L, Likely(count_LG, mass_LG))
 
 
 def _drawn(like: Tensor, seed: int) -> Tensor:

@@ -29,9 +29,9 @@ class Reading:
 
     stats: RowStats
     dense: Callable[[], Tensor]  # makes probabilities, [L, V], in the place of the head's output
-    shares: "Callable[[SoftTable], Shares] | None" = None  # the same in 8 bits; the output stays
     likely: "Likely | None" = None  # none searched for: the whole vocabulary always
     sparse: Callable[[], tuple[Tensor, ...]] = tuple  # likely tokens [L, S], their p and number
+    shares: "Callable[[SoftTable], Shares] | None" = None  # `dense` in 8 bits; the output stays
 
     def is_sparse(self) -> Tensor:
         """Whether the sparse soft embedding will do; bool, 0-d."""
@@ -58,9 +58,9 @@ def read_by_kernels(raw_LV: Tensor, softcap: float | None, query: Query) -> Read
     return Reading(
         stats,
         lambda: probabilities_(raw_LV, softcap, heat_L, merged),
-        lambda table: shares(raw_LV, softcap, heat_L, merged, table),
         found,
         lambda: survivors(raw_LV, softcap, heat_L, marks, merged, found)[:3],
+        lambda table: shares(raw_LV, softcap, heat_L, merged, table),
     )
 
 

@@ -111,13 +111,13 @@ def attention_cases() -> list[Case]:
             "BN": form.keys,
             "SLICES": form.slices,
             "EDGES": form.edges,
-            "EARLY": length == 1,
+            "EARLY": True,
         }
         name = f"attention {length} {width}{' causal' if is_causal else ''}"
         case = Case(name, attention._attend, types, constants, form.warps, form.stages)
         found.append(case)
     parts = {"out_PLNH": FLOAT, "log_PLN": FLOAT, "out_LNH": HALF}
-    many = {"H": 512, "ROWS": 4, "PARTS": 4}
+    many = {"H": 512, "ROWS": 4, "PARTS": 4, "EARLY": True}
     few = {"H": 512, "BLOCK": 128, "PARTS": 66, "P": 128, "EARLY": True}
     wide = {"N": 16, "M": 2, "H": 512, "CAUSAL": True, "WINDOW": 0, "BM": 64, "BN": 64}
     found.append(Case("wide attention", wide_attention._attend, types, wide, 8))

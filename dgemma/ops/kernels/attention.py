@@ -152,7 +152,9 @@ def merge(out_PLNH: Tensor, log_PLN: Tensor, out_LNH: Tensor) -> None:
             *given, H=width, BLOCK=block, PARTS=parts, P=many, num_warps=4, **_early(length)
         )
         return
-    _merge[(triton.cdiv(rows, 4),)](*given, rows, H=width, ROWS=4, PARTS=parts, num_warps=4)
+    _merge[(triton.cdiv(rows, 4),)](
+        *given, rows, H=width, ROWS=4, PARTS=parts, num_warps=4, **_early(length)
+    )
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -282,7 +284,9 @@ def _merge(
     H: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     h = tl.arange(0, H)
