@@ -1,14 +1,15 @@
 """What fewer bits cost the built-in model: answers, losses and tasks, each form beside float32.
 
     python bench/quant_quality.py [--forms float32,bfloat16,int8,fp8,nvfp4] [--out FILE.md]
-        [--heldout DIR] [--texts 8] [--puzzles 16] [--calls 24] [--rounds 9]
+        [--heldout DIR] [--texts 8] [--puzzles 16] [--calls 24] [--skip 0] [--rounds 9]
 
 Divergence (KL, nats) and equal guesses are against float32, on held-out stories: a prompt of 256
 tokens read causally, and behind it a canvas of the next 128, half of it noise, seen twice, the
 second time with self-conditioning. Losses are of the same texts. Sudoku is by diffusion from the
 text alone (givens free, no restart), by number of givens; JSON calls are by diffusion. The same
 seeds for every form. On a CPU 8- and 4-bit floats are computed by their definition, so only the
-steps of float32, bfloat16 and int8 are timed, in rounds that alternate. The last line is JSON.
+steps of float32, bfloat16 and int8 are timed, in rounds that alternate. The last line is JSON; it
+also has each case's steps, for forms to be compared case by case. `--skip` asks other cases.
 
 nvfp4 is: experts in four bits with exact activations, which is their rounded weights multiplied
 out, and the dense part in fp8. `fp8+head` and the like have the head in 8 bits too, `fp8+soft` head
@@ -57,6 +58,7 @@ MAX_STEPS = 48
 CPU = torch.device("cpu")
 HEAD, SOFT = "+head", "+soft"
 TIMED = ("float32", "bfloat16", "int8")
+EACH = ", steps of each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Cases:
     puzzles: dict[str, list[str]]  # by number of givens
     data: Data
     calls: int
+    skip: int  # calls before the first that is asked
 
 
 def load(form: str, model: str) -> Engine:
@@ -96,9 +99,11 @@ def read_cases(engine: Engine, arguments: argparse.Namespace) -> Cases:
     texts = [torch.tensor(each[: PROMPT + CANVAS]) for each in ids if len(each) >= PROMPT + CANVAS]
     files = sorted(arguments.heldout.glob("sudoku_*.txt"), reverse=True)
     puzzles = {
-        path.stem.removeprefix("sudoku_"): read_puzzles(path)[: arguments.puzzles] for path in files
+        path.stem.removeprefix("sudoku_"): read_puzzles(path)[arguments.skip :][: arguments.puzzles]
+        for path in files
     }
-    return Cases(texts[: arguments.texts], puzzles, data, arguments.calls)
+    texts = texts[: arguments.texts]
+    return Cases(texts, puzzles, data, arguments.calls, arguments.skip)
 
 
 @torch.inference_mode()
@@ -134,12 +139,14 @@ def answers(engine: Engine, cases: Cases) -> dict[str, Any]:
         solved = solve_together(engine, puzzles, How(pinned=False, seed=0))
         found[f"Sudoku {givens}"] = (sum(one.is_right for one in solved), len(solved))
         found[f"Sudoku {givens}, steps"] = statistics.fmean(one.steps for one in solved)
-    pairs = read_pairs(cases.data, "json_calls.jsonl", cases.calls)
+        found[f"Sudoku {givens}{EACH}"] = [one.steps for one in solved]
+    pairs = read_pairs(cases.data, "json_calls.jsonl", cases.skip + cases.calls)[cases.skip :]
     replies = next(iter(answer(engine, pairs, "json_calls", 0)))
     both = zip(replies.answers, pairs, strict=True)
     right = [parsed(a) == parsed(pair.reply) for a, pair in both]
     found["JSON calls"] = (sum(right), len(right))
     found["JSON calls, steps"] = statistics.fmean(replies.steps)
+    found[f"JSON calls{EACH}"] = list(replies.steps)
     return found
 
 
@@ -172,6 +179,8 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "| | " + " | ".join(results) + " |"
     yield "|---" * (1 + len(results)) + "|"
     for name in next(iter(results.values())):
+        if name.endswith(EACH):
+            continue
         yield (
             f"| {name} | " + " | ".join(cell(found.get(name)) for found in results.values()) + " |"
         )
@@ -215,6 +224,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--puzzles", type=int, default=16)
     parser.add_argument("--calls", type=int, default=24)
+    parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
