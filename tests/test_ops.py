@@ -189,8 +189,9 @@ def check_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> None:
     torch.testing.assert_close(stats.top_p_T, theirs.top_p_T, atol=1e-6, rtol=3e-5)
     torch.testing.assert_close(stats.held_p_T, theirs.held_p_T, atol=1e-6, rtol=3e-5)
     torch.testing.assert_close(p_TV.double(), exact_TV, atol=1e-6, rtol=5e-5)
+    # What is divided by is a float32 sum; the narrower a CPU's vectors, the longer its chains.
     torch.testing.assert_close(
-        p_TV.double().sum(-1), torch.ones(len(p_TV)).double(), atol=3e-5, rtol=0
+        p_TV.double().sum(-1), torch.ones(len(p_TV)).double(), atol=6e-5, rtol=0
     )
     assert (stats.entropy_T >= 0).all() and (stats.top_p_T <= 1).all()
     top = exact_TV.gather(-1, stats.top_T[:, None])[:, 0]
