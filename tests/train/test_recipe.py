@@ -325,7 +325,7 @@ hole_share = 0.0
 [optim]
 adam_lr = 0.01
 [schedule]
-steps = 60
+steps = 120
 warmup = 5
 [run]
 save_every = 30

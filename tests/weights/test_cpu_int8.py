@@ -62,7 +62,8 @@ def test_the_built_in_model_loses_nothing_of_its_weights_and_little_of_its_answe
             assert torch.equal(quantize(weight).whole(), weight), name
     small = load_model(NANO_DIRECTORY, quant="int8").model
     moved = agreement(plain, small, seed=0)
-    assert moved.kl < 3e-3  # 1.7e-3; one layer with its gates and values swapped: 3e-2
+    # By CPU 1.7e-3 to 3.1e-3; one layer with its gates and values swapped: 3e-2.
+    assert moved.kl < 6e-3
     assert moved.top_1 > 0.99
     assert moved.worst_kl > 0, "nothing was rounded"
 
