@@ -60,7 +60,7 @@ def read_by_kernels(raw_LV: Tensor, softcap: float | None, query: Query) -> Read
         lambda: probabilities_(raw_LV, softcap, heat_L, merged),
         found,
         lambda: survivors(raw_LV, softcap, heat_L, marks, merged, found)[:3],
-        lambda table: shares(raw_LV, softcap, heat_L, merged, table),
+        lambda table: shares(raw_LV, softcap, heat_L, marks, merged, table),
     )
 
 

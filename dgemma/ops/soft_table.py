@@ -15,6 +15,7 @@ from dgemma.ops.fp8 import E4M3, LARGEST
 # the matrix unit adds up 8-bit products.
 SHARE = 57 * 128
 ALIGNED = 16  # bytes that a row of the vocabulary has to be a multiple of
+NEAR = 2048  # tokens of which one greatest is known; row statistics by kernel leave as much
 SMALLEST = 1e-30  # stands for the greatest probability of a part that has none
 
 

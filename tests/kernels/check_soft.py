@@ -24,7 +24,7 @@ from dgemma.ops.kernels.cuts import Cut
 from dgemma.ops.kernels.sparse import Into
 from dgemma.ops.row_stats import Query
 from dgemma.ops.soft import soft_mean, soft_mean_reference
-from dgemma.ops.soft_table import SoftTable
+from dgemma.ops.soft_table import NEAR, SoftTable
 from dgemma.sampler import EntropyBound
 from dgemma.stack import Stack
 from dgemma.weights.head import Fp8HeadTable, shrink_head
@@ -108,7 +108,8 @@ def test_products_of_parts_are_exact_on_what_was_rounded(
 @pytest.mark.parametrize("cap", [30.0, None])
 @pytest.mark.parametrize("share", [1152, 2304, 3456])
 def test_means_are_the_definition_s(cap: float | None, share: int) -> None:
-    vocab = 2608  # some of the rows end inside a chunk, and the last part is a short one
+    # Chunks and parts begin and end inside each other, and the last of both are short ones.
+    vocab = 2 * NEAR + 560
     table, (raw_LV, query) = table_of(vocab, 24), scores_of(vocab)
     soft = soft_of(table, share)
     want_TD = soft_mean_reference(probabilities(raw_LV, cap, query), table.weight, soft)
@@ -131,20 +132,60 @@ def far(got_TD: Tensor, want_TD: Tensor) -> float:
 
 def test_small_probabilities_count_where_no_great_one_stands_beside_them() -> None:
     """Even with the likeliest token: it is not rounded with them."""
-    table = table_of(512, 24)
-    table.weight.copy_(table.weight.abs())
-    table = Fp8HeadTable(table, soft=True)
-    p_TV = torch.full((1, 512), 1e-9)
-    p_TV[0, 7] = 1 - 512e-9
-    soft = soft_of(table, 256)
-    found = soft_8.shares_of(p_TV, soft)
-    rest = found.numbers_TV.float() * soft.beside_V.reciprocal()
-    assert rest[0, 7] == 0
-    assert (rest[0, :7] - 1).abs().max() < 1 / 15.9
-    p_TV[0, 300] = 2e-3  # and now there is one, in the second part
-    found = soft_8.shares_of(p_TV, soft)
-    assert found.numbers_TV[0, :256].float().count_nonzero() == 255
-    assert found.numbers_TV[0, 256:].float().count_nonzero() == 1
+    vocab = 3 * NEAR
+    soft = soft_of(table_of(vocab, 24), NEAR + NEAR // 2)
+    p_TV = torch.full((1, vocab), 1e-9)
+    p_TV[0, 7] = 1 - vocab * 1e-9
+    for by in (soft_8.shares_of, shares_by_logits):
+        rest_V = by(p_TV, soft).numbers_TV[0].float() / soft.beside_V
+        assert rest_V[7] == 0
+        assert (rest_V[:7] - 1).abs().max() < 1 / 15.9
+    # And now there is one, in the second part and the third chunk, which the first does not touch.
+    p_TV[0, 2 * NEAR] = 2e-3
+    for by in (soft_8.shares_of, shares_by_logits):
+        first_V, second_V = by(p_TV, soft).numbers_TV[0].float().split(soft.share)
+        assert first_V.count_nonzero() == soft.share - 1
+        assert second_V.count_nonzero() == 1
+    # In the second chunk, which reaches into both parts: the second loses its small ones as well.
+    p_TV[0, 2 * NEAR], p_TV[0, 2 * NEAR - 1 - NEAR // 2] = 1e-9, 2e-3
+    for by in (soft_8.shares_of, shares_by_logits):
+        assert by(p_TV, soft).numbers_TV[0].float().count_nonzero() == 1
+
+
+def shares_by_logits(p_TV: Tensor, soft: SoftTable) -> soft_8.Shares:
+    rows = len(p_TV)
+    query = Query(
+        heat_T=torch.ones(rows),
+        uniform_T=torch.zeros(rows, dtype=torch.float64),
+        held_T=torch.zeros(rows, dtype=torch.long),
+    )
+    reading = read_by_kernels(p_TV.log(), None, query)
+    assert reading.shares is not None
+    return reading.shares(soft)
+
+
+@pytest.mark.parametrize("cap", [30.0, None])
+def test_what_is_rounded_is_known_to_be_no_greater_than_what_it_is_rounded_beside(
+    cap: float | None,
+) -> None:
+    """The greatest of each part that is its chunks' greatest is the greatest 8-bit number."""
+    vocab = 4 * NEAR + 48
+    soft, (raw_LV, query) = soft_of(table_of(vocab, 24), NEAR + 128), scores_of(vocab)
+    soft = soft._replace(beside_V=torch.full((vocab,), 448.0))
+    p_LV = probabilities(raw_LV, cap, query)
+    rest_LV = p_LV.scatter(-1, p_LV.argmax(-1, keepdim=True), 0.0)
+    reading = read_by_kernels(raw_LV.clone(), cap, query)
+    assert reading.shares is not None
+    for found in (reading.shares(soft), soft_8.shares_of(p_LV, soft)):
+        for part, numbers_LW in enumerate(found.numbers_TV.float().split(soft.share, 1)):
+            begin, end = part * soft.share, min((part + 1) * soft.share, vocab)
+            near = slice(begin // NEAR * NEAR, -(-end // NEAR) * NEAR)
+            greatest_L = rest_LV[:, near].amax(-1)
+            torch.testing.assert_close(
+                found.factor_ST[part] / soft.unit_1, greatest_L, rtol=1e-4, atol=0
+            )
+            want_LW = 448 * rest_LV[:, begin:end] / greatest_L[:, None]
+            torch.testing.assert_close(numbers_LW, want_LW, rtol=1 / 15.9, atol=2**-10 * 1.01)
 
 
 def test_a_position_that_is_sure_is_told_of_its_token_as_it_is() -> None:

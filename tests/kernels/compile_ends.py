@@ -3,7 +3,7 @@
 from compile_all import DOUBLE, EIGHT, FLOAT, HALF, INT, LONG, WIDTH, Case, compiled, told
 
 from dgemma.ops.kernels import cuts, enter, enter_1, move, row_stats, soft_8, sparse
-from dgemma.ops.soft_table import SHARE
+from dgemma.ops.soft_table import NEAR, SHARE
 
 BYTE = "*u8"
 CANVAS = 256
@@ -18,7 +18,7 @@ def stats_cases() -> list[Case]:
     marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "flat_1": INT}
     totals = {"peak_T": FLOAT, "total_T": FLOAT}
     merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
-    floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT}
+    floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT, "next_T": FLOAT}
     merged = {**row, **marks, **merge, **floats, **totals}
     likely = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
     seen = {**row, **totals, "peak_TC": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
@@ -45,8 +45,10 @@ def soft_cases() -> list[Case]:
 def soft_8_cases() -> list[Case]:
     form = cuts.SOFT
     row = {"heat_T": FLOAT, "peak_T": FLOAT, "total_T": FLOAT, "top_T": LONG, "factor_ST": FLOAT}
+    row |= {"peak_TC": FLOAT, "next_T": FLOAT}
     shares = {**row, "from_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": EIGHT}
-    rounding = {"LEAST": 1e-30, "CAP": 30.0, "SHARE": SHARE, "W": soft_8.CHUNK, **EARLY}
+    rounding = {"LEAST": 1e-30, "CAP": 30.0, "SHARE": SHARE, "W": soft_8.AT_ONCE, **EARLY}
+    rounding |= {"CHUNKS": 128, "NEAR": NEAR, "REACH": soft_8.reach(SHARE)}
     product = {
         "numbers_TV": f"tensordesc<fp8e4nv[{form.rows},{form.depth}]>",
         "numbers_DV": f"tensordesc<fp8e4nv[{form.outputs},{form.depth}]>",

@@ -22,6 +22,7 @@ from dgemma.model import Gemma, TokenTable
 from dgemma.ops import dense
 from dgemma.ops.fp8 import quantize
 from dgemma.ops.soft import soft_mean_reference
+from dgemma.ops.soft_table import NEAR
 from dgemma.sampler import EntropyBound, Sampler
 from dgemma.stack import Stack
 from dgemma.weights import choose, head, served
@@ -94,9 +95,11 @@ def test_means_in_8_bits_are_near_and_can_be_let_go() -> None:
 
 def test_a_mean_in_8_bits_keeps_the_likeliest_token_and_rounds_the_others_by_parts() -> None:
     """A token alone in its part is exact but for its vector, however unlikely it is."""
-    table = made(eight=True, soft=True).embed_tokens
+    plain = TokenTable(2 * NEAR, 16)
+    plain.weight = torch.nn.Parameter(drawn(2 * NEAR, 16), requires_grad=False)
+    table = head.Fp8HeadTable(plain, soft=True)
     assert table.soft is not None
-    soft = table.soft._replace(share=len(table.weight) // 2)
+    soft = table.soft._replace(share=NEAR)
     low, high, last = 3, 5, len(table.weight) - 1
     for small in (1e-2, 1e-12):
         p_1V = torch.zeros(1, len(table.weight))
@@ -111,6 +114,14 @@ def test_a_mean_in_8_bits_keeps_the_likeliest_token_and_rounds_the_others_by_par
     got_1D = soft_mean_reference(p_1V, table.weight, soft)
     p_1V[0, low + 1] = 0.0
     assert torch.equal(got_1D, soft_mean_reference(p_1V, table.weight, soft))
+    # So it is beside one of the next part whose chunk reaches into its own.
+    uneven = soft._replace(share=NEAR - 16)
+    p_1V[0, high], p_1V[0, NEAR - 1] = 0.0, 1e-3
+    without_1D = soft_mean_reference(p_1V, table.weight, uneven)
+    p_1V[0, low + 1] = 1e-10
+    assert torch.equal(soft_mean_reference(p_1V, table.weight, uneven), without_1D)
+    p_1V[0, NEAR - 1] = 1e-5
+    assert not torch.equal(soft_mean_reference(p_1V, table.weight, uneven), without_1D)
 
 
 def rounded(number: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class Merged:
     held_p_T: Tensor
     peak_T: Tensor
     total_T: Tensor  # sum of exp(x), x behind the row's peak
+    next_T: Tensor  # the peak's chunk has this one without it
 
 
 def row_marks(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Marks:
@@ -82,7 +83,7 @@ def row_merge(
     rows, vocab = raw_TV.shape
     chunks = marks.peak_TC.shape[1]
     draw_T, top_T = (torch.empty_like(held_T) for _ in range(2))
-    floats = [torch.empty_like(heat_T) for _ in range(5)]
+    floats = [torch.empty_like(heat_T) for _ in range(6)]
     _merge[(rows,)](
         raw_TV,
         heat_T,
@@ -106,7 +107,7 @@ def row_merge(
         num_warps=8,
         **early(),
     )
-    names = ("entropy_T", "top_p_T", "held_p_T", "peak_T", "total_T")
+    names = ("entropy_T", "top_p_T", "held_p_T", "peak_T", "total_T", "next_T")
     return Merged(draw_T=draw_T, top_T=top_T, **dict(zip(names, floats, strict=True)))
 
 
@@ -218,6 +219,7 @@ def _merge(
     held_p_T,
     peak_T,
     total_T,
+    next_T,
     flat_1,
     vocab,
     MOST: tl.constexpr,
@@ -262,6 +264,7 @@ def _merge(
     tl.store(top_T + row, top)
     tl.store(peak_T + row, peak)
     tl.store(total_T + row, z)
+    tl.store(next_T + row, capped(tl.max(tl.where(v == top, float("-inf"), raw), 0), CAP))
     held = capped(tl.load(raw_TV + start + tl.load(held_T + row)), CAP)
     tl.store(held_p_T + row, tl.exp((held - peak) * scale) / z)
     # The draw: the token whose interval of the running sum holds `uniform` times the total.

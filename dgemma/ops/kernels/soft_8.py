@@ -1,10 +1,11 @@
 """The soft embedding over the whole vocabulary in 8-bit floats; `ops/soft.py` says what it is.
 
 Three launches: probabilities, rounded, are made of the head's output (or of probabilities that are
-there); a product for each part of the vocabulary; and their sum, in a fixed order, with the
-likeliest token's own vector. A part's product is one program's for some of the width: nothing is
-rescaled on the way. Vectors stand on the left, the matrix unit's tall side, so that each is read
-once; both sides come through the copy engine.
+there) at one look, since what a part is rounded beside is known from its chunks; a product for each
+part of the vocabulary; and their sum, in a fixed order, with the likeliest token's own vector. A
+part's product is one program's for some of the width: nothing is rescaled on the way. Vectors stand
+on the left, the matrix unit's tall side, so that each is read once; both sides come through the
+copy engine.
 
 T positions, V vocabulary, D width, S parts.
 """
@@ -20,11 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dgemma.ops.fp8 import E4M3
 from dgemma.ops.kernels.cuts import SOFT, Cut
 from dgemma.ops.kernels.launch import after, early
-from dgemma.ops.kernels.row_stats import Merged, capped, scale_of
+from dgemma.ops.kernels.row_stats import CHUNK, Marks, Merged, capped, scale_of
 from dgemma.ops.kernels.sparse import BLOCK, Into, flag_bytes, own_if_pinned
-from dgemma.ops.soft_table import SMALLEST, SoftTable
+from dgemma.ops.soft import chunk_peaks
+from dgemma.ops.soft_table import NEAR, SMALLEST, SoftTable
 
-CHUNK = 1024  # probabilities that are rounded at a time
+AT_ONCE = 1024  # probabilities that are rounded at a time
+assert CHUNK == NEAR, "row statistics leave peaks of other chunks than the definition's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,15 @@ class Shares:
 
 
 def shares(
-    raw_TV: Tensor, softcap: float | None, heat_T: Tensor, merged: Merged, table: SoftTable
+    raw_TV: Tensor,
+    softcap: float | None,
+    heat_T: Tensor,
+    marks: Marks,
+    merged: Merged,
+    table: SoftTable,
 ) -> Shares:
     """Of the head's output, which stays."""
-    given = (heat_T, merged.peak_T, merged.total_T)
+    given = (heat_T, merged.peak_T, merged.total_T, marks.peak_TC, merged.next_T)
     tops = (merged.top_T, merged.top_p_T)
     return _shares_by(raw_TV, given, tops, table, {"CAP": softcap or 0.0, "IS_RAW": True})
 
@@ -50,13 +58,15 @@ def shares_of(p_TV: Tensor, table: SoftTable) -> Shares:
     """Of probabilities."""
     top_p_T, top_T = p_TV.max(-1)
     top_p_T = top_p_T.float()
-    given = (top_p_T, top_p_T, top_p_T)  # none of them is read
+    peak_TC = chunk_peaks(p_TV.scatter(-1, top_T[:, None], 0.0)).float()
+    next_T = peak_TC.gather(-1, top_T[:, None] // NEAR)[:, 0]
+    given = (top_p_T, top_p_T, top_p_T, peak_TC, next_T)  # the first three are not read
     return _shares_by(p_TV, given, (top_T, top_p_T), table, {"CAP": 0.0, "IS_RAW": False})
 
 
 def _shares_by(
     from_TV: Tensor,
-    row: tuple[Tensor, Tensor, Tensor],
+    row: tuple[Tensor, ...],
     tops: tuple[Tensor, Tensor],
     table: SoftTable,
     how: dict[str, float],
@@ -76,12 +86,21 @@ def _shares_by(
         vocab,
         LEAST=SMALLEST,
         SHARE=table.share,
-        W=CHUNK,
+        CHUNKS=triton.cdiv(vocab, NEAR),
+        NEAR=NEAR,
+        REACH=reach(table.share),
+        W=AT_ONCE,
         num_warps=4,
         **how,
         **early(),
     )
     return Shares(numbers_TV, factor_ST, *tops)
+
+
+def reach(share: int) -> int:
+    """How many chunks are looked at for a part, at least all that reach into it."""
+    count = (share + NEAR - 2) // NEAR + 1
+    return 1 << (count - 1).bit_length()
 
 
 def mean(
@@ -139,6 +158,8 @@ def _shares(
     heat_T,
     peak_T,
     total_T,
+    peak_TC,
+    next_T,
     top_T,
     beside_V,
     unit_1,
@@ -149,6 +170,9 @@ def _shares(
     CAP: tl.constexpr,
     IS_RAW: tl.constexpr,
     SHARE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    NEAR: tl.constexpr,
+    REACH: tl.constexpr,
     W: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -160,15 +184,13 @@ def _shares(
     begin = part * SHARE
     # The vocabulary is a multiple of 16, as the copy engine wants it.
     end = tl.multiple_of(tl.minimum(begin + SHARE, vocab), 16)
-    most = tl.full((W,), float("-inf"), dtype=tl.float32)
-    for offset in range(0, SHARE, W):
-        v = begin + offset + tl.arange(0, W)
-        given = tl.load(from_TV + start + v, mask=v < end, other=float("-inf")).to(tl.float32)
-        most = tl.maximum(most, tl.where(v == top, float("-inf"), given))
-    greatest = tl.max(most, 0)
+    c = begin // NEAR + tl.arange(0, REACH)
+    is_near = c * NEAR < end
+    near = tl.load(peak_TC + row * CHUNKS + c, mask=is_near, other=float("-inf"))
+    near = tl.where((c == top // NEAR) & is_near, tl.load(next_T + row), near)
+    greatest = tl.max(near, 0)
     if IS_RAW:
         scale = scale_of(tl.load(heat_T + row), CAP)
-        greatest = capped(greatest, CAP)
         p = tl.exp((greatest - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
     else:
         scale = 1.0
