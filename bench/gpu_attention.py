@@ -237,7 +237,7 @@ def _stats_of(name: str, raw: Tensor) -> Works:
     table = torch.empty(VOCAB, 2816, dtype=HALF, device=DEVICE).normal_()
     p = (CAP * torch.tanh(raw.double() / CAP) / heat[:, None]).softmax(-1)
     off = (merged.entropy_T - torch.special.entr(p).sum(-1)).abs().max().item()
-    likely = (p >= sparse.SPARE).sum(-1)
+    likely = (p >= row_stats.SPARE).sum(-1)
     is_right = torch.equal(merged.top_T, raw.argmax(-1))
     print(
         f"# stats {name}: entropy off {off:.1e} (<= 2e-5), top {is_right}; likely tokens"

@@ -121,7 +121,7 @@ def test_the_sparse_mean_is_the_dense_one_where_its_mass_says_so() -> None:
     table = torch.randn(5000, 24, generator=torch.Generator().manual_seed(1))
     mean = sparse.soft_mean(table, ids, p, count)
     dense = kernels.probabilities_(raw, 30.0, query.heat_T, merged) @ table
-    sure = mass >= sparse.MASS
+    sure = mass >= kernels.MASS
     assert sure[:4].all() and not sure.all()
     torch.testing.assert_close(mean[sure], dense[sure], atol=2e-3, rtol=1e-3)
     assert (mean - dense)[~sure].abs().max() > 0.01
@@ -138,7 +138,7 @@ def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
     ids, p, count, mass = sparse.survivors(raw, None, query.heat_T, marks, merged, found)
     want = (raw.double() / query.heat_T[:, None].double()).softmax(-1)
     for row in range(2):
-        likely = (want[row] >= sparse.SPARE).nonzero()[:, 0]
+        likely = (want[row] >= kernels.SPARE).nonzero()[:, 0]
         assert ids[row, : count[row]].tolist() == likely.tolist()
         torch.testing.assert_close(
             p[row, : count[row]].double(), want[row, likely], rtol=1e-4, atol=0
@@ -146,6 +146,73 @@ def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
         assert abs(mass[row] - want[row, likely].sum()) < 1e-4
     assert count.tolist() == [4, 81]
     assert found.suffice()
+
+
+GROUP = sparse.AT_ONCE * kernels.CHUNK
+
+
+@pytest.mark.parametrize("cap", [30.0, 0.5, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("spread", [2.0, 4.0, 5.0, 6.0, 8.0])
+def test_counts_and_masses_are_those_of_the_definition(
+    cap: float | None, dtype: torch.dtype, spread: float
+) -> None:
+    """Many numbers are equal, some of them neighbours; under a low cap all tokens are likely."""
+    raw, query = case(2 * GROUP + 100, spread, rows=1)
+    raw = raw.round(decimals=1).clamp(min=-15.0)
+    raw[:, 9:13] = raw[:, -3:-2] = 4.5 * spread
+    raw = raw.to(dtype)
+    marks, merged = ask(raw, cap, query)
+    marks.flat_1.zero_()  # nothing is spared here
+    found = sparse.likely(raw, cap, query.heat_T, marks, merged)
+    logits = raw.double() if cap is None else cap * torch.tanh(raw.double() / cap)
+    p = (logits / query.heat_T[:, None].double()).softmax(-1)[0]
+    likely = [part[part >= kernels.SPARE] for part in p.split(GROUP)]
+    for count, mass, want in zip(found.count_TG[0], found.mass_TG[0], likely, strict=True):
+        assert count == len(want)
+        if count > kernels.SURVIVORS:
+            assert marks.flat_1.item() and mass == 0
+            break  # what comes after it may be left out
+        torch.testing.assert_close(mass.double(), want.sum(), rtol=1e-4, atol=0)
+
+
+def test_cases_hold_rows_with_few_and_with_many_likely_tokens() -> None:
+    """So that the test above means something: masses of many, of a few equal ones, and none."""
+    counts = []
+    for spread in (2.0, 5.0, 8.0):
+        raw, query = case(2 * GROUP + 100, spread, rows=1)
+        marks, merged = ask(raw, 30.0, query)
+        marks.flat_1.zero_()
+        counts += sparse.likely(raw, 30.0, query.heat_T, marks, merged).count_TG[0].tolist()
+    assert max(counts) > kernels.SURVIVORS > sorted(counts)[len(counts) // 2] > 4
+
+
+def test_a_search_that_found_too_many_together_spares_the_rest_its_own() -> None:
+    """And says so itself, whoever else is left out."""
+    raw, query = case(3 * GROUP, 0.1, rows=2)
+    raw[:, 7] += 20.0
+    raw[0, GROUP : GROUP + 200] += 15.0 - 0.02 * torch.arange(200)
+    marks, merged = ask(raw, None, query)
+    assert not marks.flat_1.item()
+    for _ in range(2):  # asked again, it may say nothing, but nothing else
+        found = sparse.likely(raw, None, query.heat_T, marks, merged)
+        assert marks.flat_1.item() and not found.suffice()
+    marks, merged = ask(raw[1:], None, query.rows(slice(1, 2)))
+    assert sparse.likely(raw[1:], None, query.heat_T[1:], marks, merged).suffice()
+
+
+def test_a_row_with_mass_in_chunks_without_likely_tokens_is_flat() -> None:
+    """Its tokens need not be looked at; where as much lies beside likely ones they have to be."""
+    vocab = 4 * kernels.CHUNK
+    for rest, want in ((1.9e-3, False), (2.1e-3, True)):
+        p = torch.full((1, vocab), 1e-12, dtype=torch.float64)
+        p[0, 5] = 1 - rest
+        p[0, 2 * kernels.CHUNK :] = rest / (2 * kernels.CHUNK)
+        raw, (_, query) = p.log().float(), case(vocab, 1.0, rows=1)
+        query.heat_T.fill_(1.0)
+        marks, merged = ask(raw, None, query)
+        assert bool(marks.flat_1.item()) == want
+        assert bool(sparse.likely(raw, None, query.heat_T, marks, merged).suffice()) != want
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
@@ -189,8 +256,8 @@ def test_no_row_that_few_tokens_hold_is_ever_called_flat() -> None:
                     held_T=torch.zeros(1, dtype=torch.long),
                 )
                 marks, _ = ask(raw, None, query)
-                is_likely = p >= sparse.SPARE
-                suffices = int(is_likely.sum()) <= 128 and p[is_likely].sum() >= sparse.MASS
+                is_likely = p >= kernels.SPARE
+                suffices = int(is_likely.sum()) <= 128 and p[is_likely].sum() >= kernels.MASS
                 assert not (suffices and marks.flat_1.item()), (tokens, slope, rest)
                 flat, rows = flat + int(marks.flat_1), rows + (not suffices)
     assert flat > 0.3 * rows

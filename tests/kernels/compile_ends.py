@@ -11,18 +11,19 @@ EARLY = {"EARLY": True}
 
 
 def stats_cases() -> list[Case]:
-    sizes = {"CAP": 30.0, "W": row_stats.CHUNK, "CHUNKS": 128, "C": 128, "S": 128, "LEAST": 1e-5}
+    sizes = {"CAP": 30.0, "W": row_stats.CHUNK, "CHUNKS": 128, "C": 128, "S": 128}
     sizes |= {"EACH": 4, "EVEN": True, "MOST": row_stats.most_entropy(1 << 18), **EARLY}
+    sizes |= {name: getattr(row_stats, name) for name in ("SPARE", "READ", "MISSED")}
     sizes |= {"TOKENS": row_stats.most_tokens(), "SMALL": row_stats.SMALL}
     row = {"raw_TV": HALF, "heat_T": FLOAT, "vocab": "i32"}
     marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "flat_1": INT}
-    totals = {"peak_T": FLOAT, "total_T": FLOAT}
+    totals = {"peak_T": FLOAT, "total_T": FLOAT, "least_T": FLOAT}
     merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
     floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT, "next_T": FLOAT}
     merged = {**row, **marks, **merge, **floats, **totals}
     likely = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
     seen = {**row, **totals, "peak_TC": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
-    grouped = {**sizes, "EACH": sparse.AT_ONCE, "G": 32}
+    grouped = {**sizes, "EACH": sparse.AT_ONCE, "COLUMN": sparse.COLUMN, "G": 32}
     return [
         Case("marks", row_stats._marks, {**row, **marks, "chunks": "i32"}, sizes),
         Case("merge", row_stats._merge, merged, sizes, 8),
@@ -77,7 +78,7 @@ def move_cases() -> list[Case]:
     found = []
     for length in (CANVAS, move.LONGEST):
         sizes = {"L": length, "P": length, "B": move.PAIRS // length, "GROUPS": 32, "G": 32}
-        sizes |= {"S": row_stats.SURVIVORS, "MASS": sparse.MASS, **EARLY}
+        sizes |= {"S": row_stats.SURVIVORS, "MASS": row_stats.MASS, **EARLY}
         found.append(Case(f"move {length}", move._move, types, sizes, 8))
     return found
 

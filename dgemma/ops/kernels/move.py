@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.ops.kernels.launch import after, early
-from dgemma.ops.kernels.row_stats import SURVIVORS
-from dgemma.ops.kernels.sparse import MASS, Likely
+from dgemma.ops.kernels.row_stats import MASS, SURVIVORS
+from dgemma.ops.kernels.sparse import Likely
 
 LONGEST = 1024  # a canvas whose pairs of positions one program compares in good time
 PAIRS = 8192  # of positions, that are compared at once

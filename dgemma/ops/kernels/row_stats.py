@@ -2,9 +2,9 @@
 
 Each warp reads a chunk of one row and leaves its peak and the sums of exp(x) and x exp(x) behind
 the peak. A second kernel, one program a row, merges them: entropy, argmax, and the draw; the chunk
-of the peak and the one that the running sum points to are read again. It also says whether any row
-is so flat that no few tokens can hold it, which spares `sparse.py` its search. Probabilities, where
-they are wanted, replace the head's output.
+of the peak and the one that the running sum points to are read again. It also says which tokens are
+likely, and whether any row is so flat that no few of them can hold it, which spares `sparse.py` its
+search. Probabilities, where they are wanted, replace the head's output.
 
 T positions, V vocabulary, C chunks of W tokens each.
 """
@@ -21,6 +21,10 @@ from dgemma.ops.kernels.launch import after, early
 
 CHUNK = 2048  # tokens summed up by one warp
 SURVIVORS = 128  # most tokens of a position that enter the sparse soft embedding
+SPARE = 1e-5  # a token below this probability does not enter it
+READ = 0.9 * SPARE  # a chunk whose peak is below holds no likely token, however its peak is rounded
+MASS = 1 - 2e-3  # of a position, that its likely tokens must hold; bfloat16 loses as much
+MISSED = 1.01 * (1 - MASS)  # a position that has as much in chunks without likely tokens is flat
 ENOUGH = 0.99  # a position whose likeliest so many tokens cannot hold as much is flat
 SMALL = 1e-3  # peaks below it are taken for as much, where tokens are counted
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -33,7 +37,9 @@ class Marks:
     peak_TC: Tensor
     sum_TC: Tensor  # of exp(x), x the heated logit behind the chunk's peak
     moment_TC: Tensor  # of x exp(x)
-    flat_1: Tensor  # int; zero here, and set by the second pass if a row is flat
+    # int; zero here, set by the second pass if a row is flat, and by a search that finds too many
+    # likely tokens together.
+    flat_1: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,7 @@ class Merged:
     peak_T: Tensor
     total_T: Tensor  # sum of exp(x), x behind the row's peak
     next_T: Tensor  # the peak's chunk has this one without it
+    least_T: Tensor  # from this number of the head's output on a token is likely
 
 
 def row_marks(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Marks:
@@ -83,7 +90,7 @@ def row_merge(
     rows, vocab = raw_TV.shape
     chunks = marks.peak_TC.shape[1]
     draw_T, top_T = (torch.empty_like(held_T) for _ in range(2))
-    floats = [torch.empty_like(heat_T) for _ in range(6)]
+    floats = [torch.empty_like(heat_T) for _ in range(7)]
     _merge[(rows,)](
         raw_TV,
         heat_T,
@@ -100,6 +107,9 @@ def row_merge(
         MOST=most_entropy(vocab),
         TOKENS=most_tokens(),
         SMALL=SMALL,
+        SPARE=SPARE,
+        READ=READ,
+        MISSED=MISSED,
         CAP=softcap or 0.0,
         W=CHUNK,
         CHUNKS=chunks,
@@ -107,7 +117,7 @@ def row_merge(
         num_warps=8,
         **early(),
     )
-    names = ("entropy_T", "top_p_T", "held_p_T", "peak_T", "total_T", "next_T")
+    names = ("entropy_T", "top_p_T", "held_p_T", "peak_T", "total_T", "next_T", "least_T")
     return Merged(draw_T=draw_T, top_T=top_T, **dict(zip(names, floats, strict=True)))
 
 
@@ -204,6 +214,19 @@ def _tokens_needed(weight, share, total, SMALL: tl.constexpr):
 
 
 @triton.jit
+def _least(probability, peak, total, scale, CAP: tl.constexpr):
+    """What the head has to say of a token for this probability: counting then needs no exp."""
+    y = peak + tl.log(probability * total) / scale
+    if CAP > 0:
+        inside = tl.minimum(tl.maximum(y, 1e-30), 1.0 - 6e-8)
+        raw = 0.5 * CAP * tl.log(inside / (1.0 - inside))
+        raw = tl.where(y <= 0.0, -3e38, tl.where(y >= 1.0, float("inf"), raw))
+    else:
+        raw = tl.maximum(y, -3e38)  # a token that is not there has less
+    return raw
+
+
+@triton.jit
 def _merge(
     raw_TV,
     heat_T,
@@ -220,11 +243,15 @@ def _merge(
     peak_T,
     total_T,
     next_T,
+    least_T,
     flat_1,
     vocab,
     MOST: tl.constexpr,
     TOKENS: tl.constexpr,
     SMALL: tl.constexpr,
+    SPARE: tl.constexpr,
+    READ: tl.constexpr,
+    MISSED: tl.constexpr,
     CAP: tl.constexpr,
     W: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -257,13 +284,17 @@ def _merge(
     # With the peak at zero the sum is 1 / p(top): H = log Z - E[x].
     z = total.to(tl.float32)
     entropy = tl.log(z) - (moment / total).to(tl.float32)
-    if (entropy > MOST) | (_tokens_needed(weights.to(tl.float32), share, z, SMALL) > TOKENS):
+    weight = weights.to(tl.float32)
+    missed = tl.sum(tl.where(share < READ * z, weight, 0.0), 0)
+    is_spread = _tokens_needed(weight, share, z, SMALL) > TOKENS
+    if (entropy > MOST) | is_spread | (missed > MISSED * z):
         tl.atomic_max(flat_1, 1)
     tl.store(entropy_T + row, entropy)
     tl.store(top_p_T + row, 1.0 / z)
     tl.store(top_T + row, top)
     tl.store(peak_T + row, peak)
     tl.store(total_T + row, z)
+    tl.store(least_T + row, _least(SPARE, peak, z, scale, CAP))
     tl.store(next_T + row, capped(tl.max(tl.where(v == top, float("-inf"), raw), 0), CAP))
     held = capped(tl.load(raw_TV + start + tl.load(held_T + row)), CAP)
     tl.store(held_p_T + row, tl.exp((held - peak) * scale) / z)

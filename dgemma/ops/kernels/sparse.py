@@ -2,6 +2,7 @@
 
 Where few tokens hold nearly all of a position's probability, its mean embedding is made from these
 alone. Chunks that can hold none, by the peaks that `row_stats.py` has left of them, are not read.
+Which tokens are likely is seen from the head's output as it is: only of these is an exp taken.
 
 T positions, V vocabulary, C chunks of W tokens each, G groups of chunks, S places, D width.
 """
@@ -14,11 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.ops.kernels.launch import after, early
-from dgemma.ops.kernels.row_stats import CHUNK, SURVIVORS, Marks, Merged, capped, scale_of
+from dgemma.ops.kernels.row_stats import (
+    CHUNK,
+    MASS,
+    READ,
+    SURVIVORS,
+    Marks,
+    Merged,
+    capped,
+    scale_of,
+)
 
-SPARE = 1e-5  # a token below this probability does not enter the sparse soft embedding
-MASS = 1 - 2e-3  # of a position, that its likely tokens must hold; bfloat16 loses as much
 AT_ONCE = 4  # chunks that are searched by one program
+COLUMN = 8  # neighbours among which a thread of such a program looks for likely tokens
 BLOCK = 256  # numbers of a vector that one program makes
 
 
@@ -26,7 +35,9 @@ BLOCK = 256  # numbers of a vector that one program makes
 class Likely:
     """How many likely tokens there are in each group of chunks, and their mass.
 
-    Where any position is flat nothing was read, and all is zero: the dense mean is wanted then.
+    Where any position is flat nothing was read, and all is zero: the dense mean is wanted then. So
+    it is once a group holds more than survive: that one says how many, but no mass, and groups that
+    are searched after it may be left out, with zeros.
     """
 
     count_TG: Tensor
@@ -61,11 +72,14 @@ def likely(
         heat_T,
         merged.peak_T,
         merged.total_T,
+        merged.least_T,
         marks.peak_TC,
         marks.flat_1,
         count_TG,
         mass_TG,
         vocab,
+        S=SURVIVORS,
+        COLUMN=COLUMN,
         num_warps=8,
         **_cut(softcap, marks),
         **early(),
@@ -97,6 +111,7 @@ def survivors(
         heat_T,
         merged.peak_T,
         merged.total_T,
+        merged.least_T,
         marks.peak_TC,
         found.count_TG,
         found.mass_TG,
@@ -115,7 +130,7 @@ def survivors(
 
 def _cut(softcap: float | None, marks: Marks) -> dict[str, float]:
     chunks = marks.peak_TC.shape[1]
-    return {"LEAST": SPARE, "CAP": softcap or 0.0, "W": CHUNK, "CHUNKS": chunks, "EACH": AT_ONCE}
+    return {"READ": READ, "CAP": softcap or 0.0, "W": CHUNK, "CHUNKS": chunks, "EACH": AT_ONCE}
 
 
 def soft_mean(
@@ -166,35 +181,29 @@ def flag_bytes(flags_T: Tensor) -> Tensor:
 
 
 @triton.jit
-def _group(
-    raw_TV,
+def _chunks(
     heat_T,
     peak_T,
     total_T,
     peak_TC,
-    vocab,
-    LEAST: tl.constexpr,
+    READ: tl.constexpr,
     CAP: tl.constexpr,
-    W: tl.constexpr,
     CHUNKS: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Tokens of this program's chunks, their probabilities, and which of them are likely.
-
-    Chunks whose peak is not likely are not read.
-    """
+    """This program's chunks, and which of them may hold likely tokens: others are not read."""
     row = tl.program_id(0)
-    scale = scale_of(tl.load(heat_T + row), CAP)
-    peak = tl.load(peak_T + row)
-    total = tl.load(total_T + row)
     c = tl.program_id(1) * EACH + tl.arange(0, EACH)
     top = tl.load(peak_TC + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
-    is_read = tl.exp((top - peak) * scale) / total >= LEAST
-    v = c[:, None] * W + tl.arange(0, W)[None, :]
-    is_token = is_read[:, None] & (v < vocab)
-    raw = tl.load(raw_TV + row.to(tl.int64) * vocab + v, mask=is_token, other=0.0)
-    p = tl.exp((capped(raw, CAP) - peak) * scale) / total
-    return v, p, is_token & (p >= LEAST)
+    return c, _p(top, heat_T, peak_T, total_T, CAP) >= READ
+
+
+@triton.jit
+def _p(y, heat_T, peak_T, total_T, CAP: tl.constexpr):
+    """Probabilities of capped numbers."""
+    row = tl.program_id(0)
+    scale = scale_of(tl.load(heat_T + row), CAP)
+    return tl.exp((y - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
 
 
 @triton.jit
@@ -203,12 +212,15 @@ def _likely(
     heat_T,
     peak_T,
     total_T,
+    least_T,
     peak_TC,
     flat_1,
     count_TG,
     mass_TG,
     vocab,
-    LEAST: tl.constexpr,
+    S: tl.constexpr,
+    COLUMN: tl.constexpr,
+    READ: tl.constexpr,
     CAP: tl.constexpr,
     W: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -217,16 +229,54 @@ def _likely(
 ):
     """How many likely tokens there are in some chunks, and their mass."""
     after(EARLY)
-    at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    if tl.load(flat_1) == 0:
-        _, p, is_likely = _group(
-            raw_TV, heat_T, peak_T, total_T, peak_TC, vocab, LEAST, CAP, W, CHUNKS, EACH
-        )
-        tl.store(count_TG + at, tl.sum(tl.sum(is_likely.to(tl.int32), 1), 0))
-        tl.store(mass_TG + at, tl.sum(tl.sum(tl.where(is_likely, p, 0.0), 1), 0))
-    else:
-        tl.store(count_TG + at, 0)
-        tl.store(mass_TG + at, 0.0)
+    row = tl.program_id(0)
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    # Asked for before the flag is seen, so that it is not waited for twice.
+    c, is_read = _chunks(heat_T, peak_T, total_T, peak_TC, READ, CAP, CHUNKS, EACH)
+    least = tl.load(least_T + row)
+    count = 0
+    mass = 0.0
+    # Not from a cache that is not told of what other programs write.
+    if tl.load(flat_1, volatile=True) == 0:
+        w = tl.arange(0, W // COLUMN)[:, None] * COLUMN + tl.arange(0, COLUMN)[None, :]
+        v = c[:, None, None] * W + w[None, :, :]
+        is_token = is_read[:, None, None] & (v < vocab)
+        at_V = raw_TV + row.to(tl.int64) * vocab + v
+        raw = tl.load(at_V, mask=is_token, other=float("-inf")).to(tl.float32)
+        count = tl.sum(_over_column((raw >= least).to(tl.int32)), 0)
+        if count > S:
+            # Whoever reads this in time need not search: that few do not suffice is certain.
+            tl.atomic_max(flat_1, 1)
+        elif count > 0:
+            mass = _mass(raw, least, heat_T, peak_T, total_T, CAP)
+    tl.store(count_TG + at, count)
+    tl.store(mass_TG + at, mass)
+
+
+@triton.jit
+def _over_column(number):
+    return tl.sum(tl.sum(number, 2), 0)
+
+
+@triton.jit
+def _most(raw):
+    return tl.max(tl.max(raw, 2), 0)
+
+
+@triton.jit
+def _mass(raw, least, heat_T, peak_T, total_T, CAP: tl.constexpr):
+    """The mass of likely tokens: in all columns at once the greatest number, then the next.
+
+    A column is what one thread holds, in which there are few, so that it ends after few rounds.
+    """
+    top = _most(raw)
+    mass = tl.zeros_like(top)
+    while tl.max(top, 0) >= least:
+        equals = _over_column((raw == top[None, :, None]).to(tl.float32))
+        p = _p(capped(top, CAP), heat_T, peak_T, total_T, CAP)
+        mass += tl.where(top >= least, equals * p, 0.0)
+        top = _most(tl.where(raw < top[None, :, None], raw, float("-inf")))
+    return tl.sum(mass, 0)
 
 
 @triton.jit
@@ -235,6 +285,7 @@ def _survivors(
     heat_T,
     peak_T,
     total_T,
+    least_T,
     peak_TC,
     count_TG,
     mass_TG,
@@ -245,7 +296,7 @@ def _survivors(
     vocab,
     G: tl.constexpr,
     S: tl.constexpr,
-    LEAST: tl.constexpr,
+    READ: tl.constexpr,
     CAP: tl.constexpr,
     W: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -263,9 +314,13 @@ def _survivors(
         tl.store(mass_T + row, tl.where(count <= S, tl.sum(masses, 0), 0.0))
         tl.store(count_T + row, tl.where(count <= S, count, 0))
     if (count <= S) & (tl.sum(tl.where(g == group, counts, 0), 0) > 0):
-        v, p, is_likely = _group(
-            raw_TV, heat_T, peak_T, total_T, peak_TC, vocab, LEAST, CAP, W, CHUNKS, EACH
-        )
+        c, is_read = _chunks(heat_T, peak_T, total_T, peak_TC, READ, CAP, CHUNKS, EACH)
+        v = c[:, None] * W + tl.arange(0, W)[None, :]
+        is_token = is_read[:, None] & (v < vocab)
+        at_V = raw_TV + row.to(tl.int64) * vocab + v
+        raw = tl.load(at_V, mask=is_token, other=float("-inf")).to(tl.float32)
+        is_likely = raw >= tl.load(least_T + row)
+        p = _p(capped(raw, CAP), heat_T, peak_T, total_T, CAP)
         likely = is_likely.to(tl.int32)
         found = tl.sum(likely, 1)
         before = tl.sum(tl.where(g < group, counts, 0), 0) + tl.cumsum(found, 0) - found
