@@ -15,12 +15,11 @@ T positions, V vocabulary, D width, S parts, C chunks.
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.ops.fast import is_on
 from dgemma.ops.fp8 import E4M3
-from dgemma.ops.soft_table import NEAR, SMALLEST, SoftTable
+from dgemma.ops.soft_table import NEAR, SMALLEST, SoftTable, chunk_peaks
 
 
 def soft_mean(p_TV: Tensor, weight_VD: Tensor, table: SoftTable) -> Tensor:
@@ -52,9 +51,3 @@ def _greatest_near(rest_TV: Tensor, share: int) -> Iterator[Tensor]:
         last = min(begin + share, vocab) - 1
         near_TC = peak_TC[:, begin // NEAR : last // NEAR + 1]
         yield near_TC.amax(-1, keepdim=True).clamp(min=SMALLEST)
-
-
-def chunk_peaks(p_TV: Tensor) -> Tensor:
-    """The greatest probability in each chunk of the vocabulary, [T, C]."""
-    whole_TV = F.pad(p_TV, (0, -p_TV.shape[1] % NEAR)).contiguous()
-    return whole_TV.view(len(p_TV), -1, NEAR).amax(-1)

@@ -1,11 +1,12 @@
 """A vocabulary's vectors in 8-bit floats (e4m3), laid out for a sum over its tokens.
 
-V vocabulary, D width.
+T positions, V vocabulary, C chunks of it, D width.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.ops.fp8 import E4M3, LARGEST
@@ -38,3 +39,9 @@ class SoftTable(NamedTuple):
 def can_turn(vocab: int) -> bool:
     """Whether a vocabulary's rows can be read as the kernels want them."""
     return vocab % ALIGNED == 0
+
+
+def chunk_peaks(p_TV: Tensor) -> Tensor:
+    """The greatest probability in each chunk of the vocabulary, [T, C]."""
+    whole_TV = F.pad(p_TV, (0, -p_TV.shape[1] % NEAR)).contiguous()
+    return whole_TV.view(len(p_TV), -1, NEAR).amax(-1)

@@ -23,8 +23,7 @@ from dgemma.ops.kernels.cuts import SOFT, Cut
 from dgemma.ops.kernels.launch import after, early
 from dgemma.ops.kernels.row_stats import CHUNK, Marks, Merged, capped, scale_of
 from dgemma.ops.kernels.sparse import BLOCK, Into, flag_bytes, own_if_pinned
-from dgemma.ops.soft import chunk_peaks
-from dgemma.ops.soft_table import NEAR, SMALLEST, SoftTable
+from dgemma.ops.soft_table import NEAR, SMALLEST, SoftTable, chunk_peaks
 
 AT_ONCE = 1024  # probabilities that are rounded at a time
 assert CHUNK == NEAR, "row statistics leave peaks of other chunks than the definition's"
