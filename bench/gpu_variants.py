@@ -5,6 +5,7 @@
 
     soft-16           dense soft embeddings by the token table itself, not in 8 bits
     early-attention   attention of canvases launched early too, and the sum of its parts
+    merge-apart       attention's parts merged in 16 bits, and rounded to 8 by another kernel
     QxK-wW-sS-pP      attention of narrow heads cut so: queries, keys, warps, stages, parts
 
 Random weights that use every expert, as in `gpu_step.py`; flat logits, so that each step makes a
@@ -29,6 +30,7 @@ import torch
 from gpu_ours import DEVICE, Bench, built, wall
 from shapes import shallow
 
+from dgemma import stack
 from dgemma.device import describe_device
 from dgemma.graph import step as steps
 from dgemma.graph.reading import dense_mean_16
@@ -75,6 +77,7 @@ def way_of(name: str) -> Way:
     ways: dict[str, Way] = {
         AS_IS: nullcontext,
         "soft-16": partial(put, steps, "dense_mean", dense_mean_16),
+        "merge-apart": partial(put, stack, "reads_8", lambda *_: False),
         "early-attention": partial(put, attention, "_early", lambda length: early()),
     }
     return ways[name] if name in ways else narrow(name)

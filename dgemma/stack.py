@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dgemma.cache import Pass
 from dgemma.model import Attention, Context, Gemma, Layer, Turns
-from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product
+from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product, reads_8
 from dgemma.ops.fast import is_on
 from dgemma.ops.fp8 import quantize
 from dgemma.ops.fused import (
@@ -125,21 +125,21 @@ class Stack:
         del normed_TD
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
             eight = not few and after is not None and after.qkv.is_8
-            heads_TX = attend(layer, product(normed, layer.qkv, x_TD.dtype, cuts.QKV), turns)
-            x_TD, normed = self._behind(layer, x_TD, heads_TX, eight=eight)
-            del heads_TX  # no layer's memory is held in the next, here and below
+            heads = attend(layer, product(normed, layer.qkv, x_TD.dtype, cuts.QKV), turns)
+            x_TD, normed = self._behind(layer, x_TD, heads, eight=eight)
+            del heads  # no layer's memory is held in the next, here and below
         assert isinstance(normed, Tensor)
         return normed
 
     def _behind(
-        self, layer: Fused, x_TD: Tensor, heads_TX: Tensor, *, eight: bool
+        self, layer: Fused, x_TD: Tensor, heads: Rows, *, eight: bool
     ) -> tuple[Tensor, Rows]:
         """All of a layer behind its attention: the stream, and what the next layer reads of it.
 
         `eight`: that reads 8 bits.
         """
         few, dtype = is_few(x_TD), x_TD.dtype
-        attended = product(heads_TX, layer.out, dtype, cuts.OUT)
+        attended = product(heads, layer.out, dtype, cuts.OUT)
         joined, found = self._read(layer, x_TD, attended, few)
         del attended
         dense, mixed = self._parts(layer, joined, found, dtype)
@@ -212,8 +212,8 @@ def _choices(layer: Fused, rows: Rows, found: Routed, dtype: torch.dtype) -> Ten
     return layer.choices(rows, found.ids_TK, found.into)
 
 
-# A layer and its joined products to what attention gives for them.
-Attend = Callable[[Fused, Tensor, Turns], Tensor]
+# A layer and its joined products to what attention gives for them, rows of all heads.
+Attend = Callable[[Fused, Tensor, Turns], Rows]
 
 
 class ByContext:
@@ -241,21 +241,35 @@ class ByTable:
     def __init__(self, places: Places, stack: Stack) -> None:
         self.places, self.stack = places, stack
 
-    def __call__(self, layer: Fused, qkv_TX: Tensor, turns: Turns) -> Tensor:
+    def __call__(self, layer: Fused, qkv_TX: Tensor, turns: Turns) -> Rows:
         from dgemma.ops.kernels import attention as kernels
         from dgemma.ops.kernels.heads import heads
 
         places, part = self.places, layer.attention
         shape = _heads(layer, self.stack.config.num_attention_heads)
         cos_TP, sin_TP = turns[part.kind]
-        outs, end = [], 0
+        eight = reads_8(qkv_TX, layer.out)
+        outs: list[Rows] = []
+        end = 0
         for index, count in enumerate(places.counts):
             own = slice(end, end := end + count)
             place_6 = places.table_IX6[index, layer.index]
             q_LNH = heads(qkv_TX[own], shape, (cos_TP[own], sin_TP[own]), place_6, self.stack.eps)
             window = (part.shape.window or 0) if places.is_causal[index] else None
-            outs.append(kernels.attention(q_LNH, place_6, shape.keys, window))
-        return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+            given = (q_LNH, place_6, shape.keys, window)
+            if eight:
+                outs.append(Quantized(*kernels.attention_8(*given)))
+            else:
+                outs.append(kernels.attention(*given).flatten(1))
+        return outs[0] if len(outs) == 1 else _cat_rows(outs)
+
+
+def _cat_rows(outs: list[Rows]) -> Rows:
+    """Rows of several spans; all are in 8 bits, or none."""
+    eight = [out for out in outs if isinstance(out, Quantized)]
+    if not eight:
+        return torch.cat([out for out in outs if isinstance(out, Tensor)])
+    return Quantized(_cat([out.numbers for out in eight]), torch.cat([out.factor for out in eight]))
 
 
 def _heads(layer: Fused, queries: int) -> "Heads":

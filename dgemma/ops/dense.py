@@ -70,6 +70,11 @@ def is_few(x_TI: Tensor) -> bool:
     return len(x_TI) <= FEW and is_on(x_TI) and x_TI.is_contiguous()
 
 
+def reads_8(x_TI: Tensor, weight: Weight) -> bool:
+    """Whether rows such as these are quantized for such a weight, and may come so already."""
+    return weight.is_8 and not is_few(x_TI) and _has_e4m3(x_TI.device)
+
+
 def product(x: Rows, weight: Weight, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
     """x @ weight.T, in the type asked for.
 

@@ -1,6 +1,8 @@
 """Attention by kernel: keys in one place or two, every length, canvas or causal, any window."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch import Tensor
 
 from dgemma.ops.attention import Segment, attention_reference
 from dgemma.ops.kernels import attention as kernels
+from dgemma.ops.kernels import merge_8
+from dgemma.ops.kernels.experts import quantize
 
 CASES = [
     # length, heads, key heads, width, past, own, window (None: a canvas), parts
@@ -40,9 +44,46 @@ def test_attention_agrees_with_its_definition(case: tuple[int, ...]) -> None:
     torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("parts", "length", "heads", "width"), [(2, 34, 4, 16), (4, 45, 3, 32), (8, 9, 16, 16)]
+)
+def test_parts_merged_in_8_bits_are_the_merged_ones_rounded(
+    parts: int, length: int, heads: int, width: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(parts)
+    out_PLNH = torch.randn(parts, length, heads, width, generator=generator)
+    out_PLNH *= torch.logspace(-4, 3, length)[:, None, None]
+    log_PLN = 3 * torch.randn(parts, length, heads, generator=generator)
+    log_PLN[1, 0] = float("-inf")  # a part without keys
+    out_PLNH[:, 1] = 0.0
+    merged_LNH = torch.empty(length, heads, width, dtype=dtype)
+    kernels.merge(out_PLNH, log_PLN, merged_LNH)
+    want_LX, want_L = quantize(merged_LNH.flatten(1))
+    got_LX, got_L = merge_8.merge(out_PLNH, log_PLN, dtype)
+    assert torch.equal(got_L, want_L)
+    assert torch.equal(got_LX.view(torch.uint8), want_LX.view(torch.uint8))
+    # The row's own type is in between: rounded from float32 at once, many would be others.
+    other_LX, _ = merge_8.merge(out_PLNH, log_PLN, torch.float32)
+    assert torch.equal(other_LX.float(), got_LX.float()) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 9])
+def test_attention_in_8_bits_is_attention_rounded(parts: int) -> None:
+    """Merged and rounded at once, rounded alone, and merged first where parts are many."""
+    case, form = (34, 4, 2, 16, 5, 40, None), replace(PLAIN, parts=parts)
+    want_LX, want_L = quantize(both(case, form)[0].flatten(1))
+    (got_LX, got_L), _ = both(case, form, work=kernels.attention_8)
+    assert torch.equal(got_L, want_L)
+    assert torch.equal(got_LX.view(torch.uint8), want_LX.view(torch.uint8))
+
+
 def both(
-    case: tuple[int, ...], form: kernels.Cut | None, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+    case: tuple[int | None, ...],
+    form: kernels.Cut | None,
+    dtype: torch.dtype = torch.float32,
+    work: Callable[..., Any] | None = None,
+) -> tuple[Any, Tensor]:
     """What the kernel gives, and the definition."""
     length, heads, kv_heads, width, past, own, window = case
     generator = torch.Generator().manual_seed(sum(x or 0 for x in case))
@@ -57,7 +98,7 @@ def both(
     ]
     numbers = [[s.k_SMH.data_ptr(), s.v_SMH.data_ptr(), len(s.k_SMH)] for s in segments]
     place = torch.tensor([*([0, 0, 0] if len(numbers) == 1 else numbers[0]), *numbers[-1]])
-    got = kernels.attention(q, place, kv_heads, window, form)
+    got = (work or kernels.attention)(q, place, kv_heads, window, form)
     return got, attention_reference(q, segments)
 
 

@@ -83,7 +83,7 @@ def test_passes_with_8_bit_products_are_near_the_model_s() -> None:
     of = shrink_model(small.model(sharpness=1.0), Form(dense="fp8"))
     want = passes(of)
     of.runner = Stack(of)
-    with switched({"layer"}):  # no other reads or writes 8 bits outside the experts
+    with switched({"layer"}):  # attention has a test of its own
         got = passes(of)
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().mean() < 0.3 * b.abs().mean()
@@ -116,12 +116,36 @@ def test_a_canvas_has_its_smaller_products_cut_and_is_near_the_model_s(
     want = of_canvas(of, rows)
     of.runner = Stack(of)
     monkeypatch.setattr(fp8, "fp8_choices", fp8_choices)
-    with switched({"layer", "experts"}):  # no other reads or writes 8 bits
+    with switched({"layer", "experts"}):  # attention's rows in 8 bits are compared below
         got = of_canvas(of, rows)
     assert (got - want).abs().mean() < 0.3 * want.abs().mean()
     products = {((128, 64), 1), ((160, 64), 1), ((64, 64), 2), ((64, 128), 3), ((64, 32), 2)}
     # 8-bit experts get their rows quantized by what normed them; 4-bit ones read 16 bits.
     assert seen == products | ({("experts", True)} if form.experts == "fp8" else set())
+
+
+def test_attention_rounds_its_rows_for_an_8_bit_product_as_the_product_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One span and two; a single part, and several that are merged."""
+    of = shrink_model(small.model(), Form(dense="fp8"))
+    of.runner = Stack(of)
+    plain, seen = attention.attention_8, []
+
+    def attention_8(*given: Any) -> tuple[Tensor, Tensor]:
+        seen.append(len(given[0]))
+        return plain(*given)
+
+    monkeypatch.setattr(attention, "attention_8", attention_8)
+    with switched({"layer", "attention"}):
+        got = passes(of)
+        # Two rows alone are too few: their product reads what they are.
+        assert seen == [7, 7, 3, 4, 3, 4]
+        monkeypatch.setattr("dgemma.stack.reads_8", lambda *_: False)
+        want = passes(of)
+    assert len(seen) == 6
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_model_in_16_bits_has_no_use_for_cuts(monkeypatch: pytest.MonkeyPatch) -> None:

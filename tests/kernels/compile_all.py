@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -24,6 +25,7 @@ from dgemma.ops.kernels import (
     experts,
     heads,
     layer,
+    merge_8,
     router,
     vector,
     wide_attention,
@@ -122,7 +124,18 @@ def attention_cases() -> list[Case]:
     wide = {"N": 16, "M": 2, "H": 512, "CAUSAL": True, "WINDOW": 0, "BM": 64, "BN": 64}
     found.append(Case("wide attention", wide_attention._attend, types, wide, 8))
     found.append(Case("merge parts", attention._merge, parts | {"rows": "i32"}, many))
+    found += merge_8_cases()
     return [*found, Case("merge many parts", attention._merge_few, parts, few)]
+
+
+def merge_8_cases() -> list[Case]:
+    types = {"out_PLNH": "*fp16", "log_PLN": FLOAT, "out_LX": EIGHT, "factor_L": FLOAT}
+    types["length"] = "i32"
+    heads = {"N": 16, "NS": 16, "KIND": tl.bfloat16, "EARLY": True}
+    return [
+        Case(f"merge 8 {w}", merge_8._merge, types, {**heads, "H": w, "PARTS": p}, 8)
+        for w, p in ((256, 4), (512, 2))
+    ]
 
 
 def layer_cases() -> list[Case]:

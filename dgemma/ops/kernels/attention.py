@@ -8,7 +8,8 @@ length. Six int64 numbers say it:
 The first two of each half are addresses of [slots, M, H] memory. The queries are the last tokens
 of the row's own keys. Their heads share key heads in groups of G, which are laid side by side: a
 program takes some of the X = L * G queries of one key head and one part of the keys; the parts of
-a query are merged by a second kernel, in their order. A single part is written as it is.
+a query are merged by a second kernel, in their order. A single part is written as it is. What an
+8-bit product reads next is written in 8 bits (`merge_8.py`).
 
 L queries, N query heads, M key heads, H head width, P parts.
 """
@@ -24,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.ops.kernels import merge_8
+from dgemma.ops.kernels.experts import quantize
 from dgemma.ops.kernels.launch import PROCESSORS, after, early, not_early
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -75,18 +78,41 @@ def attention(
 
     With one (0: no limit) a query sees its own key and the `window - 1` before it: the causal mode.
     """
+    return _whole(*_attended(q_LNH, place_6, (kv_heads, window), form), q_LNH)
+
+
+def attention_8(
+    q_LNH: Tensor, place_6: Tensor, kv_heads: int, window: int | None, form: Cut | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same for an 8-bit product: rows of all heads in 8 bits (e4m3), and their factors."""
+    out_PLNH, log_PLN = _attended(q_LNH, place_6, (kv_heads, window), form)
+    if 1 < len(out_PLNH) <= merge_8.MOST:
+        return merge_8.merge(out_PLNH, log_PLN, q_LNH.dtype)
+    return quantize(_whole(out_PLNH, log_PLN, q_LNH).flatten(1))
+
+
+def _attended(
+    q_LNH: Tensor, place_6: Tensor, heads_and_window: tuple[int, int | None], form: Cut | None
+) -> tuple[Tensor, Tensor]:
+    """What each part of the keys gives, and what it stands for."""
     length, heads, width = q_LNH.shape
+    kv_heads, window = heads_and_window
     form = form or cut(length * (heads // kv_heads), kv_heads, width)
-    out_LNH = torch.empty_like(q_LNH)
-    out_PLNH, log_PLN = _parts(out_LNH, form)
+    out = _parts(q_LNH, form)
     if form.wide:
         from dgemma.ops.kernels import wide_attention
 
-        wide_attention.attend(q_LNH, place_6, (out_PLNH, log_PLN), kv_heads, window)
+        wide_attention.attend(q_LNH, place_6, out, kv_heads, window)
     else:
-        _launch(q_LNH, place_6, (out_PLNH, log_PLN), (kv_heads, window), form)
-    if form.parts > 1:
-        merge(out_PLNH, log_PLN, out_LNH)
+        _launch(q_LNH, place_6, out, heads_and_window, form)
+    return out
+
+
+def _whole(out_PLNH: Tensor, log_PLN: Tensor, q_LNH: Tensor) -> Tensor:
+    if len(out_PLNH) == 1:
+        return out_PLNH[0]
+    out_LNH = torch.empty_like(q_LNH)
+    merge(out_PLNH, log_PLN, out_LNH)
     return out_LNH
 
 
@@ -126,18 +152,17 @@ def _early(length: int) -> dict[str, Any]:
     return early() if length == 1 else not_early()
 
 
-def _parts(out_LNH: Tensor, form: Cut) -> tuple[Tensor, Tensor]:
-    """Memory for the parts; a single one is the result itself.
+def _parts(q_LNH: Tensor, form: Cut) -> tuple[Tensor, Tensor]:
+    """Memory for the parts, and for their sums; a single one is the result itself.
 
     What waits is a mean of values, which come normalised: float16 holds it, to 11 bits.
     """
-    length, heads, _ = out_LNH.shape
-    log_PLN = torch.empty(form.parts, length, heads, dtype=torch.float32, device=out_LNH.device)
+    size, device = (form.parts, *q_LNH.shape), q_LNH.device
+    log_PLN = torch.empty(size[:-1], dtype=torch.float32, device=device)
+    dtype = torch.float16 if form.half and q_LNH.dtype.itemsize == 2 else torch.float32
     if form.parts == 1:
-        return out_LNH[None], log_PLN
-    is_half = form.half and out_LNH.dtype.itemsize == 2
-    dtype = torch.float16 if is_half else torch.float32
-    return torch.empty(form.parts, *out_LNH.shape, dtype=dtype, device=out_LNH.device), log_PLN
+        dtype = q_LNH.dtype
+    return torch.empty(size, dtype=dtype, device=device), log_PLN
 
 
 def merge(out_PLNH: Tensor, log_PLN: Tensor, out_LNH: Tensor) -> None:
