@@ -71,6 +71,19 @@ def test_scores_that_are_no_numbers_still_choose_each_expert_once() -> None:
     assert int(into.count_E.sum()) == 12
 
 
+def test_equal_scores_are_taken_from_the_first_on_and_signs_are_in_order() -> None:
+    """Scores are compared as whole numbers, of which there are two for zero."""
+    rows = [[-0.0, 0.0, -0.0, 1e-38, -1e-38], [-3.0, -1.0, -2.0, -1.0, -1e30], [2.0] * 5]
+    rows += [[-0.5, 3.0, -2e38, 0.25, 3.0]]
+    part_1TE, counts = torch.tensor([rows]), torch.zeros(5, dtype=torch.int32)
+    scale_E = torch.tensor([1.0, -2.0, 0.5, 3.0, 7.0])
+    ids, share, _ = kernels.choose(kernels.Parts(part_1TE, counts), scale_E, 4)
+    assert ids.tolist() == [[3, 0, 1, 2], [1, 3, 2, 0], [0, 1, 2, 3], [1, 4, 3, 0]]
+    chosen_TK = part_1TE[0].gather(1, ids.long())
+    want_TK = chosen_TK.softmax(-1) * scale_E[ids.long()]
+    torch.testing.assert_close(share, want_TK, atol=1e-7, rtol=1e-6)
+
+
 def test_the_depth_is_cut_less_the_more_rows_there_are() -> None:
     shares = [kernels.cut(rows, 128, 2816).share for rows in (1, 256, 1024, 4096, 1 << 14)]
     assert shares == sorted(shares)

@@ -30,6 +30,7 @@ from dgemma.ops.kernels import (
     vector,
     wide_attention,
 )
+from dgemma.ops.kernels.launch import REGISTERS
 from dgemma.ops.kernels.tiles import TABLE, TABLE_8
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -46,6 +47,7 @@ READ_WEIGHTS = (
     dense_8._product,
     vector._product,
     vector._join,
+    layer._join,
     layer._close,
     router._choose,
     attention._attend,
@@ -131,7 +133,7 @@ def attention_cases() -> list[Case]:
 def merge_8_cases() -> list[Case]:
     types = {"out_PLNH": "*fp16", "log_PLN": FLOAT, "out_LX": EIGHT, "factor_L": FLOAT}
     types["length"] = "i32"
-    heads = {"N": 16, "NS": 16, "KIND": tl.bfloat16, "EARLY": True}
+    heads = {"N": 16, "NS": 16, "KIND": tl.bfloat16, "EARLY": True, "maxnreg": REGISTERS}
     return [
         Case(f"merge 8 {w}", merge_8._merge, types, {**heads, "H": w, "PARTS": p}, 8)
         for w, p in ((256, 4), (512, 2))
@@ -140,9 +142,9 @@ def merge_8_cases() -> list[Case]:
 
 def layer_cases() -> list[Case]:
     wide = {"D": WIDTH, "K": TOP_K, "BLOCK": 4096, "HAS_WEIGHT": True}
-    late = {"EIGHT": False, "EXPERTS_EIGHT": False, "PARTS": 1, "EARLY": False, "AHEAD": False}
-    soon = {"EIGHT": True, "EXPERTS_EIGHT": True, "PARTS": 3, "EARLY": True, "AHEAD": False}
-    one = {**wide, **late, "AHEAD": True, "EARLY": True}
+    wide["maxnreg"] = REGISTERS
+    late = {"EIGHT": False, "EXPERTS_EIGHT": False, "PARTS": 1, "EARLY": False}
+    soon = {"EIGHT": True, "EXPERTS_EIGHT": True, "PARTS": 3, "EARLY": True}
     halves = "x_TD attended_TD post_D dense_D expert_D router_D out_TD dense_TD expert_TD router_TD"
     join = {**dict.fromkeys(halves.split(), HALF), "eps": "fp32"}
     join |= {"dense_T": FLOAT, "expert_T": FLOAT}
@@ -154,11 +156,10 @@ def layer_cases() -> list[Case]:
     norm = {"x_TD": HALF, "weight_D": HALF, "out_TD": HALF, "eps": "fp32"}
     gated = {"gate_up_TX": HALF, "out_TI": HALF, "factor_T": FLOAT}
     return [
-        Case("norm", layer._norm, norm, {**wide, **late}, 8),
+        Case("norm", layer._norm, norm, {**wide, **late, "maxnreg": None}, 8),
         Case("join", layer._join, join, {**wide, **late}, 8),
         Case("join 8", layer._join, join_8, {**wide, **soon}, 8),
         Case("close", layer._close, close, {**wide, **late}, 8),
-        Case("close one", layer._close, close, one, 8),
         Case("close 8", layer._close, close_8, {**wide, **soon}, 8),
         Case("gated", layer._gated, gated, {"I": 2112, "BLOCK": 1024, **late}),
         Case(
@@ -208,9 +209,9 @@ def router_cases() -> list[Case]:
     sizes = {"D": WIDTH, "E": EXPERTS, "SHARE": form.share, "BM": form.rows, "BN": form.columns}
     sizes |= {"BK": form.depth, "COUNTS": EXPERTS, "EARLY": True}
     choose = {"part_STE": FLOAT, "scale_E": HALF, "ids_TK": INT, "share_TK": FLOAT, "rows": "i32"}
-    choose |= {"choice_ES": INT, "count_E": INT}
+    choose |= {"choice_ES": INT, "count_E": INT, "places": "i32"}
     chosen = {"S": 22, "SS": 32, "E": EXPERTS, "BLOCK": EXPERTS, "K": TOP_K, "KS": TOP_K}
-    chosen |= {"FILL": True, "RANKS": False, "EARLY": True}
+    chosen |= {"FILL": True, "RANKS": False, "EARLY": True, "maxnreg": REGISTERS}
     ranked = {**chosen, "S": 1, "SS": 1, "FILL": False, "RANKS": True}
     return [
         Case("router parts", router._parts, parts, sizes, form.warps, form.stages),

@@ -19,6 +19,10 @@ import triton
 import triton.language as tl
 
 PROCESSORS = 132  # of an H100 or H200: so many programs at least are wanted
+# Of a thread of kernels that wait for memory more than they compute. Told so many, the compiler
+# asks for all they read before it computes; left alone, it saves registers that nobody else wants,
+# and such a kernel waits for memory three or four times instead of once or twice.
+REGISTERS = 128
 _state = {"early": False}
 
 

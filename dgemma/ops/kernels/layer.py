@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.ops.kernels.launch import after, early
+from dgemma.ops.kernels.launch import REGISTERS, after, early
 from dgemma.ops.kernels.pieces import activate, factor_8, inverse_rms
 
 Rows = Tensor | tuple[Tensor, Tensor]  # as they are, or in 8 bits with their factors
@@ -72,6 +72,7 @@ def join(
         EXPERTS_EIGHT=experts_eight,
         BLOCK=block,
         num_warps=_warps(block),
+        maxnreg=REGISTERS,
         **early(),
     )
     dense = (dense_TD, dense_T) if eight else dense_TD
@@ -110,9 +111,9 @@ def close(
         K=share_TK.shape[1],
         PARTS=_parts(dense_TD),
         EIGHT=eight,
-        AHEAD=len(x_TD) == 1,
         BLOCK=block,
         num_warps=_warps(block),
+        maxnreg=REGISTERS,
         **early(),
     )
     return out_TD, (next_TD, factor_T) if eight else next_TD
@@ -218,24 +219,26 @@ def _join(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    after(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     is_in = d < D
     at = row * D + d
     kind: tl.constexpr = out_TD.dtype.element_ty
-    attended = _added(attended_TD, at, is_in, D, PARTS)
-    post = tl.load(post_D + d, mask=is_in, other=0.0).to(tl.float32)
+    # Read one after the other below, each would have to come from memory all the way.
+    post = tl.load(post_D + d, mask=is_in, other=0.0)
+    of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
+    of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
+    of_router = tl.load(router_D + d, mask=is_in, other=0.0)
+    after(EARLY)
     x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
-    x = (x + attended * inverse_rms(attended, D, eps) * post).to(kind)
+    attended = _added(attended_TD, at, is_in, D, PARTS)
+    x = (x + attended * inverse_rms(attended, D, eps) * post.to(tl.float32)).to(kind)
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
     x = x * inverse_rms(x, D, eps)
-    dense = x * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
-    _store(dense_TD, dense_T, row, at, dense, is_in, EIGHT)
-    expert = x * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
-    _store(expert_TD, expert_T, row, at, expert, is_in, EXPERTS_EIGHT)
-    router = x * tl.load(router_D + d, mask=is_in, other=0.0).to(tl.float32) * D**-0.5
+    _store(dense_TD, dense_T, row, at, x * of_dense.to(tl.float32), is_in, EIGHT)
+    _store(expert_TD, expert_T, row, at, x * of_expert.to(tl.float32), is_in, EXPERTS_EIGHT)
+    router = x * of_router.to(tl.float32) * D**-0.5
     tl.store(router_TD + at, router.to(kind), mask=is_in)
 
 
@@ -258,7 +261,6 @@ def _close(
     K: tl.constexpr,
     PARTS: tl.constexpr,
     EIGHT: tl.constexpr,
-    AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -267,41 +269,26 @@ def _close(
     is_in = d < D
     at = row * D + d
     kind: tl.constexpr = out_TD.dtype.element_ty
-    if AHEAD:
-        # Read one after the other below, each would have to come from memory all the way.
-        of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
-        of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
-        of_both = tl.load(both_D + d, mask=is_in, other=0.0)
-        of_next = tl.load(next_D + d, mask=is_in, other=0.0)
-        by = tl.load(scalar)
+    # Read one after the other below, each would have to come from memory all the way.
+    of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
+    of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
+    of_both = tl.load(both_D + d, mask=is_in, other=0.0)
+    of_next = tl.load(next_D + d, mask=is_in, other=0.0)
+    by = tl.load(scalar)
     after(EARLY)
-    if AHEAD:
-        dense = _added(dense_TD, at, is_in, D, PARTS)
-        before = tl.load(x_TD + at, mask=is_in, other=0.0)
+    dense = _added(dense_TD, at, is_in, D, PARTS)
+    before = tl.load(x_TD + at, mask=is_in, other=0.0)
     mixed = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         y = tl.load(out_AD + (row * K + k) * D + d, mask=is_in, other=0.0)
         mixed += tl.load(share_TK + row * K + k) * y.to(tl.float32)
-    mixed = mixed * inverse_rms(mixed, D, eps)
-    if not AHEAD:
-        of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
-        dense = _added(dense_TD, at, is_in, D, PARTS)
-    mixed = mixed * of_expert.to(tl.float32)
+    mixed = mixed * inverse_rms(mixed, D, eps) * of_expert.to(tl.float32)
     dense = dense * inverse_rms(dense, D, eps)
-    if not AHEAD:
-        of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
     both = mixed + dense * of_dense.to(tl.float32)
-    both = both * inverse_rms(both, D, eps)
-    if not AHEAD:
-        of_both = tl.load(both_D + d, mask=is_in, other=0.0)
-        before = tl.load(x_TD + at, mask=is_in, other=0.0)
-        by = tl.load(scalar)
-    both = both * of_both.to(tl.float32)
+    both = both * inverse_rms(both, D, eps) * of_both.to(tl.float32)
     x = ((before.to(tl.float32) + both) * by.to(tl.float32)).to(kind)
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
-    if not AHEAD:
-        of_next = tl.load(next_D + d, mask=is_in, other=0.0)
     x = x * inverse_rms(x, D, eps) * of_next.to(tl.float32)
     _store(next_TD, factor_T, row, at, x, is_in, EIGHT)
 

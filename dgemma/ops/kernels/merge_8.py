@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.ops.kernels.launch import after, early
+from dgemma.ops.kernels.launch import REGISTERS, after, early
 from dgemma.ops.kernels.pieces import factor_8
 
 MOST = 8  # parts; more are merged first, and rounded by another kernel
@@ -37,6 +37,7 @@ def merge(out_PLNH: Tensor, log_PLN: Tensor, dtype: torch.dtype) -> tuple[Tensor
         PARTS=parts,
         KIND=ROUNDED[dtype],
         num_warps=8,
+        maxnreg=REGISTERS,
         **early(),
     )
     return out_LX, factor_L

@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.ops.kernels.buckets import Buckets
-from dgemma.ops.kernels.launch import PROCESSORS, after, early
+from dgemma.ops.kernels.launch import PROCESSORS, REGISTERS, after, early
+
+TAKEN = tl.constexpr(-(1 << 31))  # less than any score's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def choose(
         ids_TK if into is None else into.choice_ES,
         ids_TK if into is None else into.count_E,
         rows,
+        top_k,
         S=count,
         E=num_experts,
         K=top_k,
@@ -109,6 +112,7 @@ def choose(
         BLOCK=triton.next_power_of_2(num_experts),
         KS=triton.next_power_of_2(top_k),
         num_warps=8 if is_ranked else warps,
+        maxnreg=REGISTERS,
         **early(),
     )
     return ids_TK, share_TK, into
@@ -149,7 +153,7 @@ def _parts(
     tl.store(part_STE + at, total, mask=(m < rows)[:, None] & (n < E)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places"])
 def _choose(
     part_STE,
     scale_E,
@@ -158,6 +162,7 @@ def _choose(
     choice_ES,
     count_E,
     rows,
+    places,
     S: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -169,8 +174,7 @@ def _choose(
     EARLY: tl.constexpr,
 ):
     e = tl.arange(0, BLOCK)
-    if RANKS:
-        scale = tl.load(scale_E + e, mask=e < E, other=0.0)
+    scale = tl.load(scale_E + e, mask=e < E, other=0.0).to(tl.float32)
     after(EARLY)
     row = tl.program_id(0)
     s = tl.arange(0, SS)
@@ -181,32 +185,45 @@ def _choose(
     # What is no number is worth least, but still more than what is no expert or already taken: a
     # token never chooses an expert twice, whatever its scores.
     logits = tl.where(logits > -3e38, logits, -3e38)
-    logits = tl.where(e < E, logits, float("-inf"))
-    peak = tl.max(logits, 0)
     if RANKS:
+        logits = tl.where(e < E, logits, float("-inf"))
         # How many are better, for all at once: the order is the same as below.
         better = logits[None, :] > logits[:, None]
         better = better | ((logits[None, :] == logits[:, None]) & (e[None, :] < e[:, None]))
         rank = tl.sum(better.to(tl.int32), 1)
         is_best = rank < K
-        shares = tl.where(is_best, tl.exp(logits - peak), 0.0)
-        shares = shares / tl.sum(shares, 0) * scale.to(tl.float32)
+        shares = tl.where(is_best, tl.exp(logits - tl.max(logits, 0)), 0.0)
+        shares = shares / tl.sum(shares, 0) * scale
         tl.store(ids_TK + row * K + rank, e, mask=is_best)
         tl.store(share_TK + row * K + rank, shares, mask=is_best)
     else:
+        # Whole numbers in the order of the scores: a warp finds their greatest in one instruction,
+        # where floats take ten. Zero is added because there are two of them.
+        key = _turned((logits + 0.0).to(tl.int32, bitcast=True))
+        key = tl.where(e < E, key, TAKEN)
+        scale = scale.to(tl.int32, bitcast=True)
         ids = tl.zeros((KS,), dtype=tl.int32)
-        shares = tl.zeros((KS,), dtype=tl.float32)
-        # Of the softmax only ratios are left once the shares are made to add up to one.
-        for place in tl.static_range(K):
-            best = tl.max(logits, 0)
-            where = tl.min(tl.where(logits == best, e, BLOCK - 1), 0)
+        keys = tl.zeros((KS,), dtype=tl.int32)
+        scales = tl.zeros((KS,), dtype=tl.int32)
+        for place in range(places):  # told at run time: written out K times, it is fetched so
+            best = tl.max(key, 0)
+            where = tl.min(tl.where(key == best, e, BLOCK - 1), 0)
             ids = tl.where(k == place, where, ids)
-            shares = tl.where(k == place, tl.exp(best - peak), shares)
-            logits = tl.where(e == where, float("-inf"), logits)
-        shares = shares / tl.sum(shares, 0)
-        shares = shares * tl.load(scale_E + ids, mask=k < K, other=0.0).to(tl.float32)
+            keys = tl.where(k == place, best, keys)
+            scales = tl.where(k == place, tl.sum(tl.where(e == where, scale, 0), 0), scales)
+            key = tl.where(e == where, TAKEN, key)
+        best = tl.where(k < K, _turned(keys).to(tl.float32, bitcast=True), float("-inf"))
+        # Of the softmax only ratios are left once the shares are made to add up to one.
+        shares = tl.exp(best - tl.max(best, 0))
+        shares = shares / tl.sum(shares, 0) * scales.to(tl.float32, bitcast=True)
         tl.store(ids_TK + row * K + k, ids, mask=k < K)
         tl.store(share_TK + row * K + k, shares, mask=k < K)
         if FILL:
-            place = tl.atomic_add(count_E + ids, 1, mask=k < K, sem="relaxed")
-            tl.store(choice_ES + ids * rows + place, row * K + k, mask=k < K)
+            number = tl.atomic_add(count_E + ids, 1, mask=k < K, sem="relaxed")
+            tl.store(choice_ES + ids * rows + number, row * K + k, mask=k < K)
+
+
+@triton.jit
+def _turned(bits):
+    """A float's bits as a whole number that is ordered as floats are, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
