@@ -6,6 +6,8 @@
     soft-16           dense soft embeddings by the token table itself, not in 8 bits
     early-attention   attention of canvases launched early too, and the sum of its parts
     merge-apart       attention's parts merged in 16 bits, and rounded to 8 by another kernel
+    registers-free    registers of the short kernels left to the compiler
+    before=FOLDER     all that `gpu_links.py` compares as it was; choose=, join=, close= one of it
     QxK-wW-sS-pP      attention of narrow heads cut so: queries, keys, warps, stages, parts
 
 Random weights that use every expert, as in `gpu_step.py`; flat logits, so that each step makes a
@@ -19,14 +21,16 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_links import loaded
 from gpu_ours import DEVICE, Bench, built, wall
 from shapes import shallow
 
@@ -35,7 +39,7 @@ from dgemma.device import describe_device
 from dgemma.graph import step as steps
 from dgemma.graph.reading import dense_mean_16
 from dgemma.graph.steppers import Fast
-from dgemma.ops.kernels import attention
+from dgemma.ops.kernels import attention, layer, merge_8, router
 from dgemma.ops.kernels.launch import early
 
 AS_IS = "as it is"
@@ -73,10 +77,34 @@ def narrow(text: str) -> Way:
     return partial(put, attention, "cut", cut)
 
 
+@contextmanager
+def all_of(ways: list[Way]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for way in ways:
+            entered.enter_context(way())
+        yield
+
+
+def earlier(what: str, folder: Path) -> Way:
+    """Short kernels as an earlier revision has them."""
+    owners = {"choose": router, "join": layer, "close": layer}
+    names = list(owners) if what == "before" else [what]
+    ways: list[Way] = [way_of("merge-apart")] if what == "before" else []
+    for name in names:
+        was = loaded(folder, owners[name].__name__.rpartition(".")[2])
+        ways.append(partial(put, owners[name], name, getattr(was, name)))
+    return partial(all_of, ways)
+
+
 def way_of(name: str) -> Way:
+    what, _, folder = name.partition("=")
+    if what in ("before", "choose", "join", "close") and folder:
+        return earlier(what, Path(folder))
+    told = (layer, router, merge_8)
     ways: dict[str, Way] = {
         AS_IS: nullcontext,
         "soft-16": partial(put, steps, "dense_mean", dense_mean_16),
+        "registers-free": partial(all_of, [partial(put, of, "REGISTERS", None) for of in told]),
         "merge-apart": partial(put, stack, "reads_8", lambda *_: False),
         "early-attention": partial(put, attention, "_early", lambda length: early()),
     }
