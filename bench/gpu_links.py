@@ -3,7 +3,7 @@
     python bench/gpu_links.py [--before FOLDER] [--repeats 20]
 
     merge    attention's parts as one row in 8 bits: at once, and merged first, then rounded
-    choose   experts, their shares and lists, from the router's scores in parts
+    choose   the router's scores in parts, experts, their shares and lists
     join     the stream behind attention, in 8 bits
     close    the stream behind a layer, in 8 bits
 
@@ -36,7 +36,7 @@ from dgemma.ops.fused import CloseWeights, JoinWeights
 from dgemma.ops.kernels import attention, cuts, experts, layer, merge_8, router
 
 EVICTED = 1 << 28  # bytes that are written in between: several times the cache
-OURS = ("_merge", "_quantize", "_choose", "_join", "_close")
+OURS = ("_merge", "_quantize", "_parts", "_choose", "_join", "_close")
 HEADS = 16
 Work = Callable[[], Any]
 
@@ -96,7 +96,7 @@ def choosing(of: Any) -> Work:
     scale_E = 1 + normal(NUM_EXPERTS, scale=0.1)
 
     def work() -> tuple[Tensor, Tensor, Tensor]:
-        found = router.parts(x_TD, weight_ED)  # which also sets the counts to zero
+        found = of.parts(x_TD, weight_ED)  # which also sets the counts to zero
         ids_TK, share_TK, into = of.choose(found, scale_E, TOP_K)
         return ids_TK, share_TK, into.count_E
 
@@ -148,7 +148,7 @@ def left_alone(now: ModuleType) -> SimpleNamespace:
 
         return call
 
-    names = ("choose",) if now is router else ("join", "close")
+    names = ("parts", "choose") if now is router else ("join", "close")
     return SimpleNamespace(**{name: wrapped(getattr(now, name)) for name in names})
 
 

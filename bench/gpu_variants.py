@@ -7,7 +7,7 @@
     early-attention   attention of canvases launched early too, and the sum of its parts
     merge-apart       attention's parts merged in 16 bits, and rounded to 8 by another kernel
     registers-free    registers of the short kernels left to the compiler
-    before=FOLDER     all that `gpu_links.py` compares as it was; choose=, join=, close= one of it
+    before=FOLDER     all that `gpu_links.py` compares as it was; or parts=, choose=, join=, close=
     QxK-wW-sS-pP      attention of narrow heads cut so: queries, keys, warps, stages, parts
 
 Random weights that use every expert, as in `gpu_step.py`; flat logits, so that each step makes a
@@ -87,7 +87,7 @@ def all_of(ways: list[Way]) -> Iterator[None]:
 
 def earlier(what: str, folder: Path) -> Way:
     """Short kernels as an earlier revision has them."""
-    owners = {"choose": router, "join": layer, "close": layer}
+    owners = {"parts": router, "choose": router, "join": layer, "close": layer}
     names = list(owners) if what == "before" else [what]
     ways: list[Way] = [way_of("merge-apart")] if what == "before" else []
     for name in names:
@@ -98,7 +98,7 @@ def earlier(what: str, folder: Path) -> Way:
 
 def way_of(name: str) -> Way:
     what, _, folder = name.partition("=")
-    if what in ("before", "choose", "join", "close") and folder:
+    if what in ("before", "parts", "choose", "join", "close") and folder:
         return earlier(what, Path(folder))
     told = (layer, router, merge_8)
     ways: dict[str, Way] = {

@@ -87,5 +87,6 @@ def test_equal_scores_are_taken_from_the_first_on_and_signs_are_in_order() -> No
 def test_the_depth_is_cut_less_the_more_rows_there_are() -> None:
     shares = [kernels.cut(rows, 128, 2816).share for rows in (1, 256, 1024, 4096, 1 << 14)]
     assert shares == sorted(shares)
-    assert shares[1] == 128
+    assert shares[1] == kernels.cut(256, 128, 2816).depth == 128
+    assert kernels.cut(4096, 128, 2816).depth == 64
     assert shares[-1] >= 2816

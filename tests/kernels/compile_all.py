@@ -49,6 +49,7 @@ READ_WEIGHTS = (
     vector._join,
     layer._join,
     layer._close,
+    router._parts,
     router._choose,
     attention._attend,
 )

@@ -49,7 +49,9 @@ def cut(rows: int, num_experts: int, width: int) -> Cut:
     share = form.share
     while share < width and blocks * triton.cdiv(width, 2 * share) >= PROCESSORS:
         share *= 2
-    return Cut(columns=form.columns, share=share)
+    # A share of one step has its weight read before the kernel waits.
+    depth = share if share == form.share else form.depth
+    return Cut(columns=form.columns, share=share, depth=depth)
 
 
 def parts(x_TD: Tensor, weight_ED: Tensor, form: Cut | None = None) -> Parts:
@@ -134,10 +136,13 @@ def _parts(
     COUNTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    after(EARLY)
     part = tl.program_id(2)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
+    ahead: tl.constexpr = SHARE == BK  # all of the weight that a program reads
+    if ahead:
+        w = _weight(weight_ED, n, part * SHARE + tl.arange(0, BK), D, E)
+    after(EARLY)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (part == 0):
         e = tl.arange(0, COUNTS)
         tl.store(count_E + e, tl.zeros((COUNTS,), dtype=tl.int32), mask=e < E)
@@ -146,11 +151,17 @@ def _parts(
         k = part * SHARE + offset + tl.arange(0, BK)
         at = m.to(tl.int64)[:, None] * D + k[None, :]
         x = tl.load(x_TD + at, mask=(m < rows)[:, None] & (k < D)[None, :], other=0.0)
-        at = n[:, None] * D + k[None, :]
-        w = tl.load(weight_ED + at, mask=(n < E)[:, None] & (k < D)[None, :], other=0.0)
+        if not ahead:
+            w = _weight(weight_ED, n, k, D, E)
         total = tl.dot(x, tl.trans(w), total)
     at = (part * rows + m).to(tl.int64)[:, None] * E + n[None, :]
     tl.store(part_STE + at, total, mask=(m < rows)[:, None] & (n < E)[None, :])
+
+
+@triton.jit
+def _weight(weight_ED, n, k, D: tl.constexpr, E: tl.constexpr):
+    at = n[:, None] * D + k[None, :]
+    return tl.load(weight_ED + at, mask=(n < E)[:, None] & (k < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["places"])
