@@ -72,7 +72,6 @@ def join(
         EXPERTS_EIGHT=experts_eight,
         BLOCK=block,
         num_warps=_warps(block),
-        maxnreg=REGISTERS,
         **early(),
     )
     dense = (dense_TD, dense_T) if eight else dense_TD
@@ -219,26 +218,26 @@ def _join(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    after(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     is_in = d < D
     at = row * D + d
     kind: tl.constexpr = out_TD.dtype.element_ty
-    # Read one after the other below, each would have to come from memory all the way.
-    post = tl.load(post_D + d, mask=is_in, other=0.0)
-    of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
-    of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
-    of_router = tl.load(router_D + d, mask=is_in, other=0.0)
-    after(EARLY)
-    x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
+    # Weights are read as they are wanted, and nothing before the wait: asked for ahead, with the
+    # registers that takes, this kernel is faster alone and a step slower (LOG.md).
     attended = _added(attended_TD, at, is_in, D, PARTS)
-    x = (x + attended * inverse_rms(attended, D, eps) * post.to(tl.float32)).to(kind)
+    post = tl.load(post_D + d, mask=is_in, other=0.0).to(tl.float32)
+    x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
+    x = (x + attended * inverse_rms(attended, D, eps) * post).to(kind)
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
     x = x * inverse_rms(x, D, eps)
-    _store(dense_TD, dense_T, row, at, x * of_dense.to(tl.float32), is_in, EIGHT)
-    _store(expert_TD, expert_T, row, at, x * of_expert.to(tl.float32), is_in, EXPERTS_EIGHT)
-    router = x * of_router.to(tl.float32) * D**-0.5
+    dense = x * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
+    _store(dense_TD, dense_T, row, at, dense, is_in, EIGHT)
+    expert = x * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
+    _store(expert_TD, expert_T, row, at, expert, is_in, EXPERTS_EIGHT)
+    router = x * tl.load(router_D + d, mask=is_in, other=0.0).to(tl.float32) * D**-0.5
     tl.store(router_TD + at, router.to(kind), mask=is_in)
 
 
