@@ -19,6 +19,7 @@ from dgemma.ops.fast import reason_against
 from dgemma.ops.fp8 import has_e4m3
 from dgemma.ops.int8 import int8_linear
 from dgemma.ops.linear import Linear, can_pack, linear, packed_linear
+from dgemma.ops.soft_table import can_turn
 from dgemma.weights.files import INT8_INDEX
 from dgemma.weights.int8 import quantize
 from dgemma.weights.layouts import SchemeName, read_scheme
@@ -43,7 +44,7 @@ class Choice:
     quant: Quant
     why: str
     head_8: bool = False  # the head in 8 bits, beside the token table
-    soft_8: bool = False  # and soft embeddings, by a third one
+    soft_8: bool = False  # and soft embeddings, by a third table
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,8 @@ def tables_8(config: ModelConfig, quant: Quant, device: torch.device) -> int:
     """
     left = _total(device) - needed(config, quant, None, torch.bfloat16) - SPARE
     table = config.vocab_size * config.hidden_size
-    most = 2 if config.can_denoise else 1
-    return max(0, min(most, int(left // table)))
+    has_means = config.can_denoise and can_turn(config.vocab_size)
+    return max(0, min(2 if has_means else 1, int(left // table)))
 
 
 def _check_memory(

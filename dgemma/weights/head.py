@@ -77,7 +77,10 @@ class Fp8HeadTable(TokenTable):
 
 
 def shrink_head(model: Gemma, *, soft: bool = False) -> Gemma:
-    """Give a model a head in 8 bits, in place, and soft embeddings; it can then only be run."""
+    """Give a model a head in 8 bits, in place; it can then only be run.
+
+    `soft`: soft embeddings too, where the vocabulary's size lets them.
+    """
     model.requires_grad_(False)
     model.embed_tokens = Fp8HeadTable(model.embed_tokens, soft=soft)
     return model

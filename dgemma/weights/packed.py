@@ -9,7 +9,7 @@ all else is quantized there, and its source dropped. A layer's modules are swapp
     int8   all products in whole numbers, for CPUs (see `cpu_int8`)
 
 Router, norms, self-conditioning, embedding and head keep their type (but see `cpu_int8`, and `head`
-for a second head in 8 bits).
+for a second head and soft embeddings in 8 bits).
 
 E experts, O outputs, I inputs.
 """

@@ -204,10 +204,12 @@ def test_a_gpu_needs_room_for_it(
 ) -> None:
     monkeypatch.setattr(choose, "_total", lambda device: total)
     assert choose.tables_8(RELEASED, quant, GPU) == want
+    uneven = replace(RELEASED, vocab_size=RELEASED.vocab_size + 8)  # means cannot be made of it
+    assert choose.tables_8(uneven, quant, GPU) == min(want, 1)
 
 
 def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = make(tmp_path / "plain", WIDE)
+    plain = make(tmp_path / "plain", replace(WIDE, vocab_size=64))
     packed = Writer("fp8", WIDE).save(tmp_path / "packed")
     half = torch.bfloat16
     assert not choose_quant("fp8", plain, CPU, half).head_8
@@ -221,6 +223,9 @@ def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(served, "choose_device", lambda name: GPU)
     said = "fp8, head and soft embeddings in 8 bits (asked for)"
     assert _weights(str(plain), "auto", "bfloat16", "fp8") == said
+    uneven = make(tmp_path / "uneven", replace(WIDE, vocab_size=72))
+    said = "fp8, head in 8 bits (asked for)"
+    assert _weights(str(uneven), "auto", "bfloat16", "fp8") == said
     for quant, directory in (("none", plain), ("auto", plain), ("auto", packed), ("fp8", packed)):
         assert not choose_quant(quant, directory, GPU, half).head_8
     monkeypatch.setattr(choose, "reason_against", lambda *_: "there are none")
