@@ -23,7 +23,7 @@ from dgemma.config import FULL, LayerType, ModelConfig
 from dgemma.errors import DgemmaError
 from dgemma.graph.check_ends import end_checks, ends_off, head_off
 from dgemma.graph.check_routes import Routes
-from dgemma.graph.check_soft import soft_off
+from dgemma.graph.check_soft import exactly, soft_off
 from dgemma.graph.reading import Reading, dense_mean_16, read_by_kernels, sparse_mean
 from dgemma.model import Gemma, Layer, TokenTable
 from dgemma.ops.fast import FAMILIES, Family, switched
@@ -85,7 +85,7 @@ def check(model: Gemma, stack: Stack, known: Verdicts | None = None) -> Verdicts
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0][:200]
             verdicts[family] = f"its check raised {type(error).__name__}: {first_line}"
-            _still_answers(model, verdicts, first_line)
+            still_answers(model, verdicts, first_line)
     return verdicts
 
 
@@ -105,7 +105,7 @@ def launching(model: Gemma, stack: Stack) -> Iterator[Callable[[], object]]:
     yield from end_checks(model, stack)
 
 
-def _still_answers(model: Gemma, verdicts: Verdicts, reason: str) -> None:
+def still_answers(model: Gemma, verdicts: Verdicts, reason: str) -> None:
     """A kernel that reads beyond its memory takes the whole process's device with it."""
     try:
         model.embed_tokens.weight[:1].float().sum().item()
@@ -274,8 +274,7 @@ def _softs(table: TokenTable, sharp: Reading, any_: Reading) -> list[Tensor]:
 
 def _soft_exactly(model: Gemma, raw_LV: Tensor, query: Query) -> Tensor:
     cap, table = model.config.final_logit_softcapping, model.embed_tokens
-    logits_LV = raw_LV.float() if cap is None else cap * torch.tanh(raw_LV.float() / cap)
-    p_LV = (logits_LV / query.heat_T[:, None]).softmax(-1)
+    p_LV = exactly(raw_LV, cap, query)
     return p_LV.to(table.weight.dtype) @ table.weight * table.scale
 
 

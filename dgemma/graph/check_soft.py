@@ -33,8 +33,7 @@ def soft_off(model: Gemma) -> str:
     raw_LV, query = _drawn(table, min(ROWS, model.config.canvas_length))
     with switched({"row_stats"}):
         got_LD, again_LD = _by_kernels(table, raw_LV, cap, query)
-    logits_LV = raw_LV.float() if cap is None else cap * torch.tanh(raw_LV.float() / cap)
-    p_LV = (logits_LV / query.heat_T[:, None]).softmax(-1)
+    p_LV = exactly(raw_LV, cap, query)
     want_LD = soft_mean_reference(p_LV, table.weight, table.soft).float() * table.scale
     for name, found_LD in (("of scores", got_LD), ("of probabilities", again_LD)):
         off_L = (found_LD.float() - want_LD).norm(dim=-1) / want_LD.norm(dim=-1)
@@ -43,6 +42,12 @@ def soft_off(model: Gemma) -> str:
         if off > NEAR:
             return f"wrong: those made {name}, by {off:.2g} at worst"
     return ""
+
+
+def exactly(raw_LV: Tensor, cap: float | None, query: Query) -> Tensor:
+    """The probabilities that the head's output stands for, in float32."""
+    logits_LV = raw_LV.float() if cap is None else cap * torch.tanh(raw_LV.float() / cap)
+    return (logits_LV / query.heat_T[:, None]).softmax(-1)
 
 
 def _by_kernels(

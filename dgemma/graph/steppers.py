@@ -21,7 +21,7 @@ from torch import Tensor
 from dgemma.cache import KVCache
 from dgemma.denoise import Row
 from dgemma.graph.capture import new_pool
-from dgemma.graph.check import DeviceFault, Verdicts, check
+from dgemma.graph.check import DeviceFault, Verdicts, check, still_answers
 from dgemma.graph.check_soft import soft_off
 from dgemma.graph.memory import Shape
 from dgemma.graph.record import FORM, facts, recall, remember
@@ -204,17 +204,25 @@ def judge_soft(model: Gemma) -> str:
         return ""
     of = {**_facts(model), "of": "soft embeddings"}
     known = recall(of)
+    wrong = _check_soft(model, of) if known is None else known["row_stats"]
+    if wrong:
+        table.forget_soft()
+    return wrong
+
+
+def _check_soft(model: Gemma, of: Mapping[str, str]) -> str:
+    """The verdict of their check, which is kept under these facts."""
     try:
-        wrong = soft_off(model) if known is None else known["row_stats"]
-        remember(of, {"row_stats": wrong})
+        wrong = soft_off(model)
     except torch.cuda.OutOfMemoryError:
-        wrong = "there was no memory to check them with"  # another time there may be
+        return "there was no memory to check them with"  # another time there may be
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0][:200]
         wrong = f"their check raised {type(error).__name__}: {first_line}"
+        remember(of, {"row_stats": wrong})  # the next start goes on behind it
+        still_answers(model, {}, first_line)
+    else:
         remember(of, {"row_stats": wrong})
-    if wrong:
-        table.forget_soft()
     return wrong
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton import language as tl
 from triton.runtime import interpreter
 
+from dgemma.graph.check import DeviceFault
 from dgemma.graph.check_soft import soft_off
 from dgemma.graph.memory import Shape
 from dgemma.graph.reading import dense_mean, dense_mean_8, read_by_kernels
@@ -264,4 +265,26 @@ def test_a_check_that_raises_lets_them_go(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(soft_8, "product", fails)
     of = shrunk()
     assert judge_soft(of) == "their check raised RuntimeError: out of shared memory"
+    assert of.embed_tokens.soft is None
+
+
+@torch.inference_mode()
+def test_behind_a_check_that_took_the_device_down_the_next_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    of = shrunk()
+
+    def dies(*given: object) -> Tensor:
+        """Afterwards no number can be had, as of a device that does not answer."""
+        gone_VD = of.embed_tokens.weight.to("meta")
+        of.embed_tokens.weight = torch.nn.Parameter(gone_VD, requires_grad=False)
+        raise RuntimeError("an illegal address")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(soft_8, "product", dies)
+        with pytest.raises(DeviceFault, match=r"an illegal address.*start again"):
+            judge_soft(of)
+    of = shrunk()
+    assert judge_soft(of) == "their check raised RuntimeError: an illegal address"
     assert of.embed_tokens.soft is None
