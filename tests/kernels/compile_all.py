@@ -47,7 +47,6 @@ READ_WEIGHTS = (
     dense_8._product,
     vector._product,
     vector._join,
-    layer._join,
     layer._close,
     router._parts,
     router._choose,
@@ -143,7 +142,7 @@ def merge_8_cases() -> list[Case]:
 
 def layer_cases() -> list[Case]:
     wide = {"D": WIDTH, "K": TOP_K, "BLOCK": 4096, "HAS_WEIGHT": True}
-    wide["maxnreg"] = REGISTERS
+    told_registers = {**wide, "maxnreg": REGISTERS}
     late = {"EIGHT": False, "EXPERTS_EIGHT": False, "PARTS": 1, "EARLY": False}
     soon = {"EIGHT": True, "EXPERTS_EIGHT": True, "PARTS": 3, "EARLY": True}
     halves = "x_TD attended_TD post_D dense_D expert_D router_D out_TD dense_TD expert_TD router_TD"
@@ -157,11 +156,11 @@ def layer_cases() -> list[Case]:
     norm = {"x_TD": HALF, "weight_D": HALF, "out_TD": HALF, "eps": "fp32"}
     gated = {"gate_up_TX": HALF, "out_TI": HALF, "factor_T": FLOAT}
     return [
-        Case("norm", layer._norm, norm, {**wide, **late, "maxnreg": None}, 8),
+        Case("norm", layer._norm, norm, {**wide, **late}, 8),
         Case("join", layer._join, join, {**wide, **late}, 8),
         Case("join 8", layer._join, join_8, {**wide, **soon}, 8),
-        Case("close", layer._close, close, {**wide, **late}, 8),
-        Case("close 8", layer._close, close_8, {**wide, **soon}, 8),
+        Case("close", layer._close, close, {**told_registers, **late}, 8),
+        Case("close 8", layer._close, close_8, {**told_registers, **soon}, 8),
         Case("gated", layer._gated, gated, {"I": 2112, "BLOCK": 1024, **late}),
         Case(
             "gated 8",

@@ -3,7 +3,7 @@
 from compile_all import DOUBLE, EIGHT, FLOAT, HALF, INT, LONG, WIDTH, Case, compiled, told
 
 from dgemma.ops.kernels import cuts, enter, enter_1, move, row_stats, soft_8, sparse
-from dgemma.ops.soft_table import NEAR, SHARE
+from dgemma.ops.soft_table import NEAR, SHARE, SMALLEST
 
 BYTE = "*u8"
 CANVAS = 256
@@ -48,7 +48,7 @@ def soft_8_cases() -> list[Case]:
     row = {"heat_T": FLOAT, "peak_T": FLOAT, "total_T": FLOAT, "top_T": LONG, "factor_ST": FLOAT}
     row |= {"peak_TC": FLOAT, "next_T": FLOAT}
     shares = {**row, "from_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": EIGHT}
-    rounding = {"LEAST": 1e-30, "CAP": 30.0, "SHARE": SHARE, "W": soft_8.AT_ONCE, **EARLY}
+    rounding = {"LEAST": SMALLEST, "CAP": 30.0, "SHARE": SHARE, "W": soft_8.AT_ONCE, **EARLY}
     rounding |= {"CHUNKS": 128, "NEAR": NEAR, "REACH": soft_8.reach(SHARE)}
     product = {
         "numbers_TV": f"tensordesc<fp8e4nv[{form.rows},{form.depth}]>",
