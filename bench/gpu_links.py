@@ -9,9 +9,10 @@
 
 `--before`: a folder with `layer.py` and `router.py` of an earlier revision (`git show
 REVISION:dgemma/ops/kernels/layer.py`); without it, the same code with the registers left to the
-compiler stands beside. What is read comes from memory, as in a step: the cache is filled with other
-things in between. Microseconds of the kernels alone, the median, by the profiler; `same`: whether
-all bits are. `gpu_variants.py` takes both in a step: `before=FOLDER`. The last line is JSON.
+compiler stands beside (`join` is twice the same then). What is read comes from memory, as in a
+step: the cache is filled with other things in between. Microseconds of the kernels alone, the
+median, by the profiler; `same`: whether all bits are. `gpu_variants.py` takes both in a step:
+`before=FOLDER`. The last line is JSON.
 """
 
 import argparse

@@ -73,7 +73,7 @@ class Cases:
 
 
 def load(form: str, model: str) -> Engine:
-    """An engine on the CPU whose weights have this form, the head in 8 bits if it says so."""
+    """An engine on the CPU whose weights have this form, `+head` and `+soft` included."""
     if form.endswith((HEAD, SOFT)):
         engine = load(form.rpartition("+")[0], model)
         shrink_head(engine.model, soft=form.endswith(SOFT))

@@ -28,6 +28,6 @@ class Cut:
 QKV = Cut()  # what follows it does not add parts up
 OUT = Cut(parts=3)  # of attention
 DOWN = Cut(parts=2)  # of the dense part
-# A part of the soft embedding (`soft_8.py`): all positions of a canvas, so that the table is read
-# once.
+# A part of the soft embedding (`soft_8.py`), by `bench/gpu_soft.py --cuts`: all positions of a
+# canvas, so that the table is read once. How many parts there are, the table says.
 SOFT = Cut(rows=256, outputs=128, depth=128, warps=8, stages=4)

@@ -216,7 +216,8 @@ def _choose(
         ids = tl.zeros((KS,), dtype=tl.int32)
         keys = tl.zeros((KS,), dtype=tl.int32)
         scales = tl.zeros((KS,), dtype=tl.int32)
-        for place in range(places):  # told at run time: written out K times, it is fetched so
+        # Told at run time how often: written out K times, its instructions are fetched K times.
+        for place in range(places):
             best = tl.max(key, 0)
             where = tl.min(tl.where(key == best, e, BLOCK - 1), 0)
             ids = tl.where(k == place, where, ids)

@@ -7,7 +7,7 @@ part's product is one program's for some of the width: nothing is rescaled on th
 on the left, the matrix unit's tall side, so that each is read once; both sides come through the
 copy engine.
 
-T positions, V vocabulary, D width, S parts.
+T positions, V vocabulary, C chunks of it, D width, S parts.
 """
 
 from dataclasses import dataclass
