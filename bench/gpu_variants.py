@@ -115,7 +115,8 @@ class Variant:
     """A step captured one way, and its times."""
 
     def __init__(self, name: str, bench: Bench) -> None:
-        self.name, self.bench, self.rounds = name, copy(bench), []  # type: ignore[var-annotated]
+        self.name, self.bench = name, copy(bench)
+        self.rounds: list[float] = []
         self.bench.fast = Fast(bench.model, bench.fast.stack)
         self.bench.row = self.bench.fresh()
         with way_of(name)():
