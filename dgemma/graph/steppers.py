@@ -24,7 +24,7 @@ from dgemma.graph.capture import new_pool
 from dgemma.graph.check import DeviceFault, Verdicts, check, still_answers
 from dgemma.graph.check_soft import soft_off
 from dgemma.graph.memory import Shape
-from dgemma.graph.record import FORM, facts, recall, remember
+from dgemma.graph.record import FORM, OF, SOFT, facts, recall, remember
 from dgemma.graph.rehearsal import rehearse
 from dgemma.graph.step import Stepper
 from dgemma.graph.token import Committer, Teller
@@ -202,7 +202,7 @@ def judge_soft(model: Gemma) -> str:
     table = model.embed_tokens
     if not isinstance(table, Fp8HeadTable) or table.soft is None:
         return ""
-    of = {**_facts(model), "of": "soft embeddings"}
+    of = {**_facts(model), OF: SOFT}
     known = recall(of)
     wrong = _check_soft(model, of) if known is None else known["row_stats"]
     if wrong:

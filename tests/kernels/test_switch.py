@@ -11,7 +11,7 @@ import torch
 
 from dgemma.graph import steppers
 from dgemma.graph.check import LONGEST, DeviceFault, Verdicts, _untried, check
-from dgemma.graph.record import MAX_ENTRIES, UNCHECKED, facts, recall, remember, report
+from dgemma.graph.record import MAX_ENTRIES, OF, SOFT, UNCHECKED, facts, recall, remember, report
 from dgemma.graph.steppers import Fast, judge
 from dgemma.model import Gemma
 from dgemma.ops import fast
@@ -142,6 +142,11 @@ def test_what_a_person_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     remember({**of, "form": "b"}, {**PASSED, "layer": "it is off"})
     told = report(SMALL, torch.float32, CPU)
     assert told["layer"] == "plain: it is off" and told["experts"] == "kernel"
+    remember({**of, "form": "b", OF: SOFT}, {"row_stats": ""})
+    assert report(SMALL, torch.float32, CPU) == told
+    remember({**of, "form": "b", OF: SOFT}, {"row_stats": "far off"})
+    told = report(SMALL, torch.float32, CPU)
+    assert told["row_stats"] == "kernel; soft embeddings in 16 bits: far off"
     # A start that ended in the middle has not found out the rest.
     remember({**of, "form": "a"}, {"experts": ""})
     told = report(SMALL, torch.float32, CPU)
