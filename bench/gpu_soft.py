@@ -6,9 +6,9 @@ Random vectors with a common part, of the released sizes; scores that are flat, 
 one token at most positions. `error` is the greatest relative distance of a position from the
 definition in 8 bits, `rounding` that definition's from the exact mean, `length` the mean length of
 what was found beside the definition's (the matrix unit adds up 8-bit products in few bits, and what
-it cuts off makes vectors shorter). With `--cuts` the product is cut in several ways, and torch's
-own grouped product is timed beside it. What fails is printed, and the rest goes on. The last line
-is JSON.
+it cuts off makes vectors shorter), `direction` the distance of both once they have length 1. With
+`--cuts` the product is cut in several ways, and torch's own grouped product is timed beside it.
+What fails is printed, and the rest goes on. The last line is JSON.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from gpu_measure import CANVAS, CAP, DEVICE, HALF, VOCAB, WIDTH, micros
 from torch import Tensor
 
@@ -125,6 +126,7 @@ def errors(table: Fp8HeadTable, kind: str, share: int) -> Facts:
     from_p_LD = soft_8.mean(soft_8.shares_of(rounded_LV, soft), soft, table.weight)
     return {
         "error": far(got_LD, want_LD),
+        "direction": far(F.normalize(got_LD.float()), F.normalize(want_LD)),
         "rounding": far(want_LD, exact_LD),
         "both": far(got_LD, exact_LD),
         "16_bits": far(by_16_LD, exact_LD),

@@ -8,8 +8,9 @@ tokens read causally, and behind it a canvas of the next 128, half of it noise, 
 second time with self-conditioning. Losses are of the same texts. Sudoku is by diffusion from the
 text alone (givens free, no restart), by number of givens; JSON calls are by diffusion. The same
 seeds for every form. On a CPU 8- and 4-bit floats are computed by their definition, so only the
-steps of float32, bfloat16 and int8 are timed, in rounds that alternate. The last line is JSON; it
-also has each case's steps, for forms to be compared case by case. `--skip` asks other cases.
+steps of float32, bfloat16 and int8 are timed, in rounds that alternate. Below the table stands by
+how much each form's steps differ from the first form's, case by case, with 95 % intervals. The last
+line is JSON. `--skip` asks other cases.
 
 nvfp4 is: experts in four bits with exact activations, which is their rounded weights multiplied
 out, and the dense part in fp8. `fp8+head` and the like have the head in 8 bits too, `fp8+soft` head
@@ -34,6 +35,7 @@ from torch import Tensor
 from dgemma.bench.answers import tune
 from dgemma.bench.data import Data
 from dgemma.bench.likelihood import causal_losses, denoising_losses
+from dgemma.bench.measure import Z, ratio
 from dgemma.bench.sudoku import How
 from dgemma.bench.tasks.json_calls import parsed
 from dgemma.bench.tasks.replies import answer, read_pairs
@@ -174,6 +176,22 @@ def step_times(engines: dict[str, Engine], rounds: int) -> dict[str, float]:
     return {form: statistics.median(values[1:]) for form, values in times.items()}
 
 
+def grown(before: list[float], after: list[float]) -> str:
+    """By how much the mean of paired numbers grew, with its 95 % interval."""
+    change, error = ratio([(b - a, a) for a, b in zip(before, after, strict=True)])
+    low, high = 100 * (change - Z * error), 100 * (change + Z * error)
+    return f"{100 * change:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def growth(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Steps of each form beside the first form's, case by case."""
+    first, *others = results
+    for name in [name for name in results[first] if name.endswith(EACH)]:
+        for form in others:
+            change = grown(results[first][name], results[form][name])
+            yield f"{name.removesuffix(EACH)}, steps of {form} beside {first}: {change}"
+
+
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Markdown: a row for each measure, a column for each form."""
     yield "| | " + " | ".join(results) + " |"
@@ -232,7 +250,7 @@ def main() -> None:
     engines = {form: load(form, arguments.model) for form in arguments.forms.split(",")}
     cases = read_cases(next(iter(engines.values())), arguments)
     results = measure(engines, cases, arguments.rounds)
-    lines = list(table(results))
+    lines = [*table(results), "", *growth(results)]
     print("\n".join(lines))
     facts = {
         "bench": "quant_quality",
