@@ -92,5 +92,5 @@ def test_an_adapter_stands_beside_whole_numbers() -> None:
 def test_the_engine_answers_with_it() -> None:
     engine = Engine.load(NANO_DIRECTORY, device="cpu", quant="int8")
     assert engine.dtype == torch.float32
-    done = engine.generate("Write a story.", Options(seed=0, max_tokens=24))
+    done = engine.generate("Write a story.", Options(seed=0, max_tokens=24, canvas_length=32))
     assert done.tokens > 0
