@@ -68,7 +68,8 @@ def report(config: ModelConfig | None, dtype: torch.dtype, device: torch.device)
         return dict.fromkeys(FAMILIES, UNCHECKED)
     of = facts(config, dtype, device)
     told = {family: _told(family, _in_any_form(of)) for family in FAMILIES}
-    if failed := {e["verdicts"]["row_stats"] for e in _in_any_form({**of, OF: SOFT})} - {""}:
+    softs = _in_any_form({**of, OF: SOFT})
+    if failed := {entry["verdicts"].get("row_stats", "") for entry in softs} - {""}:
         told["row_stats"] += f"; {SOFT} in 16 bits: {'; '.join(sorted(failed))}"
     return told
 
