@@ -9,6 +9,7 @@ part of the denoising loss that is asked in canvases with holes. Needs the recip
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,17 @@ import torch
 from dgemma.train.build import Place, build_mixture, load_base
 from dgemma.train.mix import Mixture
 from dgemma.train.recipe import DataSource, load_recipe
-from dgemma.train.rows import CANVAS, EXAMPLE, NOTHING, PINNED, TARGET, WEIGHT, Ints, Tally
+from dgemma.train.rows import (
+    CANVAS,
+    EXAMPLE,
+    NOTHING,
+    PINNED,
+    TARGET,
+    WEIGHT,
+    Ints,
+    Tally,
+    real_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +43,8 @@ class Asked:
     @classmethod
     def of(cls, rows: Ints) -> "Asked":
         tally = Tally.of(rows)
-        holes = in_holes(rows) / tally.real
-        return cls(tally.canvas / tally.real, holes, tally.clean / tally.real)
+        real = sum(real_rows(rows))
+        return cls(tally.canvas / real, in_holes(rows) / real, tally.clean / real)
 
 
 def in_holes(rows: Ints) -> int:
@@ -48,26 +59,44 @@ def in_holes(rows: Ints) -> int:
     return int(rows[WEIGHT][is_canvas][is_asked & has_given[which]].sum())
 
 
-def mixture_of(recipe_path: Path, out: Path) -> tuple[Mixture, tuple[DataSource, ...]]:
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sources that share some of the sequences by their weights."""
+
+    mixture: Mixture
+    sources: Sequence[DataSource]
+    sequences: int
+
+
+def groups_of(recipe_path: Path, out: Path) -> list[Group]:
     recipe = load_recipe(recipe_path)
     device, dtype = torch.device("cpu"), torch.float32
     place = Place(recipe=recipe_path, out=out, device=device, dtype=dtype)
     mixture, _ = build_mixture(recipe, place, load_base(recipe, place))
-    return mixture, recipe.data
+    if isinstance(mixture, Mixture):
+        return [Group(mixture, recipe.data, mixture.sequences)]
+    rolled, others = ([d for d in recipe.data if d.rollout is r] for r in (True, False))
+    return [
+        Group(mixture.newcomers, rolled, mixture.carried),
+        Group(mixture.fresh, others, mixture.fresh.sequences),
+    ]
 
 
-def show(mixture: Mixture, sources: tuple[DataSource, ...], sequences: int) -> None:
-    found = []
-    for ingredient in mixture.ingredients:
-        alone = replace(mixture, ingredients=[ingredient], sequences=sequences)
-        found.append(Asked.of(alone.batch(0)))
-    weights = np.array([source.weight for source in sources])
-    asked = weights[:, None] * np.array([(one.canvas, one.holes, one.clean) for one in found])
-    rows, (canvas, _, clean) = weights.sum(), asked.sum(0)
-    shares = 100 * np.column_stack([weights / rows, asked / (canvas, canvas, clean)])
+def show(groups: Sequence[Group], sequences: int) -> None:
+    found, weights, names = [], [], []
+    for group in groups:
+        whole = sum(source.weight for source in group.sources)
+        for source, ingredient in zip(group.sources, group.mixture.ingredients, strict=True):
+            alone = replace(group.mixture, ingredients=[ingredient], sequences=sequences)
+            found.append(Asked.of(alone.batch(0)))
+            weights.append(group.sequences * source.weight / whole)
+            names.append(source.puzzle or Path(source.file or "").stem)
+    rows = np.array(weights)
+    asked = rows[:, None] * np.array([(one.canvas, one.holes, one.clean) for one in found])
+    canvas, _, clean = asked.sum(0)
+    shares = 100 * np.column_stack([rows / rows.sum(), asked / (canvas, canvas, clean)])
     print(f"{'% of':16} {'rows':>7} {'denoise':>8} {'in holes':>9} {'causal':>7}")
-    for source, line in zip(sources, shares, strict=True):
-        name = source.puzzle or Path(source.file or "").stem
+    for name, line in zip(names, shares, strict=True):
         print(f"{name:16} {line[0]:7.1f} {line[1]:8.1f} {line[2]:9.1f} {line[3]:7.1f}")
 
 
@@ -77,7 +106,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16, help="packed rows of each source")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as out:
-        show(*mixture_of(given.recipe, Path(out)), given.sequences)
+        show(groups_of(given.recipe, Path(out)), given.sequences)
 
 
 if __name__ == "__main__":

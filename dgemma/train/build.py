@@ -1,7 +1,7 @@
 """From a recipe to a run: the model, its data and what moves it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from dgemma.model import Gemma
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.average import Average
+from dgemma.train.carry import Beside
 from dgemma.train.distributed import ALONE, Group, shard
 from dgemma.train.fresh import fresh_model
 from dgemma.train.loop import RunSettings, Trainer
@@ -221,7 +222,7 @@ def _run(recipe: Recipe, place: Place) -> RunSettings:
     )
 
 
-def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture, list[str]]:
+def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture | Beside, list[str]]:
     """The data, and what a person should know of it."""
     # The first process tokenizes what is not tokenized yet, the others find it done.
     if not place.group.is_first:
@@ -230,13 +231,24 @@ def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture, li
     ingredients = [_ingredient(data, recipe, place, base, notes) for data in recipe.data]
     if place.group.is_first:
         place.group.wait(place.device)
-    mixture = Mixture(
-        ingredients=ingredients,
-        sequences=recipe.batch.sequences,
-        rows=recipe.batch.rows,
-        seed=recipe.seed,
+    return _mixture(ingredients, recipe), notes
+
+
+def _mixture(ingredients: Sequence[Ingredient], recipe: Recipe) -> Mixture | Beside:
+    shape = recipe.batch
+    whole = Mixture(
+        ingredients=ingredients, sequences=shape.sequences, rows=shape.rows, seed=recipe.seed
     )
-    return mixture, notes
+    if not shape.carried:
+        return whole
+    rolled, others = ([i for i in ingredients if i.corruption.rolls is r] for r in (True, False))
+    return Beside(
+        fresh=replace(whole, ingredients=others, sequences=shape.sequences - shape.carried),
+        newcomers=replace(
+            whole, ingredients=rolled, sequences=shape.carried // shape.carried_steps
+        ),
+        steps=shape.carried_steps,
+    )
 
 
 def _ingredient(

@@ -50,16 +50,29 @@ class Batch:
         """Of rows as `Mixture.batch` makes them."""
         return cls(*rows.to(device, non_blocking=True).long().unbind(0))
 
-    def every_second(self) -> "Batch":
-        """The sequences that are conditioned on the model's own guess.
+    def every_second(self, among: int | None = None) -> "Batch":
+        """The sequences that are conditioned on the model's own guess, among the first so many.
 
         Laid out as what a guess gives in their place, so that the same compiled code serves both.
         """
-        return Batch(*[getattr(self, name)[::2].contiguous() for name in FIELDS])
+        return Batch(*[getattr(self, name)[:among:2].contiguous() for name in FIELDS])
+
+    def parted(self, count: int) -> "tuple[Batch, Batch]":
+        """The first sequences, and the others."""
+        first, others = ([getattr(self, n)[part] for n in FIELDS] for part in _parts(count))
+        return Batch(*first), Batch(*others)
+
+    def beside(self, others: "Batch") -> "Batch":
+        """These sequences and those of another batch behind them."""
+        return Batch(*[torch.cat([getattr(self, n), getattr(others, n)]) for n in FIELDS])
 
     @property
     def is_canvas(self) -> Tensor:
         return self.canvas > NOTHING
+
+
+def _parts(count: int) -> tuple[slice, slice]:
+    return slice(count), slice(count, None)
 
 
 class Sight(NamedTuple):
@@ -86,8 +99,8 @@ class Sight(NamedTuple):
         begin, end = (base + batch.start - reach).int(), (base + batch.start).int()
         return cls(place, begin, end, own)
 
-    def every_second(self) -> "Sight":
-        return Sight(*[field[::2].contiguous() for field in self])
+    def every_second(self, among: int | None = None) -> "Sight":
+        return Sight(*[field[:among:2].contiguous() for field in self])
 
 
 def seeing(sight: Sight) -> Sees:
@@ -142,13 +155,13 @@ class PackedContext:
 
 
 def contexts(
-    config: ModelConfig, batch: Batch, *, is_flex: bool
+    config: ModelConfig, batch: Batch, *, is_flex: bool, among: int | None = None
 ) -> tuple[Batch, PackedContext, PackedContext]:
-    """Every second sequence, and the contexts of those and of all."""
-    half = batch.every_second()
+    """Every second sequence, among the first so many, and the contexts of those and of all."""
+    half = batch.every_second(among)
     if not is_flex:
         return half, PackedContext(config, half), PackedContext(config, batch)
-    own, whole = flex(config, batch)
+    own, whole = flex(config, batch, among)
     return half, PackedContext(config, half, own), PackedContext(config, batch, whole)
 
 
@@ -193,8 +206,8 @@ class Blocks(NamedTuple):
         part = (pairs > 0) & ~full
         return cls(*listed(torch.stack([part, full, part.mT, full.mT])))
 
-    def every_second(self) -> "Blocks":
-        return Blocks(*[field[:, ::2].contiguous() for field in self])
+    def every_second(self, among: int | None = None) -> "Blocks":
+        return Blocks(*[field[:, :among:2].contiguous() for field in self])
 
     def named(self) -> dict[str, Any]:
         counts = {f"{name}_num_blocks": own for name, own in zip(BLOCKS, self.counts, strict=True)}
@@ -224,9 +237,10 @@ class Plan(NamedTuple):
     sight: Sight
     blocks: Blocks
 
-    def every_second(self, sequences: int) -> "Plan":
-        cos, sin = (x.view(sequences, -1, x.shape[-1])[::2].flatten(0, 1) for x in self.turns)
-        return Plan((cos, sin), self.sight.every_second(), self.blocks.every_second())
+    def every_second(self, among: int | None = None) -> "Plan":
+        sequences = len(self.sight.place)
+        cos, sin = (x.view(sequences, -1, x.shape[-1])[:among:2].flatten(0, 1) for x in self.turns)
+        return Plan((cos, sin), self.sight.every_second(among), self.blocks.every_second(among))
 
     def mask(self) -> BlockMask:
         rows = self.sight.place.shape[1]
@@ -235,14 +249,17 @@ class Plan(NamedTuple):
 
 
 def plans(
-    batch: Batch, windows: tuple[int | None, ...], rates: tuple[Tensor, ...]
+    batch: Batch,
+    windows: tuple[int | None, ...],
+    rates: tuple[Tensor, ...],
+    among: int | None = None,
 ) -> list[tuple[Plan, Plan]]:
     """For each kind of layer what every second sequence needs, and what all of them do."""
     positions_T, found = batch.position.flatten(), []
     for window, rates_P in zip(windows, rates, strict=True):
         sight = Sight.of(batch, window)
         whole = Plan(turns(positions_T, rates_P), sight, Blocks.of(sight))
-        found.append((whole.every_second(len(batch.token)), whole))
+        found.append((whole.every_second(among), whole))
     return found
 
 
@@ -251,7 +268,7 @@ def _compiled_plans() -> Callable[..., list[tuple[Plan, Plan]]]:
     return torch.compile(plans, dynamic=False)
 
 
-def flex(config: ModelConfig, batch: Batch) -> tuple[Ready, Ready]:
+def flex(config: ModelConfig, batch: Batch, among: int | None = None) -> tuple[Ready, Ready]:
     """The rule by blocks of rows, so that blocks nobody sees cost nothing; see `contexts`.
 
     In one piece of compiled code for both passes and all kinds of layers: a hundred small steps,
@@ -261,7 +278,7 @@ def flex(config: ModelConfig, batch: Batch) -> tuple[Ready, Ready]:
     make = _compiled_plans() if device.type == "cuda" else plans
     windows = tuple(shape.window for shape in shapes.values())
     rates = tuple(frequencies(shape, device) for shape in shapes.values())
-    pairs = dict(zip(shapes, make(batch, windows, rates), strict=True))
+    pairs = dict(zip(shapes, make(batch, windows, rates, among), strict=True))
     own, whole = (
         Ready({k: p[i].turns for k, p in pairs.items()}, {k: p[i].mask() for k, p in pairs.items()})
         for i in (0, 1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -10,11 +10,20 @@ from torch.utils.data import DataLoader, Dataset
 from dgemma.train.context import Batch
 from dgemma.train.distributed import Group
 from dgemma.train.interrupt import leave_to_parent
-from dgemma.train.mix import Mixture
 from dgemma.train.objective import Counts, to_device
-from dgemma.train.rows import Ints, Tally
+from dgemma.train.rows import Ints, Tally, real_rows
 
-Made = tuple[Ints, Tally]
+
+class Batching(Protocol):
+    """What makes batches."""
+
+    def batch(self, step: int) -> Ints: ...
+
+
+class Made(NamedTuple):
+    rows: Ints
+    tally: Tally
+    real: list[int]  # rows of each sequence that belong to an example
 
 
 class Batches(Dataset[Made]):
@@ -23,12 +32,12 @@ class Batches(Dataset[Made]):
     They are counted there too, so that the training process has nothing to compute.
     """
 
-    def __init__(self, mixture: Mixture) -> None:
+    def __init__(self, mixture: Batching) -> None:
         self.mixture = mixture
 
     def __getitem__(self, step: int) -> Made:
         rows = self.mixture.batch(step)
-        return rows, Tally.of(rows)
+        return Made(rows, Tally.of(rows), real_rows(rows))
 
 
 def as_it_is(made: Made) -> Made:
@@ -41,7 +50,7 @@ class Loaded:
 
     parts: list[Batch]
     counts: Counts
-    rows: int  # of the whole batch, that belong to an example
+    real: list[int]  # rows of each sequence of the whole batch that belong to an example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,7 @@ class Feeding:
 class Feed:
     """The batches of a run from step `first` on. `ahead` changes: one that was fetched early."""
 
-    def __init__(self, mixture: Mixture, first: int, feeding: Feeding) -> None:
+    def __init__(self, mixture: Batching, first: int, feeding: Feeding) -> None:
         self.feeding = feeding
         loader: Any = DataLoader(
             Batches(mixture),
@@ -75,7 +84,7 @@ class Feed:
     def look_ahead(self) -> None:
         """Fetch the next batch now, while the device has other things to do."""
         if self.ahead is None:
-            self.ahead = self._load(*next(self.made))
+            self.ahead = self._load(next(self.made))
 
     def take(self) -> Loaded:
         self.look_ahead()
@@ -83,9 +92,9 @@ class Feed:
         assert found is not None
         return found
 
-    def _load(self, rows: Ints, tally: Tally) -> Loaded:
+    def _load(self, made: Made) -> Loaded:
         """Copies are queued on the device; nobody waits for them."""
         group, device = self.feeding.group, self.feeding.device
-        parts = torch.from_numpy(rows).chunk(self.feeding.parts, dim=1)
+        parts = torch.from_numpy(made.rows).chunk(self.feeding.parts, dim=1)
         batches = [Batch.of(to_device(group.part(part), device), device) for part in parts]
-        return Loaded(batches, Counts.of(tally, device, len(parts)), tally.real)
+        return Loaded(batches, Counts.of(made.tally, device, len(parts)), made.real)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.train.average import Average
+from dgemma.train.carry import Beside, Carry, carried_losses
 from dgemma.train.distributed import check_shares
 from dgemma.train.feed import Feed, Feeding, Loaded
 from dgemma.train.interrupt import Interrupt
@@ -80,7 +81,7 @@ class Trainer:
         self,
         objective: Objective,
         masters: Masters,
-        mixture: Mixture,
+        mixture: Mixture | Beside,
         schedule: Schedule,
         run: RunSettings,
         average: Average | None = None,
@@ -96,6 +97,7 @@ class Trainer:
         self.is_fitted = False  # whether the number of steps was found from a time
         self.meter, self.metrics = Meter(), Metrics(run.directory)
         self.feed: Feed | None = None  # while it runs
+        self.carry = self._first_carry()
 
     def resume(self) -> int:
         """Go on from the newest saved state, if there is one; the steps already taken."""
@@ -111,6 +113,8 @@ class Trainer:
             self.spent, self.smooth = state["seconds"], state["smooth"]
             self.is_fitted = state["is_fitted"]
             self.meter.restore(state["meter"], self.device)
+            if self.carry is not None:
+                self.carry.restore(state["carry"])
             if self.is_fitted:
                 self.schedule = replace(self.schedule, steps=int(state["steps"]))
             if self.group.is_first:
@@ -137,7 +141,7 @@ class Trainer:
         while True:
             loaded = self.feed.take()
             losses, norm = self._move(loaded)
-            self.meter.add(losses, norm, loaded.rows)
+            self.meter.add(losses, norm, self._rows(loaded))
             self.step += 1
             is_last = self.step == self.schedule.steps
             is_saving = is_last or self.step % self.run.save_every == 0
@@ -168,6 +172,7 @@ class Trainer:
             "is_fitted": self.is_fitted,
             "seconds": time.perf_counter() - self.began,
             "meter": self.meter.state(),
+            "carry": None if self.carry is None else self.carry.state(),
         }
         if self.group.size > 1:
             state = gathered(state, keep=self.group.is_first)
@@ -181,15 +186,39 @@ class Trainer:
             workers=run.workers, parts=run.accumulate, group=self.group, device=self.device
         )
 
+    def _first_carry(self) -> Carry | None:
+        if not isinstance(self.mixture, Beside):
+            return None
+        if self.group.size > 1 or self.run.accumulate > 1:
+            raise UsageError(
+                f"[batch] carried with {self.group.size} processes and {self.run.accumulate} parts "
+                "of a batch: sequences are carried by one process that learns from all at once; "
+                "leave carried out"
+            )
+        like = self.objective.model.embed_tokens.weight
+        return Carry(self.mixture.first(), self.mixture.newcomers.sequences, like)
+
+    def _rows(self, loaded: Loaded) -> int:
+        """That belong to an example, of those that were just learned from."""
+        if self.carry is None:
+            return sum(loaded.real)
+        return sum(loaded.real[: -self.carry.leaving]) + sum(self.carry.real)
+
+    def _losses(self, loaded: Loaded) -> Iterator[Losses]:
+        """Of each part of a batch."""
+        if self.carry is not None:
+            yield carried_losses(self.objective, loaded, self.carry, self.step)
+            return
+        depths = self.objective.weighting.depths
+        for part in loaded.parts:
+            yield self.objective(part, loaded.counts, depths[self.step % len(depths)])
+
     def _move(self, loaded: Loaded) -> tuple[Losses, Tensor]:
         """One step of the weights."""
         sums: list[Tensor] | None = None
-        depths = self.objective.weighting.depths
-        depth = depths[self.step % len(depths)]
-        for part in loaded.parts:
-            losses = self.objective(part, loaded.counts, depth)
+        for losses in self._losses(loaded):
             # Sharded gradients are means over the processes; what is wanted is their sum.
-            (losses.total * self.group.size).backward()
+            torch.autograd.backward(losses.total * self.group.size)
             own = [loss.detach() for loss in losses]
             sums = own if sums is None else [a + b for a, b in zip(sums, own, strict=True)]
         assert sums is not None

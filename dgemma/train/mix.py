@@ -63,11 +63,6 @@ class Mixture:
     def __post_init__(self) -> None:
         if not self.ingredients or min(i.weight for i in self.ingredients) <= 0:
             raise UsageError("a mixture needs at least one source, each with a weight above 0")
-        if self.sequences % 2:
-            raise UsageError(
-                f"{self.sequences} sequences in a batch; it must be an even number, since every "
-                "second one is conditioned on the model's own guess"
-            )
 
     def batch(self, step: int) -> Ints:
         """The rows of one batch, [F, B, T]."""

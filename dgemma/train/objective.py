@@ -7,7 +7,8 @@ at every row of the clean text, in one pass over both. Rows without a target are
            that has no gradient; else zero
 
 With `rollout`, some canvases that are told a guess are first brought a step further by it; with a
-depth of more than one, guess and step are taken so many times, each told of the one before.
+depth of more than one, guess and step are taken so many times, each told of the one before. With
+sequences that are carried from step to step (`train/carry.py`), those are told their last guess.
 
 T rows of all packed sequences, D width, V vocabulary, E experts.
 """
@@ -59,6 +60,15 @@ class Counts(NamedTuple):
         )
         return cls(*to_device(three, device))
 
+    @classmethod
+    def counted(cls, batch: Batch) -> "Counts":
+        """Where the batch is put together on the device, which counts it."""
+        is_asked, is_canvas = batch.target > NOTHING, batch.is_canvas
+        canvas = torch.where(is_asked & is_canvas, batch.weight, 0).sum()
+        clean = (is_asked & ~is_canvas).sum()
+        three = torch.stack([canvas, clean, torch.ones_like(clean)])
+        return cls(*three.clamp(min=1).float())
+
 
 def to_device(made: Tensor, device: torch.device) -> Tensor:
     """A copy that the host does not wait for."""
@@ -78,6 +88,7 @@ class Guess(NamedTuple):
 
     told: Tensor  # as their rows are told it; probabilities where they have a gradient
     token: Tensor | None  # of their rows after a step of the sampler; None: as they are
+    top: Tensor | None = None  # the likeliest, where there is a step
 
 
 Route = tuple[Tensor, Tensor]  # how likely each expert was, and which were chosen
@@ -124,7 +135,21 @@ class Objective(nn.Module):
         half, first, second = contexts(self.model.config, batch, is_flex=self.is_flex)
         guess = self.first_pass(half, first, depth)
         del half, first
-        return self.losses(batch, guess, second, counts)
+        losses, _ = self.losses(batch, guess, second, counts)
+        return losses
+
+    def carried(self, batch: Batch, carried_TD: Tensor, counts: Counts) -> tuple[Losses, Tensor]:
+        """Losses where the last sequences are told what is given, and the hidden states of these.
+
+        Of the others every second one is told a guess, as always.
+        """
+        rows = len(carried_TD)
+        among = len(batch.token) - rows // batch.token.shape[1]
+        half, first, second = contexts(self.model.config, batch, is_flex=self.is_flex, among=among)
+        guess = self.first_pass(half, first)
+        del half, first
+        losses, hidden_TD = self.losses(batch, guess, second, counts, carried_TD)
+        return losses, hidden_TD[-rows:]
 
     @torch.no_grad()
     def first_pass(self, half: Batch, context: PackedContext, depth: int = 1) -> Guess:
@@ -144,18 +169,19 @@ class Objective(nn.Module):
     ) -> Guess:
         hidden_TD = self._hidden(half, told_TD, context)
         self._routes()
-        return self.read(half, hidden_TD, step)
+        return self.read(half, hidden_TD, step, self.weighting.rollout)
 
-    def read(self, half: Batch, hidden_TD: Tensor, step: Tensor) -> Guess:
-        """The guess that hidden states are."""
-        rollout, size = self.weighting.rollout, self.piece or len(hidden_TD)
+    def read(self, half: Batch, hidden_TD: Tensor, step: Tensor, rollout: float) -> Guess:
+        """The guess that hidden states are; `rollout`: of the canvases, those it takes a step."""
+        size = self.piece or len(hidden_TD)
         lots = rolling.lots(half, rollout, self.model.config.vocab_size, step)
-        parts, tokens = [], []
+        parts, tokens, tops = [], [], []
         for piece_TD, *own in zip(*(torch.split(x, size) for x in (hidden_TD, *lots)), strict=True):
             lot = rolling.Lots(*own)
             p_TV = (self.model.logits(piece_TD) / lot.heat[:, None]).softmax(-1)
             if rollout:
                 tokens.append(rolling.roll(p_TV, lot))
+                tops.append(p_TV.argmax(-1))
             if self.weighting.guess_gradient:
                 parts.append(p_TV.to(self.model.embed_tokens.weight.dtype))
             else:
@@ -163,22 +189,35 @@ class Objective(nn.Module):
         told = torch.cat(parts)
         if not self.weighting.guess_gradient:
             told = self.told(half, told)
-        return Guess(told, torch.cat(tokens).view_as(half.token) if rollout else None)
+        if not rollout:
+            return Guess(told, None)
+        return Guess(told, *(torch.cat(x).view_as(half.token) for x in (tokens, tops)))
 
     def told(self, half: Batch, soft_TD: Tensor) -> Tensor:
         """What rows are told: soft embeddings, or their token where it is given, as sampled."""
         own_TD = self.model.embed(half.token.flatten())
         return torch.where(half.pinned.flatten()[:, None] > 0, own_TD, soft_TD)
 
-    def losses(self, batch: Batch, guess: Guess, context: PackedContext, counts: Counts) -> Losses:
+    def losses(
+        self,
+        batch: Batch,
+        guess: Guess,
+        context: PackedContext,
+        counts: Counts,
+        carried_TD: Tensor | None = None,
+    ) -> tuple[Losses, Tensor]:
+        """Losses and, without a gradient, hidden states; see `carried`."""
         told_TD = guess.told
         if self.weighting.guess_gradient:
             told_TD = self.told(batch.every_second(), self.model.embed_soft(told_TD))
         if guess.token is not None:
             token = torch.stack([guess.token, batch.token[1::2]], dim=1).flatten(0, 1)
             batch = replace(batch, token=token)
-        hidden_TD = self._hidden(batch, to_every_second(told_TD, len(batch.token)), context)
-        return self.score(batch, hidden_TD, self._routes(), counts)
+        told_TD = to_every_second(told_TD, 2 * len(told_TD) // batch.token.shape[1])
+        if carried_TD is not None:
+            told_TD = torch.cat([told_TD, carried_TD])
+        hidden_TD = self._hidden(batch, told_TD, context)
+        return self.score(batch, hidden_TD, self._routes(), counts), hidden_TD.detach()
 
     def score(
         self, batch: Batch, hidden_TD: Tensor, routes: Sequence[Route], counts: Counts

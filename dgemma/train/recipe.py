@@ -2,7 +2,7 @@
 
     name, seed
     [model]     config: shape of a new model, or checkpoint: one to go on from; tokenizer; frozen
-    [batch]     sequences, rows, accumulate
+    [batch]     sequences, rows, accumulate, carried, carried_steps
     [canvas]    lengths with their frequencies, copies, hole_share, fill_share
     [[data]]    file (.npz tokens, .jsonl) or puzzle with its bank; weight; learn_prompt, ...
     [loss] [optim] [schedule] [run]     settings that differ from their defaults
@@ -48,10 +48,20 @@ class BatchShape:
     sequences: int = 8
     rows: int = 2048  # of each sequence; clean and canvas rows are both counted
     accumulate: int = 1  # parts that a batch is worked through in
+    carried: int = 0  # of the sequences, those that go on from step to step (`train/carry.py`)
+    carried_steps: int = 16  # for which they stay
 
     def __post_init__(self) -> None:
-        if min(self.sequences, self.rows, self.accumulate) < 1:
-            raise ConfigError("[batch] sequences, rows and accumulate must be 1 or more")
+        if min(self.sequences, self.rows, self.accumulate, self.carried_steps) < 1:
+            raise ConfigError(
+                "[batch] sequences, rows, accumulate and carried_steps must be 1 or more"
+            )
+        if not 0 <= self.carried < self.sequences or self.carried % self.carried_steps:
+            raise ConfigError(
+                f"[batch] carried is {self.carried} of {self.sequences} sequences, for "
+                f"{self.carried_steps} steps; it must be 0 or a multiple of carried_steps, and "
+                "leave some sequences for what is not carried"
+            )
 
 
 def _check_shares(table: str, **shares: float | None) -> None:
@@ -153,6 +163,22 @@ class Recipe:
             raise ConfigError("a recipe needs at least one [[data]]")
         if self.lora is not None and self.model.checkpoint is None:
             raise ConfigError("[lora] needs [model] checkpoint: an adapter is for a trained model")
+        self._check_carried()
+
+    def _check_carried(self) -> None:
+        if self.batch.carried == 0:
+            return
+        if self.loss.rollout or self.loss.guess_gradient:
+            raise ConfigError(
+                "[batch] carried takes the place of [loss] rollout and has no guess_gradient; "
+                "leave them out, or carried"
+            )
+        kinds = {data.rollout for data in self.data}
+        if kinds != {False, True}:
+            raise ConfigError(
+                "[batch] carried needs [[data]] with rollout = true, which is carried, and some "
+                f"with false, which is not; here all have {str(*kinds).lower()}"
+            )
 
     def to_json(self) -> str:
         """The whole recipe, defaults written out."""

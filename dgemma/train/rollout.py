@@ -63,6 +63,14 @@ def lots(batch: Batch, share: float, vocab_size: int, step: Tensor) -> Lots:
     )
 
 
+def fresh_noise(batch: Batch, vocab_size: int, step: Tensor) -> Tensor:
+    """Tokens for canvases that begin again."""
+    lot = batch.lot.flatten().clamp(min=0)
+    nothing = torch.zeros_like(lot)
+    counter = (lot, batch.position.flatten(), nothing + 2, nothing + step)
+    return (_even(philox(counter, KEY))[0] * vocab_size).long()
+
+
 def roll(p_TV: Tensor, lots: Lots) -> Tensor:
     """The tokens after a step in which the rows had these chances."""
     entropy_T = -(p_TV * p_TV.clamp(min=1e-30).log()).sum(-1)

@@ -34,20 +34,23 @@ TOKEN, TARGET, POSITION, CANVAS, START, PINNED, EXAMPLE, LOT, WEIGHT = range(len
 PADDING = np.array([0, NOTHING, 0, NOTHING, 1, 0, NOTHING, 0, 1], np.int32)
 
 
+def real_rows(rows: Ints) -> list[int]:
+    """How many rows of each sequence belong to an example."""
+    return [int(count) for count in np.count_nonzero(rows[EXAMPLE] > NOTHING, axis=-1)]
+
+
 class Tally(NamedTuple):
     """How many rows a batch has of each kind."""
 
     canvas: int  # canvas rows that are asked for something, each with its weight
     clean: int  # clean rows that are
-    real: int  # rows that belong to an example
 
     @classmethod
     def of(cls, rows: Ints) -> "Tally":
         is_asked = rows[TARGET] > NOTHING
         is_canvas = rows[CANVAS] > NOTHING
         canvas = rows[WEIGHT][is_asked & is_canvas].sum()
-        real = np.count_nonzero(rows[EXAMPLE] > NOTHING)
-        return cls(int(canvas), int(np.count_nonzero(is_asked & ~is_canvas)), int(real))
+        return cls(int(canvas), int(np.count_nonzero(is_asked & ~is_canvas)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

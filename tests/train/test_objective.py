@@ -390,7 +390,7 @@ def test_deeper_guesses_are_told_of_the_ones_before_and_draw_anew(gradient: bool
         later = replace(half, token=once.token)
         told_TD = objective.told(half, model.embed_soft(once.told)) if gradient else once.told
         hidden_TD = objective._hidden(later, told_TD, PackedContext(TINY, half))
-        want = objective.read(later, hidden_TD, torch.tensor(1))
+        want = objective.read(later, hidden_TD, torch.tensor(1), 0.6)
     found = guess_of(objective, batch, depth=2)
     assert found.token is not None and want.token is not None
     assert torch.equal(found.token, want.token) and torch.allclose(found.told, want.told, atol=1e-5)

@@ -14,6 +14,7 @@ from dgemma.errors import ConfigError, UsageError
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train import tokens
 from dgemma.train.build import Job, Place, build, build_mixture, find_beside
+from dgemma.train.mix import Mixture
 from dgemma.train.recipe import load_recipe
 from dgemma.train.rows import Corruption
 from dgemma.train.store import Store
@@ -56,7 +57,7 @@ def test_the_recipes_of_the_repository_can_be_read() -> None:
         ("[batch]", "[batches]", "batches not known; use name, seed, model"),
         ("rows = 160", "rwos = 160", "batch: rwos not known; use sequences, rows, accumulate"),
         ("rows = 160", 'rows = "160"', "batch: rows is '160'; it must be a whole number"),
-        ("rows = 160", "rows = 0", "sequences, rows and accumulate must be 1 or more"),
+        ("rows = 160", "rows = 0", "sequences, rows, accumulate and carried_steps must be 1"),
         ("copies = 2", "copies = 2.5", "canvas: copies is 2.5; it must be a whole number"),
         ("steps = 8", 'steps = 8\nshape = "step"', "shape is 'step'; it must be 'linear' or 'cos"),
         ("steps = 8\n", "", "schedule lacks steps"),
@@ -301,6 +302,7 @@ def test_lines_are_found_by_the_tokens_that_break_them(by_heart: Job) -> None:
     for share in (0.0, 0.5):
         recipe = replace(by_heart.recipe, data=(replace(data, line_share=share),))
         mixture, _ = build_mixture(recipe, by_heart.place, by_heart.base)
+        assert isinstance(mixture, Mixture)
         corruption = mixture.ingredients[0].corruption
         breaks = corruption.breaks
         assert corruption.line_share == share and bool(breaks) == bool(share)
