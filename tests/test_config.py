@@ -235,6 +235,21 @@ def test_a_size_that_is_no_positive_number_is_refused_by_name(
         read_config(raw)
 
 
+def test_a_canvas_shorter_than_the_models_own_is_read_and_written(raw: Raw) -> None:
+    assert "min_canvas_length" not in raw
+    raw["min_canvas_length"] = TINY.canvas_length
+    config = read_config(raw)
+    assert config == replace(TINY, min_canvas_length=TINY.canvas_length)
+    assert config_to_json(config) == raw
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", TINY.canvas_length + 1])
+def test_a_shortest_canvas_that_is_none_is_refused(value: Any, raw: Raw) -> None:
+    raw["min_canvas_length"] = value
+    with pytest.raises(ConfigError, match=f"min_canvas_length is {value!r}; it must be a whole"):
+        read_config(raw)
+
+
 @pytest.mark.parametrize("value", [0, -1, None, "8"])
 def test_a_canvas_length_that_is_no_positive_number_is_refused(value: Any, raw: Raw) -> None:
     raw["canvas_length"] = value

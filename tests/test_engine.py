@@ -11,6 +11,7 @@ import pytest
 
 from dgemma.canvas import Pins
 from dgemma.engine import Done, Draft, Engine, Options, Text
+from dgemma.engine.job import LENGTHS_APART
 from dgemma.errors import CheckpointError, DgemmaError, PromptTooLong, UsageError
 from dgemma.sampler import Confidence, EntropyBound, Sampler
 from dgemma.text.chat import ChatTemplate, Message, Prompt
@@ -289,6 +290,54 @@ def test_a_shorter_canvas_can_be_chosen(engine: Engine, length: int) -> None:
     drafts = [event for event in events if isinstance(event, Draft)]
     assert {len(draft.ids) for draft in drafts} == {length}
     assert events[-1].blocks <= -(-7 // length)  # type: ignore[union-attr]
+
+
+def lengths(engine: Engine, options: Options) -> list[int]:
+    """The length of each canvas."""
+    events = engine.stream("x", replace(options, drafts=True))
+    seen = {event.block: len(event.ids) for event in events if isinstance(event, Draft)}
+    return [length for _, length in sorted(seen.items())]
+
+
+@pytest.fixture(scope="session")
+def shrinking(wild: Engine) -> Engine:
+    """The same model, which says that it was trained with canvases of half its length."""
+    model = random_model(replace(taught_config(), min_canvas_length=CANVAS // 2), seed=3)
+    return Engine(model, wild.tokenizer, wild.template, wild.generation)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (1, [8]),
+        (7, [8]),
+        (8, [16]),  # so that a stop behind the last token is seen
+        (CANVAS, [16]),
+        (CANVAS + 3, [16, 8]),
+        (CANVAS + 8, [16, 16]),
+        (2 * CANVAS + 7, [16, 16, 8]),
+    ],
+)
+def test_the_last_canvas_is_as_short_as_the_model_was_trained_for(
+    shrinking: Engine, wild: Engine, limit: int, expected: list[int]
+) -> None:
+    assert (CANVAS, LENGTHS_APART) == (16, 8)
+    options = Options(seed=2, max_tokens=limit)
+    assert lengths(shrinking, options) == expected
+    assert lengths(wild, options) == [CANVAS] * len(expected), "the model does not say so"
+    assert shrinking.generate("x", options).tokens == wild.generate("x", options).tokens == limit
+
+
+@pytest.mark.parametrize("options", [{"canvas_length": CANVAS}, {"canvas": (5, -1, 5)}])
+def test_a_canvas_that_the_request_chose_does_not_shrink(
+    shrinking: Engine, options: dict[str, Any]
+) -> None:
+    assert lengths(shrinking, Options(seed=2, max_tokens=CANVAS + 3, **options)) == [CANVAS] * 2
+
+
+def test_a_canvas_that_is_held_to_a_grammar_does_not_shrink(shrinking: Engine) -> None:
+    guide = shrinking.guide(regex="[a-z]{3,5}")
+    assert lengths(shrinking, Options(seed=2, max_tokens=7, guide=guide)) == [CANVAS]
 
 
 @pytest.mark.parametrize("rule", [EntropyBound(bound=0.5), Confidence()])

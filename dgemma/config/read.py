@@ -69,8 +69,8 @@ TEXT_KEYS = frozenset(
     per_layer_config rms_norm_eps rope_parameters sliding_window top_k_experts vocab_size""".split()
 )
 TOP_KEYS = frozenset(
-    """boi_token_id canvas_length dtype eoi_token_id image_token_id model_type text_config
-    tie_word_embeddings vision_config""".split()
+    """boi_token_id canvas_length dtype eoi_token_id image_token_id min_canvas_length model_type
+    text_config tie_word_embeddings vision_config""".split()
 )
 VISION_KEYS = frozenset(
     """_name_or_path architectures attention_bias attention_dropout chunk_size_feed_forward
@@ -140,6 +140,7 @@ def read_config(raw: Mapping[str, Any], source: str = "config") -> ModelConfig:
         text,
         f"{source}: text_config",
         canvas_length=raw.get("canvas_length", 256),
+        min_canvas_length=raw.get("min_canvas_length"),
         dtype=raw.get("dtype") or text.get("dtype") or "float32",
         vision=vision,
         media_ids={k: raw[k] for k in media if raw.get(k) is not None},

@@ -55,6 +55,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = 30.0
     max_position_embeddings: int = 262_144
     canvas_length: int = 256
+    min_canvas_length: int | None = None  # a reply's last canvas may be so short; None: it is whole
     pad_token_id: int = 0
     bos_token_id: int = 2
     dtype: str = "bfloat16"
@@ -72,6 +73,7 @@ class ModelConfig:
             raise ConfigError(f"sizes must be positive whole numbers, but the config says {bad}")
         self._check_heads()
         self._check_layers()
+        self._check_canvas()
 
     def _check_heads(self) -> None:
         for kv_heads in (self.num_key_value_heads, self.num_global_key_value_heads):
@@ -91,6 +93,16 @@ class ModelConfig:
             raise ConfigError(f"layer_types may hold {SLIDING} and {FULL}, not {sorted(unknown)}")
         if self.layer_types[-1] != FULL:
             raise ConfigError(f"the last layer must be {FULL}: the reference silently forces it")
+
+    def _check_canvas(self) -> None:
+        shortest = self.min_canvas_length
+        if shortest is None:
+            return
+        if type(shortest) is not int or not 1 <= shortest <= self.canvas_length:
+            raise ConfigError(
+                f"min_canvas_length is {shortest!r}; it must be a whole number from 1 to "
+                f"canvas_length, {self.canvas_length}, or left out"
+            )
 
     @property
     def num_hidden_layers(self) -> int:

@@ -19,6 +19,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         top["vision_config"] = dict(config.vision)
     if config.family == "diffusion_gemma":
         top["canvas_length"] = config.canvas_length
+        if config.min_canvas_length is not None:
+            top["min_canvas_length"] = config.min_canvas_length
     return top
 
 

@@ -36,6 +36,7 @@ PREFILL_CHUNK = 512  # tokens a request may commit in one pass, at least...
 GPU_CHUNKS = ((40e9, LONGEST), (20e9, 1024), (0, PREFILL_CHUNK))
 AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
+LENGTHS_APART = 8  # canvases that shrink differ by so much: each length is captured by itself
 FAULT = "fault"
 
 
@@ -238,7 +239,7 @@ class Job:
         noise = replace(plan.noise, retry=self.retry).block(
             self.blocks,
             plan.sampler.max_steps,
-            plan.canvas_length,
+            self._canvas_length(),
             config.vocab_size,
             self.cache.device,
         )
@@ -249,6 +250,16 @@ class Job:
             return start(plan.sampler, noise, self._pins())
         walker, pins = self.guided.begin_block(plan.sampler.max_steps)
         return start(plan.sampler, noise, pins, walker)
+
+    def _canvas_length(self) -> int:
+        """Of the next canvas: not much more than what may still be written, and a stop behind it.
+
+        As it is where the plan lets it shrink; elsewhere every canvas is whole.
+        """
+        plan = self.plan
+        left = plan.max_tokens - len(self.reader.ids) + 1
+        wanted = -(-left // LENGTHS_APART) * LENGTHS_APART
+        return min(plan.canvas_length, max(plan.shortest_canvas, wanted))
 
     def _old_version(self) -> tuple[int, ...]:
         """What the present canvas starts from instead of noise: the old version's next tokens.

@@ -50,6 +50,7 @@ class Plan:
     mode: Mode
     max_tokens: int
     canvas_length: int
+    shortest_canvas: int  # where little is left to write; the same length: none is shorter
     sampler: Sampler
     noise: Noise
     options: Options
@@ -86,6 +87,7 @@ def make_plan(
         max_tokens=max_tokens,
         room=len(prompt.ids) + answer,
         canvas_length=length,
+        shortest_canvas=_shortest_canvas(options, config, length),
         sampler=options.sampler or sampler,
         noise=Noise(seed=seed, choice=options.choice),
         options=options,
@@ -137,6 +139,12 @@ def _canvas_length(wanted: int | None, config: ModelConfig) -> int:
     length = own if wanted is None else wanted
     _require(1 <= length <= own, "canvas length", length, f"1 to {own} for this model")
     return length
+
+
+def _shortest_canvas(options: Options, config: ModelConfig, length: int) -> int:
+    """What a canvas may shrink to: what the model was trained for, unless the request has a say."""
+    has_say = options.canvas_length is not None or options.canvas or options.guide is not None
+    return length if has_say else min(length, config.min_canvas_length or length)
 
 
 def _check_pins(pins: Pins, length: int, max_tokens: int, vocab: int) -> None:
