@@ -309,12 +309,11 @@ def shrinking(wild: Engine) -> Engine:
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (1, [8]),
-        (7, [8]),
-        (8, [16]),  # so that a stop behind the last token is seen
+        (1, [16]),  # the first is whole
         (CANVAS, [16]),
-        (CANVAS + 3, [16, 8]),
-        (CANVAS + 8, [16, 16]),
+        (CANVAS + 1, [16, 8]),
+        (CANVAS + 8, [16, 8]),
+        (CANVAS + 9, [16, 16]),
         (2 * CANVAS + 7, [16, 16, 8]),
     ],
 )

@@ -252,12 +252,14 @@ class Job:
         return start(plan.sampler, noise, pins, walker)
 
     def _canvas_length(self) -> int:
-        """Of the next canvas: not much more than what may still be written, and a stop behind it.
+        """Of the next canvas: behind the first, what may still be written, or a little more.
 
-        As it is where the plan lets it shrink; elsewhere every canvas is whole.
+        So it is where the plan lets canvases be short. The first is what most answers are.
         """
         plan = self.plan
-        left = plan.max_tokens - len(self.reader.ids) + 1
+        if not self.blocks:
+            return plan.canvas_length
+        left = plan.max_tokens - len(self.reader.ids)
         wanted = -(-left // LENGTHS_APART) * LENGTHS_APART
         return min(plan.canvas_length, max(plan.shortest_canvas, wanted))
 

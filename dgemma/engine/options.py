@@ -50,7 +50,7 @@ class Plan:
     mode: Mode
     max_tokens: int
     canvas_length: int
-    shortest_canvas: int  # where little is left to write; the same length: none is shorter
+    shortest_canvas: int  # behind the first, where little is left; the same: none is shorter
     sampler: Sampler
     noise: Noise
     options: Options
