@@ -24,6 +24,7 @@ from dgemma.ops import linear as linear_module
 from dgemma.ops.attention import Segment, attention, attention_reference, can_merge
 from dgemma.ops.experts import experts, experts_reference, grouped_linear, one_by_one
 from dgemma.ops.linear import can_pack, linear, packed_linear
+from dgemma.ops.mean import LOST, mean, mean_reference
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.philox import WORD, philox, philox_on_host
 from dgemma.ops.rope import frequencies, rotate, turns
@@ -363,6 +364,62 @@ def test_a_packed_weight_gives_the_plain_product(
     torch.testing.assert_close(
         packed_linear(weight.T)(x @ weight.T), x @ weight.T @ weight, atol=1e-2, rtol=1e-4
     )
+
+
+# --- means
+
+
+def distributions(seed: int, rows: int, vocab: int) -> Tensor:
+    """From flat to sure, one behind the other."""
+    sharp_T1 = torch.logspace(-1, 2.5, rows)[:, None]
+    return (normal(seed, rows, vocab) * sharp_T1).softmax(-1)
+
+
+@settings(QUICK, max_examples=30)
+@given(
+    rows=st.integers(1, 40),
+    vocab=st.integers(2, 300),
+    width=st.integers(1, 24),
+    half=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_mean_is_within_what_it_may_lose_of_its_definition(
+    rows: int, vocab: int, width: int, half: bool, seed: int
+) -> None:
+    dtype = torch.bfloat16 if half else torch.float32
+    weight, p = normal(seed, vocab, width).to(dtype), distributions(seed + 1, rows, vocab)
+    found, expected = mean(p, weight, linear(weight.T)), mean_reference(p, weight)
+    # Twice what is left out, which any vector may have had; and the rounding of sum and result.
+    bound = (2 * LOST[dtype] + 4 * torch.finfo(dtype).eps) * weight.abs().max()
+    assert found.dtype == dtype
+    assert (found.double() - expected).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", LOST)
+def test_only_positions_that_are_not_sure_are_multiplied(dtype: torch.dtype) -> None:
+    weight, lost = normal(0, 4, 3).to(dtype), LOST[dtype]
+    sure, almost = 1 - lost / 2, 1 - 4 * lost
+    p = torch.tensor([[0.5, 0.5, 0, 0], [1 - sure, 0, sure, 0], [almost, 1 - almost, 0, 0]])
+    seen: list[Tensor] = []
+
+    def product(rows: Tensor) -> Tensor:
+        seen.append(rows)
+        return rows @ weight
+
+    found = mean(p, weight, product)
+    assert len(seen) == 1 and torch.equal(seen[0], p[[0, 2]].to(dtype))
+    assert torch.equal(found[1], weight[2] * torch.tensor(sure).to(dtype))
+    assert torch.equal(mean(p[1:2], weight, product), found[1:2]) and len(seen) == 1
+    assert mean(torch.full((1, 4), math.nan), weight, product).isnan().all()
+
+
+@needs_packing
+def test_a_mean_does_not_depend_on_the_positions_beside_it() -> None:
+    weight, p = normal(0, 500, 64), distributions(1, 90, 500)
+    product = packed_linear(weight.T)
+    whole = mean(p, weight, product)
+    for begin, end in ((0, 1), (3, 40), (17, 90), (60, 61), (0, 80)):
+        assert torch.equal(mean(p[begin:end], weight, product), whole[begin:end])
 
 
 def canvas_logits(model: Gemma) -> Tensor:

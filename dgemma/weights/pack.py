@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dgemma.model import Experts, Gemma, TokenTable
 from dgemma.ops.experts import experts, one_by_one
 from dgemma.ops.linear import can_pack, packed_linear
+from dgemma.ops.mean import mean
 
 
 class PackedLinear(nn.Module):
@@ -41,7 +42,7 @@ class PackedTable(TokenTable):
         return self.product(hidden_TD)
 
     def mean(self, p_TV: Tensor) -> Tensor:
-        return self.transposed(p_TV.to(self.weight.dtype)) * self.scale
+        return mean(p_TV, self.weight, self.transposed) * self.scale
 
 
 def pack(model: Gemma) -> Gemma:
