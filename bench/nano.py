@@ -1,6 +1,6 @@
 """The built-in model on this CPU: a 200-token story and one Sudoku, by diffusion and by AR.
 
-    python bench/nano.py [--rounds 3] [--threads N] [--dtype auto] [--model nano]
+    python bench/nano.py [--rounds 3] [--threads N] [--dtype auto] [--model nano] [--seed 0]
 
 Seconds are of wall time, the prompt included, loading not; tokens are those committed. Seeds are
 fixed, so every round does the same work: the median counts, the fastest is beside it. A busy
@@ -32,8 +32,8 @@ TIMES = ("seconds", "fastest")
 MODES: tuple[Mode, ...] = ("diffusion", "ar")
 
 
-def story(engine: Engine, mode: Mode) -> dict[str, Any]:
-    done = engine.generate(STORY, Options(mode=mode, max_tokens=TOKENS, seed=0))
+def story(engine: Engine, mode: Mode, seed: int) -> dict[str, Any]:
+    done = engine.generate(STORY, Options(mode=mode, max_tokens=TOKENS, seed=seed))
     return {
         "tokens": done.tokens,
         "steps": done.steps,
@@ -43,8 +43,8 @@ def story(engine: Engine, mode: Mode) -> dict[str, Any]:
     }
 
 
-def sudoku(engine: Engine, mode: Mode) -> dict[str, Any]:
-    (one,) = solve(engine, [PUZZLE], mode=mode, pinned=mode != "ar", seed=0)
+def sudoku(engine: Engine, mode: Mode, seed: int) -> dict[str, Any]:
+    (one,) = solve(engine, [PUZZLE], mode=mode, pinned=mode != "ar", seed=seed)
     return {"solved": one.is_right, "settled": one.settled, "steps": one.steps}
 
 
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--model", default="nano")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     begin = time.perf_counter()
@@ -88,7 +89,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, task in (("story", story), ("sudoku", sudoku)):
         for mode in MODES:
-            result = measure(partial(task, engine, mode), engine, arguments.rounds)
+            result = measure(partial(task, engine, mode, arguments.seed), engine, arguments.rounds)
             results[f"{name} {mode}"] = result
             print(f"  {name:6} {mode:9} {describe(result)}")
     print(
@@ -100,6 +101,7 @@ def main() -> None:
                 "threads": arguments.threads,
                 "dtype": dtype,
                 "model": arguments.model,
+                "seed": arguments.seed,
                 "load_seconds": loading,
                 "results": results,
             }

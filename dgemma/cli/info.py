@@ -71,6 +71,7 @@ def _fast_paths(where: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     return {
         "attention": "segments merged in place" if is_cpu else "segments joined",
         "linear": "packed by oneDNN" if is_packed else "plain",
+        "mean": "products for open positions" if is_packed else "products",
         "experts": "one grouped product" if is_grouped else "one product per expert",
         "row_stats": "in place",
     }
