@@ -15,7 +15,7 @@ out/tiny/model.safetensors: $(READY)
 
 # Two processes of one thread each: tiny models gain nothing from a second thread.
 test: $(READY) lint  ## lint, types and all tests
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

@@ -185,7 +185,7 @@ def test_generation_gives_the_reference_tokens_and_step_counts() -> None:
     """With the reference's own noise, over several blocks and padded batches, before trimming."""
     outcomes: list[list[Outcome]] = []
 
-    @settings(REPEATABLE, max_examples=20)
+    @settings(REPEATABLE, max_examples=12)
     @given(case=cases())
     def check(case: dict[str, Any]) -> None:
         outcomes.append(_check_generation(**case))
