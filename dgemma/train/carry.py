@@ -63,9 +63,10 @@ class Carry:
         self.batch = Batch.of(torch.from_numpy(rows), like.device)
         self.leaving = leaving
         self.oldest = 0  # the first of those that leave next
-        # What rows are told in the next pass.
-        self.told_TD = like.new_zeros(self.batch.token.numel(), like.shape[-1])
-        self.right_T = all_right(self.batch, self.batch.token).zero_()  # by the last guess
+        count, width = self.batch.token.numel(), like.shape[-1]
+        self.told_TD = like.new_zeros(count, width)  # what rows are told in the next pass
+        # Of rows, whether their canvas was right by the last guess.
+        self.right_T = like.new_zeros(count, dtype=torch.bool)
         self.real = real_rows(rows)  # of each sequence
 
     def take_in(self, newcomers: Batch, real: Sequence[int]) -> None:
