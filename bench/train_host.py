@@ -151,7 +151,7 @@ def run(one: Trainer, args: argparse.Namespace) -> None:
         assert one.feed is not None
         loaded = one.feed.take()
         losses, norm = one._move(loaded)
-        one.meter.add(losses, norm, sum(loaded.real))
+        one.meter.add(losses, norm, one._rows(loaded))
         one.step += 1
 
     for _ in range(WARM):

@@ -1,8 +1,8 @@
 """The mean vector under each position's distribution, on a CPU: sure positions need no product.
 
 A position whose likeliest token has all the probability but what the weights' type loses anyway is
-told of that token's vector alone. In the life of `nano`'s canvases these are a third. Each is
-judged by itself, so that what it is told never depends on the rows beside it.
+told of that token's vector alone. Each is judged by itself, so that what it is told never depends
+on the rows beside it.
 
 T positions, S of them sure, O open, V vocabulary, D width.
 """

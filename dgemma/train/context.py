@@ -59,8 +59,8 @@ class Batch:
 
     def parted(self, count: int) -> "tuple[Batch, Batch]":
         """The first sequences, and the others."""
-        first, others = ([getattr(self, n)[part] for n in FIELDS] for part in _parts(count))
-        return Batch(*first), Batch(*others)
+        fields = [getattr(self, name) for name in FIELDS]
+        return Batch(*[x[:count] for x in fields]), Batch(*[x[count:] for x in fields])
 
     def beside(self, others: "Batch") -> "Batch":
         """These sequences and those of another batch behind them."""
@@ -69,10 +69,6 @@ class Batch:
     @property
     def is_canvas(self) -> Tensor:
         return self.canvas > NOTHING
-
-
-def _parts(count: int) -> tuple[slice, slice]:
-    return slice(count), slice(count, None)
 
 
 class Sight(NamedTuple):

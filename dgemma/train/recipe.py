@@ -56,11 +56,16 @@ class BatchShape:
             raise ConfigError(
                 "[batch] sequences, rows, accumulate and carried_steps must be 1 or more"
             )
-        if not 0 <= self.carried < self.sequences or self.carried % self.carried_steps:
+        if self.carried:
+            self._check_carried()
+
+    def _check_carried(self) -> None:
+        others = self.sequences - self.carried
+        if self.carried < 0 or self.carried % self.carried_steps or others < 2 or others % 2:
             raise ConfigError(
                 f"[batch] carried is {self.carried} of {self.sequences} sequences, for "
                 f"{self.carried_steps} steps; it must be 0 or a multiple of carried_steps, and "
-                "leave some sequences for what is not carried"
+                "leave an even number of sequences for what is not carried"
             )
 
 

@@ -110,12 +110,11 @@ def test_a_pass_is_told_what_stays_and_takes_it_a_step_further() -> None:
 def test_what_is_lost_depends_on_what_is_told_and_has_gradients() -> None:
     made, objective = beside(), Objective(shaken(), Weighting())
     batch = Batch.of(torch.from_numpy(made.first()), "cpu")
-    whole, counts = Batch.of(torch.from_numpy(made.fresh.batch(0)), "cpu").beside(batch), None
+    whole = Batch.of(torch.from_numpy(made.fresh.batch(0)), "cpu").beside(batch)
     found = []
     for scale in (0.0, 1.0):
         told_TD = scale * torch.randn(batch.token.numel(), TINY.hidden_size)
-        counts = Counts.counted(whole)
-        losses, hidden_TD = objective.carried(whole, told_TD, counts)
+        losses, hidden_TD = objective.carried(whole, told_TD, Counts.counted(whole))
         losses.total.backward()
         found.append(losses)
         assert len(hidden_TD) == len(told_TD) and not hidden_TD.requires_grad
@@ -277,6 +276,8 @@ def test_answers_are_learned_by_canvases_that_go_on(tmp_path: Path) -> None:
     [
         ("carried = 4", "carried = 6", "carried is 6 of 6 sequences"),
         ("carried = 4", "carried = 3", "a multiple of carried_steps"),
+        ("sequences = 6", "sequences = 7", "leave an even number of sequences"),
+        ("carried = 4", "carried = -4", "carried is -4 of 6 sequences"),
         ("carried_steps = 4", "carried_steps = 0", "carried_steps must be 1 or more"),
         ("[run]", "[loss]\nrollout = 0.5\n[run]", "takes the place of [loss] rollout"),
         ("[run]", "[loss]\nguess_gradient = true\n[run]", "has no guess_gradient"),

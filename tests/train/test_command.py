@@ -115,6 +115,7 @@ def test_what_may_change_in_the_middle_of_a_run(recipe: Path, tmp_path: Path) ->
         (("--seconds", "0"), 2, "seconds is 0.0; it must be above 0"),
         (("--eval", "chess"), 2, "tasks: chess is not known"),
         (("--set", "batch.accumulate=4"), 2, "must be a multiple of 8"),
+        (("--set", "batch.sequences=3"), 2, "3 sequences in a batch"),
     ],
 )
 def test_a_wrong_call_is_one_sentence(
