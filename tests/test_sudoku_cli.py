@@ -335,10 +335,11 @@ def test_grids_are_printed_as_they_are_solved(solver: Path, tmp_path: Path) -> N
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     ) as process:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "9 8 7 │ 5 1 4 │ 6 3 2\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
+        # Not communicate(): it passes over what came with the first line and is read already.
+        out, err = process.stdout.read(), process.stderr.read()
     assert process.returncode == 130
     # A grid that was being printed is printed again.
     solved = len(set(re.findall(r"^puzzle (\d+): solved; ", out, flags=re.MULTILINE)))
