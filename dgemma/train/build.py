@@ -262,6 +262,7 @@ def _ingredient(
         canvas_lengths=_lengths(lengths, config.canvas_length),
         copies=canvas.copies if data.copies is None else data.copies,
         learn_prompt=data.learn_prompt,
+        causal_share=data.causal_share,
         corruption=Corruption(
             vocab_size=config.vocab_size,
             hole_share=canvas.hole_share if data.hole_share is None else data.hole_share,

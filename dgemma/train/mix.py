@@ -50,6 +50,7 @@ class Ingredient:
     canvas_lengths: Mapping[int, float]  # with their relative frequencies
     copies: int = 1  # of each canvas
     learn_prompt: bool = True
+    causal_share: float = 1.0
     corruption: Corruption
 
 
@@ -129,5 +130,6 @@ class Mixture:
             max_rows=self.rows,
             copies=ingredient.copies,
             learn_prompt=ingredient.learn_prompt,
+            causal_share=ingredient.causal_share,
         )
         return lay_out(example, layout, ingredient.corruption, rng)

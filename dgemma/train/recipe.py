@@ -93,6 +93,7 @@ class DataSource:
     bank: str | None = None  # of a puzzle
     weight: float = 1.0
     learn_prompt: bool = True
+    causal_share: float = 1.0  # of its examples, those that the causal pass is asked for
     copies: int | None = None  # None here and below: as [canvas] says
     hole_share: float | None = None
     fill_share: float | None = None
@@ -112,8 +113,8 @@ class DataSource:
             raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
         if self.hole_weight < 1:
             raise ConfigError(f"[[data]] hole_weight is {self.hole_weight}; it must be 1 or more")
-        shares = {name: getattr(self, name) for name in ("hole_share", "fill_share", "line_share")}
-        _check_shares("[[data]]", **shares)
+        names = ("causal_share", "hole_share", "fill_share", "line_share")
+        _check_shares("[[data]]", **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

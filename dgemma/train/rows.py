@@ -83,6 +83,7 @@ class Layout:
     max_rows: int
     copies: int = 1  # of each canvas, noised apart: the clean text serves them all
     learn_prompt: bool = True  # whether the causal pass is asked for the prompt's own tokens
+    causal_share: float = 1.0  # of the examples, those that the causal pass is asked for at all
 
 
 def lay_out(
@@ -98,6 +99,8 @@ def lay_out(
     if count <= 0:
         return None
     clean = _clean_rows(prompt, reply[: count * length], layout)
+    if layout.causal_share < 1 and rng.random() >= layout.causal_share:
+        clean[TARGET] = NOTHING
     filled_CL = np.full(count * length, corruption.fill, np.int32)
     filled_CL[: len(reply)] = reply[: count * length]
     held_C = np.minimum(length, len(reply) - length * np.arange(count))

@@ -224,6 +224,19 @@ def test_a_share_of_what_fills_the_last_canvas_is_asked_for(share: float) -> Non
     assert (target[:, 150:] == corruption.fill).mean() == pytest.approx(share, abs=0.03)
 
 
+def test_a_share_of_the_examples_is_asked_for_causally() -> None:
+    made = ingredient(RandomTexts(), causal_share=0.25)
+    batch = mixture(ingredients=[made], sequences=64).batch(0).reshape(len(FIELDS), -1)
+    asked = []
+    for number in range(batch[EXAMPLE].max() + 1):
+        rows = batch[:, batch[EXAMPLE] == number]
+        *clean, last = (rows[TARGET, rows[CANVAS] == NOTHING] > NOTHING).tolist()
+        assert len(set(clean)) == 1 and not last
+        assert (rows[TARGET, rows[CANVAS] > NOTHING] > NOTHING).any()
+        asked.append(clean[0])
+    assert np.mean(asked) == pytest.approx(0.25, abs=0.08)
+
+
 def test_a_source_may_keep_its_canvases_from_being_rolled_out() -> None:
     for rolls in (True, False):
         corruption = Corruption(vocab_size=100, rolls=rolls)

@@ -71,6 +71,7 @@ def test_the_recipes_of_the_repository_can_be_read() -> None:
         ("[run]", "[loss]\nrollout_steps = 0\n[run]", "rollout_steps is 0"),
         ("[run]", "[loss]\nrollout_steps = 2\n[run]", "rollout_steps is 2, but rollout is 0"),
         ('file = "chats.jsonl"', 'file = "x"\nfill_share = 1.5', "[[data]] fill_share is 1.5"),
+        ('file = "chats.jsonl"', 'file = "x"\ncausal_share = 2', "[[data]] causal_share is 2"),
         ('file = "chats.jsonl"', 'file = "x"\nhole_share = -0.1', "[[data]] hole_share is -0.1"),
         ("[[data]]", "[data]", "data is {'file': 'chats.jsonl'}; it must be a list"),
         ("[model]", "[model", "is not TOML"),
