@@ -2,10 +2,10 @@
 
     python -m recipes.nano_pypi --data ../shared/data --wheels out/pypi --out out/nano/further.jsonl
 
-Reads recipes/nano_pypi.txt (`name==version licence`, one a line), fetches what is missing with
-`pip download` (wheels only: nothing of a package is ever run) and writes records as
+Reads the lists beside it (`name==version licence`, one a line) or those of `--list`, fetches what
+is missing with `pip download` (wheels only: nothing of a package is ever run) and writes records as
 `py_funcs.jsonl` has them: `p` package, `n` name, `top`, `c` code. `recipes.nano_data --functions`
-takes the file. The same list and data give the same file.
+takes the file. The same lists and data give the same file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dgemma.errors import UsageError
 from recipes import nano_raw
 from recipes.nano_extract import Found, choose, read_source, same_code, wanted_file
 
-LIST = Path(__file__).with_suffix(".txt")
+LISTS = (Path(__file__).with_suffix(".txt"), Path(__file__).with_name("nano_pypi_2.txt"))
 EXPRESSIONS = frozenset(
     "MIT MIT-0 BSD-2-Clause BSD-3-Clause 0BSD Apache-2.0 ISC PSF-2.0 Python-2.0 Unlicense "
     "CC0-1.0".split()
@@ -66,6 +66,15 @@ def plain_name(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
+def read_lists(paths: Iterable[Path]) -> list[Package]:
+    """The packages of all lists, each of which may be named once."""
+    found = [package for path in paths for package in read_list(path)]
+    twice = [name for name, n in Counter(plain_name(p.name) for p in found).items() if n > 1]
+    if twice:
+        raise UsageError(f"the lists name {', '.join(twice)} twice; leave one line of each")
+    return found
+
+
 def read_list(path: Path) -> list[Package]:
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -75,9 +84,6 @@ def read_list(path: Path) -> list[Package]:
         if match is None:
             raise UsageError(f"{path.name} line {number}: {line!r} is not `name==version licence`")
         found.append(Package(*match.groups()))
-    twice = [name for name, n in Counter(plain_name(p.name) for p in found).items() if n > 1]
-    if twice:
-        raise UsageError(f"{path.name} names {', '.join(twice)} twice; leave one line of each")
     return found
 
 
@@ -215,11 +221,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--wheels", type=Path, default=Path("out/pypi"))
-    parser.add_argument("--list", type=Path, default=LIST)
+    parser.add_argument("--list", type=Path, nargs="+", default=LISTS)
     parser.add_argument("--out", type=Path, default=Path("out/nano/further.jsonl"))
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
-    write(given.data, given.wheels, read_list(given.list), given.out, given.workers)
+    write(given.data, given.wheels, read_lists(given.list), given.out, given.workers)
 
 
 if __name__ == "__main__":

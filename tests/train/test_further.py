@@ -11,7 +11,7 @@ import pytest
 
 from dgemma.errors import UsageError
 from recipes import nano_extract, nano_given, nano_pypi, nano_raw
-from recipes.nano_pypi import LIST, Package, licence_of, read_list
+from recipes.nano_pypi import LISTS, Package, licence_of, read_lists
 from recipes.nano_split import Benchmarks, HeldCode, clean_functions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,20 +208,22 @@ def test_licence_is_refused(tmp_path: Path) -> None:
 
 
 def test_list_reads(tmp_path: Path) -> None:
-    packages = read_list(LIST)
-    assert len(packages) >= 300
-    bad = tmp_path / "list.txt"
-    bad.write_text("# a note\ntiny-box==1.0 MIT\ntiny_box==2.0 MIT\n", encoding="utf-8")
+    packages = read_lists(LISTS)
+    assert len(packages) == sum(len(read_lists([path])) for path in LISTS) >= 2000
+    one, other = tmp_path / "one.txt", tmp_path / "other.txt"
+    one.write_text("# a note\ntiny-box==1.0 MIT\n", encoding="utf-8")
+    other.write_text("tiny_box==2.0 MIT\n", encoding="utf-8")
+    assert read_lists([one]) == [Package("tiny-box", "1.0", "MIT")]
     with pytest.raises(UsageError, match="tiny_box twice"):
-        read_list(bad)
-    bad.write_text("tiny-box MIT\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"list.txt line 1"):
-        read_list(bad)
+        read_lists([one, other])
+    other.write_text("tiny-box MIT\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"other.txt line 1"):
+        read_lists([one, other])
 
 
 @needs_data
 def test_listed_packages_are_new() -> None:
-    nano_pypi.refuse_known(read_list(LIST), DATA)
+    nano_pypi.refuse_known(read_lists(LISTS), DATA)
     with pytest.raises(UsageError, match="in py_funcs already"):
         nano_pypi.refuse_known([Package("More.Itertools", "1", "MIT")], DATA)
 
