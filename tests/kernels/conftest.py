@@ -7,5 +7,33 @@ therefore float32 and float16 here.
 """
 
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["check_*.py"]
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if IS_INTERPRETED else ["check_*.py"]
+
+
+def interpret_for_good() -> None:
+    """Let the interpreter swap Triton's language once for each module that has kernels.
+
+    It would do so for every launch and for every call of one function by another, a third of all
+    the time, and undo it after launches. In this process nothing else reads that language.
+    """
+    from triton.runtime import interpreter
+
+    usual: Callable[[Any], Any] = interpreter._patch_lang
+    swapped: set[str] = set()
+
+    def swap(function: Any) -> Any:
+        if function.__module__ not in swapped:
+            swapped.add(function.__module__)
+            usual(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = swap
+
+
+if IS_INTERPRETED:
+    interpret_for_good()
