@@ -8,6 +8,7 @@ therefore float32 and float16 here.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,13 @@ def interpret_for_good() -> None:
     """Let the interpreter swap Triton's language once for each module that has kernels.
 
     It would do so for every launch and for every call of one function by another, a third of all
-    the time, and undo it after launches. In this process nothing else reads that language.
+    the time, and undo it after launches. In this process nothing else reads that language. Nor
+    does it look for sums beyond their 32 bits, another quarter: it throws the finding away (3.9).
     """
     from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
     usual: Callable[[Any], Any] = interpreter._patch_lang
     swapped: set[str] = set()
