@@ -25,6 +25,7 @@ def rounded(x_TD: Tensor) -> Quantized:
         return quantize(x_TD)
 
 
+@pytest.mark.usefixtures("small_cuts")
 def test_steps_read_it_as_the_plain_path_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "quantize", rounded)  # the interpreter's rounding has no carry
     of, sampler = shrink_head(small.model()), Sampler(max_steps=1)

@@ -15,8 +15,8 @@ from dgemma.graph.reading import Reading
 from dgemma.graph.step import Stepper
 from dgemma.model import TokenTable
 from dgemma.ops.fast import switched
-from dgemma.ops.kernels import attention, sparse
 from dgemma.ops.kernels import move as kernel
+from dgemma.ops.kernels import sparse
 from dgemma.ops.kernels.sparse import Into, Likely
 from dgemma.ops.row_stats import RowStats
 from dgemma.sampler import Confidence, EntropyBound, Rule, Sampler
@@ -165,6 +165,7 @@ def test_the_soft_embedding_is_scaled_and_a_pinned_position_is_told_its_own_toke
         assert torch.equal(soft_LD[1], want[1])
 
 
+@pytest.mark.usefixtures("small_cuts")
 @pytest.mark.parametrize("rule", [Confidence(), EntropyBound(bound=3.0)])
 def test_what_the_kernel_does_not_know_and_what_few_tokens_do_not_hold(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
@@ -172,8 +173,6 @@ def test_what_the_kernel_does_not_know_and_what_few_tokens_do_not_hold(
     """Another rule, and a canvas that is too long; positions that take the whole vocabulary."""
     monkeypatch.setattr(kernel, "LONGEST", 3)
     monkeypatch.setattr(sparse, "SURVIVORS", -1)
-    form = attention.Cut(queries=16, keys=16, warps=4, stages=2, parts=2)
-    monkeypatch.setattr(attention, "cut", lambda *_: form)
     of, sampler = small.model(), Sampler(max_steps=2, rule=rule)
     rows = small.cache(of, 5)
     stepper = Stepper(of, Stack(of), Shape(4, 2, rule))

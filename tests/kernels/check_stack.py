@@ -15,7 +15,7 @@ from dgemma.graph.step import Shape, Stepper
 from dgemma.graph.token import Committer, Teller
 from dgemma.model import Gemma
 from dgemma.ops.fast import FAMILIES, switched
-from dgemma.ops.kernels import attention, cuts, dense_8, experts, router
+from dgemma.ops.kernels import attention, cuts, dense_8, experts
 from dgemma.ops.kernels.cuts import Cut
 from dgemma.ops.kernels.tiles import Tile, Tiles
 from dgemma.ops.quantized import Quantized
@@ -27,16 +27,7 @@ from dgemma.weights.random import random_model
 from tests.kernels import small
 from tests.kernels.small import SMALL
 
-
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes as long for what is masked as for what is not."""
-    form = attention.Cut(queries=16, keys=16, warps=4, stages=2, parts=2)
-    monkeypatch.setattr(attention, "cut", lambda *_: form)
-    tile = Tile(rows=16, columns=16, depth=32)
-    monkeypatch.setattr(experts, "tiles", lambda *_: Tiles(tile, tile))
-    narrow = router.Cut(rows=16, columns=16, share=32, depth=32)
-    monkeypatch.setattr(router, "cut", lambda *_: narrow)
+pytestmark = pytest.mark.usefixtures("small_cuts")
 
 
 def passes(of: Gemma) -> list[Tensor]:

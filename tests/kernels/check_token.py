@@ -12,7 +12,7 @@ from dgemma.graph.check_ends import ends_off
 from dgemma.graph.token import Teller
 from dgemma.model import Gemma
 from dgemma.ops.fast import switched
-from dgemma.ops.kernels import attention, enter_1, router
+from dgemma.ops.kernels import enter_1, router
 from dgemma.ops.kernels.enter import Table
 from dgemma.ops.norm import rms_norm
 from dgemma.ops.rope import turns
@@ -25,12 +25,6 @@ from tests.kernels.small import SMALL
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture
-def small_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    form = attention.Cut(queries=16, keys=16, warps=4, stages=2, parts=2)
-    monkeypatch.setattr(attention, "cut", lambda *_: form)
 
 
 @pytest.mark.parametrize("num_experts", [8, 6])
@@ -92,12 +86,12 @@ def told(of: Gemma) -> tuple[Tensor, Tensor]:
     return got, want
 
 
-@pytest.mark.usefixtures("small_cut")
+@pytest.mark.usefixtures("small_cuts")
 def test_a_token_s_logits_are_the_model_s() -> None:
     torch.testing.assert_close(*told(small.model()), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("small_cut")
+@pytest.mark.usefixtures("small_cuts")
 @pytest.mark.parametrize("quant", ["fp8", "nvfp4"])
 def test_so_they_are_with_fewer_bits(quant: str) -> None:
     wide = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 192}

@@ -12,6 +12,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED else ["check_*.py"]
 
@@ -42,3 +44,23 @@ def interpret_for_good() -> None:
 
 if IS_INTERPRETED:
     interpret_for_good()
+
+
+@pytest.fixture
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts for whole small models, where the interpreter pays for programs and for what is masked.
+
+    Attention has two parts, and the deepest products take two turns.
+    """
+    from dgemma.ops.kernels import attention, experts, experts_1, router, vector
+    from dgemma.ops.kernels.tiles import Tile, Tiles
+
+    form = attention.Cut(queries=16, keys=16, warps=4, stages=2, parts=2)
+    monkeypatch.setattr(attention, "cut", lambda *_: form)
+    tile = Tile(rows=16, columns=16, depth=32)
+    monkeypatch.setattr(experts, "tiles", lambda *_: Tiles(tile, tile))
+    few = experts_1.Cut(columns=16, depth=64)
+    monkeypatch.setattr(experts_1, "TABLE", dict.fromkeys((16, 8, 4), experts_1.Cuts(few, few)))
+    narrow = router.Cut(rows=16, columns=16, share=32, depth=32)
+    monkeypatch.setattr(router, "cut", lambda *_: narrow)
+    monkeypatch.setattr(vector, "cut", lambda *_, **__: vector.Cut(outputs=32, chunk=64))
