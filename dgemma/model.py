@@ -188,7 +188,6 @@ class SelfConditioning(FeedForward):
         return rms_norm(x_TD, None, self.eps)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=dtype).item()
 
@@ -203,7 +202,7 @@ class TokenTable(nn.Module):
     @property
     def scale(self) -> float:
         """sqrt(width), rounded to the weights' type as the reference does."""
-        return rounded(self.weight.shape[1] ** 0.5, self.weight.dtype)  # type: ignore[no-any-return]
+        return rounded(self.weight.shape[1] ** 0.5, self.weight.dtype)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.weight) * self.scale

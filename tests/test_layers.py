@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -180,6 +181,13 @@ def test_the_model_knows_nothing_of_devices_files_or_sampling() -> None:
     names = {name.split(".")[1] for name in modules_of(imported(PACKAGE / "model.py"))}
     assert names <= {"config", "errors", "ops"}
     assert "cuda" not in (PACKAGE / "model.py").read_text(encoding="utf-8")
+
+
+def test_an_engine_does_not_load_torch_s_compiler() -> None:
+    """Only training compiles, and it takes as long to load as torch itself."""
+    program = "import sys, dgemma.engine; print('torch._dynamo' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True)
+    assert run.stdout.split() == [b"False"]
 
 
 def test_the_sampler_never_sees_a_model_or_a_generator() -> None:

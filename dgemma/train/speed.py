@@ -2,20 +2,23 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dgemma.model import Context, Gemma, Layer, Turns
+from dgemma.model import Context, Gemma, Layer, Turns, rounded
 from dgemma.train.objective import NotingRouter, Objective, Route
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def compiled(objective: Objective) -> Objective:
     """Compile an objective's two passes in place, each whole; the first step takes minutes."""
-    objective.losses = torch.compile(objective.losses, dynamic=False)  # type: ignore[method-assign]
-    objective.guess = torch.compile(objective.guess, dynamic=False)  # type: ignore[method-assign]
+    objective.losses = _compile(objective.losses)  # type: ignore[method-assign]
+    objective.guess = _compile(objective.guess)  # type: ignore[method-assign]
     return objective
 
 
@@ -24,21 +27,20 @@ def compiled_by_kind(objective: Objective) -> Objective:
 
     The compiler then has two layers to work on instead of all of them.
     """
-    compile_ = partial(torch.compile, dynamic=False)
     _allow_cases(4 * len(objective.model.layers))
-    objective.enter = compile_(objective.enter)  # type: ignore[method-assign]
-    objective.read = compile_(objective.read)  # type: ignore[method-assign]
-    objective.score = compile_(objective.score)  # type: ignore[method-assign]
-    objective.model.runner = ByKind(objective.model, compile_)
+    objective.enter = _compile(objective.enter)  # type: ignore[method-assign]
+    objective.read = _compile(objective.read)  # type: ignore[method-assign]
+    objective.score = _compile(objective.score)  # type: ignore[method-assign]
+    objective.model.runner = ByKind(objective.model)
     return objective
 
 
 class ByKind:
     """Runs the layers of a model by code that is compiled for each kind; set as its `runner`."""
 
-    def __init__(self, model: Gemma, compile_: Callable[..., Callable[..., object]]) -> None:
+    def __init__(self, model: Gemma) -> None:
         self.layers = cast(list[Layer], list(model.layers))
-        self.run, self.norm = compile_(run_layer), compile_(model.norm.forward)
+        self.run, self.norm = _compile(run_layer), _compile(model.norm.forward)
         kinds = model.config.layer_types
         for layer, kind in zip(self.layers, kinds, strict=True):
             # Compiled code looks at the number, of which packed contexts read the kind alone.
@@ -48,7 +50,7 @@ class ByKind:
         for layer in self.layers:
             ran = self.run(layer, x_TD, context, turns)
             x_TD, cast(NotingRouter, layer.router).noted = cast(tuple[Tensor, Route], ran)
-        return cast(Tensor, self.norm(x_TD))
+        return self.norm(x_TD)
 
 
 def run_layer(
@@ -59,6 +61,13 @@ def run_layer(
     router = cast(NotingRouter, layer.router)
     noted, router.noted = router.noted, None
     return x_TD, noted
+
+
+def _compile(function: Callable[P, R]) -> Callable[P, R]:
+    """For the shapes it is called with; what rounds a constant is then a constant itself."""
+    # Not said where it is written: that would load the compiler, two seconds, wherever a model is.
+    torch.compiler.assume_constant_result(rounded)  # type: ignore[no-untyped-call]
+    return torch.compile(function, dynamic=False)
 
 
 def _allow_cases(count: int) -> None:
@@ -72,7 +81,7 @@ def compiled_layers(model: Gemma) -> Gemma:
     # Layers share their code, and each number of a layer is a case of its own.
     _allow_cases(4 * len(model.layers))
     for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, dynamic=False)
+        layer.forward = _compile(layer.forward)
     return model
 
 
