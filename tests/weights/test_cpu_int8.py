@@ -68,7 +68,9 @@ def test_the_built_in_model_loses_nothing_of_its_weights_and_little_of_its_answe
     assert moved.worst_kl > 0, "nothing was rounded"
 
 
-def test_all_products_but_the_routers_are_swapped_either_way() -> None:
+def test_all_products_but_the_routers_are_swapped_either_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loaded = load_model(NANO_DIRECTORY, quant="int8").model
     packed = pack_int8(load_model(NANO_DIRECTORY).model)
     for model in (loaded, packed):
@@ -76,6 +78,9 @@ def test_all_products_but_the_routers_are_swapped_either_way() -> None:
         assert plain == {f"layers.{number}.router.proj" for number in range(8)}
         assert isinstance(model.embed_tokens, Int8Table)
         assert all(isinstance(layer.experts, Int8Experts) for layer in model.layers)
+    # Equal to the bit or not, which one short pass says as well as several.
+    monkeypatch.setattr("dgemma.weights.agreement.PROMPT", 8)
+    monkeypatch.setattr("dgemma.weights.agreement.STEPS", 1)
     assert agreement(loaded, packed, seed=1).worst_kl == 0
 
 
@@ -92,5 +97,5 @@ def test_an_adapter_stands_beside_whole_numbers() -> None:
 def test_the_engine_answers_with_it() -> None:
     engine = Engine.load(NANO_DIRECTORY, device="cpu", quant="int8")
     assert engine.dtype == torch.float32
-    done = engine.generate("Write a story.", Options(seed=0, max_tokens=24, canvas_length=32))
+    done = engine.generate("Write a story.", Options(seed=0, max_tokens=12, canvas_length=16))
     assert done.tokens > 0
