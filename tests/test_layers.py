@@ -65,7 +65,8 @@ def statements(node: ast.AST, *, lazy: bool, typing: bool) -> Iterator[ast.Impor
             yield from statements(child, lazy=lazy, typing=typing)
 
 
-def imported(path: Path, *, lazy: bool = True, typing: bool = True) -> set[str]:
+@cache
+def imported(path: Path, *, lazy: bool = True, typing: bool = True) -> frozenset[str]:
     """Full names of what a file imports: modules, or names inside of them."""
     names: set[str] = set()
     for node in statements(parse(path), lazy=lazy, typing=typing):
@@ -74,18 +75,19 @@ def imported(path: Path, *, lazy: bool = True, typing: bool = True) -> set[str]:
         else:
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
-def modules_of(names: set[str]) -> set[str]:
+@cache
+def modules_of(names: frozenset[str]) -> frozenset[str]:
     """The modules of ours that such names stand for."""
     known = {module_name(path) for path in files()}
-    found = set()
+    found: set[str] = set()
     for name in names:
         while name not in known and "." in name:
             name = name.rpartition(".")[0]
         found |= {name} & known
-    return found
+    return frozenset(found)
 
 
 def owner(module: str) -> str:
