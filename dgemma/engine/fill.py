@@ -41,6 +41,9 @@ REQUEST = "Complete the document."
 PROPOSALS = 16  # texts of the causal mode that compete with the canvases' own
 TYPICAL = 8  # tokens of a hole whose length is not known, while others are searched
 EDGE = 256  # characters of the text before a hole that the rules look at
+# Tokens that a text to be scored may have beyond its canvases: the end of the text, a token of what
+# follows that no canvas shows, and what it is longer by when it is encoded anew.
+SPARE = 8
 TURN_ENDS, TEXT_ENDS = "<turn|>", "<eos>"
 
 
@@ -282,9 +285,10 @@ class Filling:
         """Tokens that may stand before the canvas, an open continuation of long holes included."""
         longest = max(self.options.lengths or (self.options.max_tokens or 1,))
         blocks = -(-longest // self.length)
-        room = self.engine.model.config.max_position_embeddings - (blocks + 1) * self.length
+        limit = self.engine.model.config.max_position_embeddings - SPARE
+        room = limit - (blocks + 1) * self.length
         if room < 1:
-            most = (self.engine.model.config.max_position_embeddings - 1) // self.length - 1
+            most = (limit - 1) // self.length - 1
             raise PromptTooLong(
                 f"holes of {longest} tokens leave no place for the text around them; lower max "
                 f"tokens to {most * self.length} or less"

@@ -280,6 +280,15 @@ def test_wrong_options_are_refused(chosen: FillOptions, phrase: str) -> None:
         random_engine(0).fill(MARK, chosen)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("canvas", [4, 6])
+def test_a_text_longer_than_the_context_leaves_room_for_scores(seed: int, canvas: int) -> None:
+    text = "word " * 120 + MARK + " after this come more words of text"
+    done = random_engine(seed, canvas, 160).fill(text, FillOptions(lengths=(canvas,)))
+    before, after = text.split(MARK)
+    assert done.text.startswith(before) and done.text.endswith(after)
+
+
 def test_holes_too_long_for_the_context_are_refused() -> None:
     with pytest.raises(PromptTooLong, match="leave no place"):
         random_engine(0).fill(MARK, FillOptions(max_tokens=1000))
