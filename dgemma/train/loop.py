@@ -117,8 +117,9 @@ class Trainer:
                 self.carry.restore(state["carry"])
             if self.is_fitted:
                 self.schedule = replace(self.schedule, steps=int(state["steps"]))
-            if self.group.is_first:
-                self.metrics.cut(self.step)
+        # Without a state, too: a run that was killed before its first one has left lines.
+        if self.group.is_first:
+            self.metrics.cut(self.step)
         return self.step
 
     def reports(self) -> Iterator[Report]:

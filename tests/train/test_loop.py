@@ -68,6 +68,14 @@ def test_a_killed_run_goes_on_to_the_last_bit(settings: dict[str, Any], tmp_path
     assert [tuple(line[name] for name in MEASURED) for line in lines] == expected
 
 
+def test_a_run_that_was_killed_before_its_first_state_begins_its_file_anew(tmp_path: Path) -> None:
+    break_after(trainer(tmp_path), step=4)
+    again = trainer(tmp_path)
+    assert again.resume() == 0
+    run(again)
+    assert [line["step"] for line in Metrics(tmp_path).read()] == list(range(1, 13))
+
+
 def test_the_running_mean_goes_on_as_well(tmp_path: Path) -> None:
     mean = partial(Average, decay=0.8)
     through = trainer(tmp_path / "through", average=mean)
