@@ -57,6 +57,9 @@ MEMORY = 20  # steps over which the loss is smoothed when it is watched for drif
 SETTLED = 5  # steps after which all code is compiled
 
 
+UNCOUNTED = 400  # steps, at least, of a run that is given a time, until they are counted
+
+
 @contextmanager
 def sparing_host(device: torch.device) -> Iterator[None]:
     """Where a GPU does the work: one thread for what little is computed here.
@@ -124,12 +127,11 @@ class Trainer:
 
     def reports(self) -> Iterator[Report]:
         """Train to the end of the schedule."""
+        pace = self._pace()
         if self.step >= self.schedule.steps:
             return
         self.meter.began = time.perf_counter()
-        self.began, pace = self.meter.began - self.spent, None
-        if self.run.seconds is not None and not self.is_fitted:
-            pace = Pace(self.run.seconds, self.spent)
+        self.began = self.meter.began - self.spent
         try:
             with sparing_host(self.device), Interrupt() as interrupt:
                 yield from self._steps(pace, interrupt)
@@ -231,6 +233,14 @@ class Trainer:
         if self.average is not None:
             self.average.update(self.masters.weights, self.step)
         return Losses(*sums), norm
+
+    def _pace(self) -> Pace | None:
+        """What counts the steps, where the run is given a time and they are not counted yet."""
+        if self.run.seconds is None or self.is_fitted:
+            return None
+        # The recipe's own number is no end then: counting may take longer.
+        self.schedule = replace(self.schedule, steps=max(UNCOUNTED, self.schedule.steps))
+        return Pace(self.run.seconds, self.spent)
 
     def _fit(self, pace: Pace) -> bool:
         """Where the run is given a time instead of a number of steps: whether they are counted."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dgemma.errors import CheckpointError, UsageError
+from dgemma.train import loop
 from dgemma.train.average import Average
 from dgemma.train.feed import Loaded
 from dgemma.train.interrupt import Interrupt
@@ -356,17 +357,42 @@ def test_time_spent_before_a_resume_counts() -> None:
     assert paced(seconds=1000.0, each=0.5, spent=400.0)[1] == pytest.approx(1160, abs=4)
 
 
-def test_a_run_ends_near_its_time_and_keeps_its_steps_when_resumed(tmp_path: Path) -> None:
-    make = partial(trainer, tmp_path, seconds=1.5, schedule=Schedule(steps=10**6, warmup=2))
-    reports = run(make())
-    steps = reports[-1][1]
-    assert reports[-1][0] == steps < 10**5
-    taken = Metrics(tmp_path).read()[-1]["seconds"]
-    assert 0.5 < taken < 6  # other work on the machine may change its speed
+def timed(directory: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> Trainer:
+    """A run of 12 seconds by a clock that its own steps move, each by half a second."""
+    clock = Clock()
+    monkeypatch.setattr(loop, "Pace", partial(Pace, clock=clock))
+    one = trainer(directory, seconds=12.0, schedule=Schedule(steps=steps, warmup=2))
+    move = one._move
+
+    def moving(loaded: Loaded) -> Any:
+        clock.now += 0.5
+        return move(loaded)
+
+    one._move = moving  # type: ignore[method-assign]
+    return one
+
+
+@pytest.mark.parametrize("steps", [4, 10**6])
+def test_a_run_takes_its_time_and_keeps_its_steps_when_resumed(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the recipe's own number of steps is smaller or greater."""
+    reports = run(timed(tmp_path, monkeypatch, steps))
+    assert reports[-1][0] == reports[-1][1] == 24
+    assert min(report[-1] for report in reports) > 0, "no rate below 0"
     states(tmp_path)[-1][1].unlink()
-    again = make()
-    assert again.resume() < steps
-    assert again.schedule.steps == steps
+    again = timed(tmp_path, monkeypatch, steps)
+    assert again.resume() == 18
+    assert again.schedule.steps == 24
+
+
+def test_a_run_of_a_time_is_resumed_before_its_steps_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_after(timed(tmp_path, monkeypatch, 6), step=7)
+    again = timed(tmp_path, monkeypatch, 6)
+    assert again.resume() == 6
+    assert run(again)[-1][0] > 6
 
 
 # --- the file
