@@ -44,6 +44,11 @@ class Wanted:
             raise UsageError(f"steps is {self.steps}; it must be 1 or more")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise UsageError(f"seconds is {self.seconds}; it must be above 0")
+        if self.steps is not None and self.seconds is not None:
+            raise UsageError(
+                f"steps is {self.steps} and seconds {self.seconds}; give one of them, since a time "
+                "is turned into steps"
+            )
         if self.workers is not None and self.workers < 0:
             raise UsageError(f"workers is {self.workers}; it must be 0 or more")
 

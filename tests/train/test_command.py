@@ -113,6 +113,7 @@ def test_what_may_change_in_the_middle_of_a_run(recipe: Path, tmp_path: Path) ->
         (("--set", "batch.rwos=1"), 1, "rwos not known"),
         (("--set", "batch"), 2, "sets nothing"),
         (("--seconds", "0"), 2, "seconds is 0.0; it must be above 0"),
+        (("--seconds", "9", "--steps", "8"), 2, "steps is 8 and seconds 9.0; give one of them"),
         (("--eval", "chess"), 2, "tasks: chess is not known"),
         (("--set", "batch.accumulate=4"), 2, "must be a multiple of 8"),
         (("--set", "batch.sequences=3"), 2, "3 sequences in a batch"),
