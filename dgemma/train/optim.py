@@ -39,6 +39,19 @@ class OptimSettings:
     clip: float = 1.0
     muon: bool = True  # False: AdamW for all
 
+    def __post_init__(self) -> None:
+        for name in ("muon_lr", "adam_lr", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"[optim] {name} is {getattr(self, name)}; it must be 0 or more")
+        # A clip of 0 is no absence of clipping: it would leave no gradient.
+        for name in ("clip", "eps"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"[optim] {name} is {getattr(self, name)}; it must be above 0")
+        for name, shares in (("momentum", [self.momentum]), ("betas", self.betas)):
+            if not all(0 <= share < 1 for share in shares):
+                given = ", ".join(map(str, shares))
+                raise ConfigError(f"[optim] {name} is {given}; it must be 0 or more, below 1")
+
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for weights of two dimensions, or of three as stacks of matrices.

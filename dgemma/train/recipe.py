@@ -75,6 +75,12 @@ def _check_shares(table: str, **shares: float | None) -> None:
             raise ConfigError(f"{table} {name} is {share}; it is a share, from 0 to 1")
 
 
+def _check_counts(table: str, least: int, **counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < least:
+            raise ConfigError(f"{table} {name} is {count}; it must be {least} or more".lstrip())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasSettings:
     lengths: Mapping[str, float] = field(default_factory=lambda: {"256": 1.0})
@@ -84,6 +90,7 @@ class CanvasSettings:
 
     def __post_init__(self) -> None:
         _check_shares("[canvas]", hole_share=self.hole_share, fill_share=self.fill_share)
+        _check_counts("[canvas]", 1, copies=self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +118,7 @@ class DataSource:
             raise ConfigError("[[data]] needs either file, or puzzle with its bank")
         if self.level_power <= 0:
             raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
-        if self.hole_weight < 1:
-            raise ConfigError(f"[[data]] hole_weight is {self.hole_weight}; it must be 1 or more")
+        _check_counts("[[data]]", 1, hole_weight=self.hole_weight, copies=self.copies)
         names = ("causal_share", "hole_share", "fill_share", "line_share")
         _check_shares("[[data]]", **{name: getattr(self, name) for name in names})
 
@@ -130,8 +136,9 @@ class RunShape:
     compile: Literal["kinds", "whole"] = "kinds"
 
     def __post_init__(self) -> None:
-        if min(self.save_every, self.report_every, self.keep) < 1 or self.workers < 0:
-            raise ConfigError("[run] save_every, report_every and keep must be 1 or more")
+        counts = {name: getattr(self, name) for name in ("save_every", "report_every", "keep")}
+        _check_counts("[run]", 1, **counts)
+        _check_counts("[run]", 0, workers=self.workers)
         if not 0 <= self.average < 1:
             raise ConfigError(f"[run] average is {self.average}; it must be 0 or more, below 1")
 
@@ -165,6 +172,7 @@ class Recipe:
     eval: EvalSettings = field(default_factory=EvalSettings)
 
     def __post_init__(self) -> None:
+        _check_counts("", 0, seed=self.seed)
         if not self.data:
             raise ConfigError("a recipe needs at least one [[data]]")
         if self.lora is not None and self.model.checkpoint is None:
