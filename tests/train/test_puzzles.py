@@ -141,6 +141,22 @@ def test_a_bank_depends_on_its_seed_alone_and_survives_a_file(tmp_path: Path) ->
         SudokuBank.load(tmp_path / "other.npz")
 
 
+def test_a_file_that_is_no_bank_is_refused(
+    bank: SudokuBank, graphs: ColouringBank, tmp_path: Path
+) -> None:
+    (tmp_path / "text.npz").write_text("no bank")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    graphs.save(tmp_path / "graphs.npz")
+    bank.save(tmp_path / "sudoku.npz")
+    whole = (tmp_path / "sudoku.npz").read_bytes()
+    (tmp_path / "spoiled.npz").write_bytes(whole[:200] + b"x" + whole[201:])
+    for name in ("text.npz", "array.npy", "graphs.npz", "spoiled.npz"):
+        with pytest.raises(UsageError, match=rf"{name} is no .*; make one with"):
+            SudokuBank.load(tmp_path / name)
+    with pytest.raises(UsageError, match=r"sudoku.npz is no bank of this puzzle or damaged"):
+        ColouringBank.load(tmp_path / "sudoku.npz")
+
+
 # --- drawing Sudoku
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dgemma.errors import UsageError
 from dgemma.text import colouring as text
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.colouring import Puzzle
 from dgemma.text.tokenizer import Tokenizer
+from dgemma.train.puzzles.bank import read_arrays
 from dgemma.train.puzzles.fast import compile_all
 
 Ints = NDArray[Any]
@@ -58,11 +58,8 @@ class ColouringBank:
     @classmethod
     def load(cls, path: Path) -> "ColouringBank":
         """Read what `save` wrote."""
-        if not path.is_file():
-            raise UsageError(f"{path} is no puzzle bank; make one with recipes/puzzle_bank.py")
-        with np.load(path) as file:
-            sizes, packed, colours = file["sizes"], file["edges"], file["colours"]
-            givens = np.unpackbits(file["givens"], axis=1, count=MOST).view(bool)
+        sizes, packed, colours, given = read_arrays(path, ("sizes", "edges", "colours", "givens"))
+        givens = np.unpackbits(given, axis=1, count=MOST).view(bool)
         rows, columns = _upper()
         edges = np.zeros((len(sizes), MOST, MOST), np.bool_)
         edges[:, rows, columns] = np.unpackbits(packed, axis=1, count=len(rows)).view(bool)

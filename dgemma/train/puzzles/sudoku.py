@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dgemma.errors import UsageError
 from dgemma.text import sudoku as text
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.slots import Slots, find_slots
 from dgemma.text.tokenizer import Tokenizer
+from dgemma.train.puzzles.bank import read_arrays
 from dgemma.train.puzzles.search import compiled
 
 Digits = NDArray[np.uint8]
@@ -52,10 +52,7 @@ class SudokuBank:
     @classmethod
     def load(cls, path: Path) -> "SudokuBank":
         """Read what `save` wrote."""
-        if not path.is_file():
-            raise UsageError(f"{path} is no puzzle bank; make one with recipes/puzzle_bank.py")
-        with np.load(path) as file:
-            packed, clues = file["digits"], file["clues"]
+        packed, clues = read_arrays(path, ("digits", "clues"))
         digits = np.stack([packed >> 4, packed & 15], axis=2).reshape(len(packed), -1)[:, :81]
         return cls(np.ascontiguousarray(digits), np.unpackbits(clues, axis=1, count=81).view(bool))
 
