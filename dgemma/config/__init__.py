@@ -5,6 +5,7 @@ This package knows no tensors and imports only the standard library.
 
 from dgemma.config.read import (
     load_config,
+    load_config_file,
     load_generation_config,
     read_config,
     read_generation_config,
@@ -31,6 +32,7 @@ __all__ = [
     "config_to_json",
     "generation_config_to_json",
     "load_config",
+    "load_config_file",
     "load_generation_config",
     "read_config",
     "read_generation_config",

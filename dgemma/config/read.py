@@ -101,7 +101,11 @@ IGNORED_GENERATION: dict[str, str] = {
 
 def load_config(directory: Path) -> ModelConfig:
     """Read `config.json` of a checkpoint directory."""
-    path = directory / "config.json"
+    return load_config_file(directory / "config.json")
+
+
+def load_config_file(path: Path) -> ModelConfig:
+    """Read a file of that form, whatever it is called."""
     return read_config(_read_json(path), str(path))
 
 

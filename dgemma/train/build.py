@@ -1,6 +1,5 @@
 """From a recipe to a run: the model, its data and what moves it."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dgemma.config import GenerationConfig, load_generation_config, read_config
+from dgemma.config import GenerationConfig, load_config_file, load_generation_config
 from dgemma.errors import ConfigError
 from dgemma.model import Gemma
 from dgemma.text.chat import ChatTemplate
@@ -180,9 +179,8 @@ def load_base(recipe: Recipe, place: Place) -> Base:
     path = place.path(source.config)
     if not path.is_file():
         raise ConfigError(f"[model] config: no file {path}")
-    config = read_config(json.loads(path.read_text(encoding="utf-8")), str(path))
     return Base(
-        model=fresh_model(config, recipe.seed),
+        model=fresh_model(load_config_file(path), recipe.seed),
         generation=load_generation_config(path.parent),
         tokenizer=place.path(source.tokenizer),
     )

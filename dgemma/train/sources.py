@@ -119,10 +119,19 @@ def submit(pool: ProcessPoolExecutor, path: Path, task: tuple[int, list[str]]) -
 def runs(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The number of the first line and the lines, a task at a time."""
     first = 1
-    with path.open(encoding="utf-8", newline="\n") as file:
+    with path.open("rb") as file:
         while lines := list(islice(file, LINES_PER_TASK)):
-            yield first, lines
+            yield first, [decoded(path, number, line) for number, line in enumerate(lines, first)]
             first += len(lines)
+
+
+def decoded(path: Path, number: int, line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path}, line {number}: no UTF-8 at byte {error.start}; write the file in UTF-8"
+        ) from None
 
 
 _worker: Encoder | None = None  # one per worker process: loading it costs more than a task

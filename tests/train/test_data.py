@@ -297,6 +297,13 @@ def test_errors_name_file_and_line(tmp_path: Path, directory: Path, line: str, r
     assert reason in str(error.value)
 
 
+def test_a_line_that_is_no_text_is_named(tmp_path: Path, directory: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"text": "good"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(UsageError, match=r"latin\.jsonl, line 2: no UTF-8"):
+        tokenize_file(path, directory, workers=1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_planted_errors_differ_and_repeat(seed: int) -> None:
     wrong = rewrite.plant_errors(STORY, random.Random(seed), 4)

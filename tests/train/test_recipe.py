@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dgemma.engine import Engine, Options
-from dgemma.errors import ConfigError, UsageError
+from dgemma.errors import CheckpointError, ConfigError, UsageError
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train import tokens
 from dgemma.train.build import Job, Place, build, build_mixture, find_beside
@@ -100,6 +100,13 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.toml")
 
 
+def test_a_recipe_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes(RECIPE.replace("small", "caf\xe9").encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin.toml is not TOML: 'utf-8' codec can't decode"):
+        load_recipe(path)
+
+
 def test_values_can_be_set_by_hand(recipe: Path) -> None:
     changes = [
         "schedule.steps=50",
@@ -156,6 +163,13 @@ def test_canvases_longer_than_the_models_are_refused(recipe: Path) -> None:
         built(recipe, "canvas.lengths={32=1.0}")
     with pytest.raises(ConfigError, match="canvas lengths of 1 to 16 tokens"):
         built(recipe, "canvas.lengths={long=1.0}")
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"model_type": "\xe9"}', b"[]"])
+def test_a_shape_that_cannot_be_read_is_named(content: bytes, recipe: Path) -> None:
+    (recipe.parent / "shape" / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config.json (is not valid JSON|must hold a JSON)"):
+        built(recipe)
 
 
 def test_a_source_is_noised_as_the_canvas_settings_say_or_as_it_says_itself(recipe: Path) -> None:
