@@ -116,6 +116,11 @@ class DataSource:
             self.bank is None
         ):
             raise ConfigError("[[data]] needs either file, or puzzle with its bank")
+        if self.max_tokens is not None and not (self.file or "").endswith(".jsonl"):
+            raise ConfigError(
+                f"[[data]] max_tokens is {self.max_tokens}; it is for a .jsonl file, the only data "
+                "that is tokenized here; leave it out"
+            )
         if self.level_power <= 0:
             raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
         _check_counts("[[data]]", 1, hole_weight=self.hole_weight, copies=self.copies)

@@ -81,6 +81,12 @@ def test_the_recipes_of_the_repository_can_be_read() -> None:
         ('file = "chats.jsonl"', 'file = "x"\nfill_share = 1.5', "[[data]] fill_share is 1.5"),
         ('file = "chats.jsonl"', 'file = "x"\ncausal_share = 2', "[[data]] causal_share is 2"),
         ('file = "chats.jsonl"', 'file = "x"\nhole_share = -0.1', "[[data]] hole_share is -0.1"),
+        ('file = "chats.jsonl"', 'file = "x.npz"\nmax_tokens = 9', "it is for a .jsonl file"),
+        (
+            'file = "chats.jsonl"',
+            'puzzle = "sudoku"\nbank = "x"\nmax_tokens = 9',
+            "max_tokens is 9; it is for a .jsonl",
+        ),
         ("[[data]]", "[data]", "data is {'file': 'chats.jsonl'}; it must be a list"),
         ("[model]", "[model", "is not TOML"),
     ],
