@@ -169,6 +169,8 @@ def test_a_client_killed_amid_its_stream_is_out_and_others_go_on(
         wait_for(lambda: len(worker.running) == 1)
         drafts = {**ENDLESS["dgemma"], "drafts": True}
         lines = [hang_up_later(server, messages=USER, stream=True, dgemma=drafts) for _ in range(3)]
+        # While the pass is held: after the four nobody is let in any more.
+        wait_for(lambda: worker.num_waiting == 3)
         brake.allow(4)
         wait_for(lambda: len(brake.rows) >= 4 and len(worker.running) == 4)
         for line in lines:
