@@ -19,6 +19,7 @@ from dgemma.serve.errands import FENCE, rewrite_errand
 from dgemma.serve.sentinels import Around, find_hole, read_region, read_update
 from dgemma.serve.wire import CompletionBody
 from tests.serve.conftest import MODEL, Running, wait_for
+from tests.serve.test_scheduling import Brake
 from tests.taught import ANSWERS, LONG, SHORT, ask
 
 BEFORE, AFTER = "one, ", " and 7!"
@@ -444,10 +445,12 @@ def test_an_error_in_a_fill_is_its_own(
 
 def test_a_stopping_server_finishes_its_fills(serve: Callable[..., Running]) -> None:
     server = serve()
+    brake = Brake(server.service.engine)
     fill = {"text": f"{BEFORE}<|fill|>{AFTER}", "seed": 4}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.post, "/v1/dgemma/fill", fill)
         wait_for(lambda: bool(server.service.worker.running))
         server.service.drain.begin()
         assert server.post("/v1/dgemma/fill", fill).status_code == 503
+        brake.off()
         assert running.result().status_code == 200
