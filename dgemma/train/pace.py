@@ -10,7 +10,7 @@ WARM_SHARE, TIMED_SHARE = 0.05, 0.1
 
 
 class Pace:
-    """Counts steps until the speed is known. `first`, `mark` and `total` change."""
+    """Counts steps until the speed is known. `first` and `mark` change."""
 
     def __init__(
         self, seconds: float, spent: float, clock: Callable[[], float] = time.perf_counter

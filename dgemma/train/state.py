@@ -1,7 +1,8 @@
 """Where a run stands, and its files: everything the next step depends on, and nothing else.
 
-Batches and noise are functions of the seed and the step, so weights, optimizers and the number of
-steps taken are all there is. A file is written beside its place and renamed: it is whole or absent.
+Batches and noise are functions of the seed and the step, so weights, optimizers, the number of
+steps taken, sequences that are carried from one to the next, and what is not reported yet are all.
+A file is written beside its place and renamed: it is whole or absent.
 
     DIRECTORY/state-00001000.pt     to go on from
     DIRECTORY/metrics.jsonl         one line a report
