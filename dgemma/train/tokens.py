@@ -41,8 +41,10 @@ def load_tokens(path: Path, max_tokens: int, shelf: Shelf) -> tuple[Store, int]:
             workers=shelf.workers,
             progress=shelf.progress,
         )
-        made.store.save(kept)
+        # The count first: where there are tokens, nothing is counted again.
+        shelf.directory.mkdir(parents=True, exist_ok=True)
         dropped.write_text(str(made.dropped), encoding="utf-8")
+        made.store.save(kept)
     count = int(dropped.read_text(encoding="utf-8")) if dropped.exists() else 0
     return Store.load(kept), count
 

@@ -279,6 +279,22 @@ def test_examples_that_are_too_long_are_counted_aloud_every_time(recipe: Path) -
         assert job.notes == ("chats.jsonl: 1 examples over 50 tokens were left out",)
 
 
+def test_a_kill_while_tokens_are_kept_loses_no_count(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+
+    def killed(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.suffix == ".dropped":
+            raise KeyboardInterrupt
+        return write(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", killed)
+        built(recipe, "data.0.max_tokens=50")
+    assert built(recipe, "data.0.max_tokens=50").notes
+
+
 def test_a_file_of_another_kind_is_refused(recipe: Path) -> None:
     with pytest.raises(UsageError, match=r"chats.csv is no data; give tokens \(.npz\)"):
         built(recipe, "data.0.file=chats.csv")
