@@ -79,12 +79,15 @@ def prepare(wanted: Wanted, progress: Progress | None = None) -> Job:
         workers=wanted.workers,
         progress=progress,
     )
-    if group.is_first:
-        if wanted.is_fresh:
-            forget(place.out)
+    if group.is_first and not wanted.is_fresh:
         note_recipe(place.out, recipe)
     group.wait(device)
     job = build(recipe, place)
+    if group.is_first and wanted.is_fresh:
+        # Only now: what the new run is made of is there, and the old one is not lost for nothing.
+        forget(place.out)
+        note_recipe(place.out, recipe)
+    group.wait(device)
     job.trainer.resume()
     return job
 

@@ -85,6 +85,18 @@ def test_it_says_where_everything_is_and_goes_on_when_called_again(
     assert (code, erred, len(course(out))) == (0, "", 2)
 
 
+def test_a_run_is_not_forgotten_for_one_that_cannot_begin(
+    call: Call, recipe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    call(recipe, "--out", out, "--steps", "4")
+    before = course(out)
+    code, _, erred = call(recipe, "--out", out, "--fresh", "--set", "data.0.file=none.jsonl")
+    assert code == 2 and "none.jsonl" in erred
+    assert [step for step, _ in states(out)] == [4] and course(out) == before
+    assert call(recipe, "--out", out, "--steps", "5")[0] == 0, "it can be gone on with"
+
+
 def test_another_recipe_is_not_taken_for_the_same_run(
     call: Call, recipe: Path, tmp_path: Path
 ) -> None:
