@@ -54,7 +54,8 @@ def read_xz(path: Path) -> str:
 def read_lines(path: Path) -> Iterator[Any]:
     """The records of a .jsonl or .jsonl.xz file."""
     text = read_xz(path) if path.suffix == ".xz" else path.read_text(encoding="utf-8")
-    return (json.loads(line) for line in text.splitlines() if line.strip())
+    # Not splitlines, which also splits at separators that JSON strings may hold.
+    return (json.loads(line) for line in text.split("\n") if line.strip())
 
 
 def sentences(data: Path) -> list[str]:

@@ -15,7 +15,7 @@ from dgemma.text.tokenizer import Tokenizer
 from dgemma.train import rewrite, tokenizer
 from dgemma.train.sources import tokenize_file
 from dgemma.train.store import Store
-from recipes import nano_code, nano_given, nano_prose
+from recipes import nano_code, nano_given, nano_prose, nano_raw
 from recipes.nano_raw import Document, Function
 from recipes.nano_split import (
     WINDOW,
@@ -371,6 +371,13 @@ def test_calls_are_compact_json() -> None:
     record = nano_given.call_pair(call)
     assert record["reply"] == '{"name":"Book","arguments":{"n":1}}'
     assert record["prompt"].endswith("U: Book it.") and len(record["prompt"]) < 2000
+
+
+def test_records_may_hold_every_separator_of_lines(tmp_path: Path) -> None:
+    records = [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    assert list(nano_raw.read_lines(tmp_path / "lines.jsonl")) == records
 
 
 def test_chunks_keep_whole_paragraphs() -> None:
