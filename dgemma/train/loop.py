@@ -55,8 +55,6 @@ MEMORY = 20  # steps over which the loss is smoothed when it is watched for drif
 
 
 SETTLED = 5  # steps after which all code is compiled
-
-
 UNCOUNTED = 400  # steps, at least, of a run that is given a time, until they are counted
 
 
