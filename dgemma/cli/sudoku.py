@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 RULE = "──────┼───────┼──────"
 GIVEN, CHANGED, FILLED, MISSING = "bold", "bold red", "cyan", "dim"
+RESTARTS = 8
 
 
 @app.command()
@@ -45,12 +46,12 @@ def sudoku(
         typer.Option("--pin/--no-pin", help="Hold the givens in place; diffusion's default."),
     ] = None,
     restarts: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Most new attempts, each in another form of the puzzle (lines shuffled, digits "
-            "renamed); made only if a canvas does not settle."
+            help=f"Most new attempts, {RESTARTS} if not given, each in another form of the puzzle "
+            "(lines shuffled, digits renamed); made only if a canvas does not settle."
         ),
-    ] = 8,
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same solution.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Watch the canvas settle.")] = False,
     as_json: AsJson = False,
@@ -63,15 +64,15 @@ def sudoku(
     from dgemma.bench.sudoku import How
     from dgemma.cli.loading import load_engine
 
-    if pin and mode == "ar":
-        raise UsageError("AR mode has no canvas, so it cannot pin givens; leave out --pin")
+    if mode == "ar":
+        _check_ar(pin=pin, restarts=restarts is not None, show=show)
     cells = [cell for argument in puzzles for cell in _read(argument)]
     how = How(
         mode=mode,  # type: ignore[arg-type]  # refused there if it is not known
         pinned=mode != "ar" if pin is None else pin,
-        restarts=restarts,
+        restarts=RESTARTS if restarts is None else restarts,
         seed=secrets.randbits(32) if seed is None else seed,
-        drafts=show and mode != "ar",
+        drafts=show,
     )
     engine = load_engine(model, device, dtype, adapter, quant)
     results = Results(how, len(cells), as_json)
@@ -85,6 +86,12 @@ def sudoku(
     results.finish()
     if results.solved < len(cells):
         raise typer.Exit(FAILED)
+
+
+def _check_ar(**given: bool | None) -> None:
+    names = [f"--{name}" for name, is_given in given.items() if is_given]
+    if names:
+        raise UsageError(f"AR mode has no canvas; leave out {' and '.join(names)}")
 
 
 def _read(argument: str) -> list[str]:

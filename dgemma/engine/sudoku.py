@@ -77,8 +77,9 @@ def solve(
     restarts: int = 0,
     seed: int = 0,
 ) -> list[Solved]:
-    """Solve puzzles of 81 digits, as many at once as the engine takes in a pass."""
+    """Solve puzzles of 81 digits or dots, as many at once as the engine takes in a pass."""
     how = How(mode=mode, pinned=pinned, restarts=restarts, seed=seed)
+    puzzles = [text.parse(puzzle) for puzzle in puzzles]
     results = {
         index: event for index, event in follow(engine, puzzles, how) if isinstance(event, Solved)
     }
