@@ -330,7 +330,9 @@ def test_an_interrupt_before_anything_is_solved_says_so(
 def test_grids_are_printed_as_they_are_solved(solver: Path, tmp_path: Path) -> None:
     path = tmp_path / "puzzles.txt"
     path.write_text(f"{PUZZLE}\n" * 5000)
-    program = "from dgemma.cli import main; main()"
+    # Where the tests run in the background, their children are born deaf to Ctrl-C.
+    hear = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{hear}; from dgemma.cli import main; main()"
     command = [sys.executable, "-c", program, "sudoku", str(path), "-m", str(solver), *HERE]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
