@@ -103,7 +103,7 @@ def licence_of(metadata: Message) -> str | None:
 
 
 def find_wheel(package: Package, folder: Path) -> Path | None:
-    wheels = sorted(folder.glob("*.whl"))
+    wheels = sorted(folder.glob(f"*-{package.version}-*.whl"))  # not all: there are thousands
     return next((path for path in wheels if same_wheel(path.name, package)), None)
 
 

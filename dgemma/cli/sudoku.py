@@ -14,7 +14,7 @@ from dgemma.errors import UsageError
 from dgemma.text.sudoku import CELLS, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from rich.text import Text
 
@@ -65,7 +65,7 @@ def sudoku(
     from dgemma.cli.loading import load_engine
 
     if mode == "ar":
-        _check_ar(pin=pin, restarts=restarts is not None, show=show)
+        _check_ar({"--pin": pin, "--restarts": restarts is not None, "--show": show})
     cells = [cell for argument in puzzles for cell in _read(argument)]
     how = How(
         mode=mode,  # type: ignore[arg-type]  # refused there if it is not known
@@ -88,8 +88,8 @@ def sudoku(
         raise typer.Exit(FAILED)
 
 
-def _check_ar(**given: bool | None) -> None:
-    names = [f"--{name}" for name, is_given in given.items() if is_given]
+def _check_ar(given: "Mapping[str, bool | None]") -> None:
+    names = [name for name, is_given in given.items() if is_given]
     if names:
         raise UsageError(f"AR mode has no canvas; leave out {' and '.join(names)}")
 
