@@ -35,6 +35,9 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: optim.adam_lr=1e-4."),
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Forget the run's saved states.")] = False,
+    export: Annotated[
+        bool, typer.Option(help="Write the weights of the newest saved state; train no further.")
+    ] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that make batches.")] = None,
     tasks: Annotated[
         str | None, typer.Option("--eval", help="Tasks to run before and after; none: no tasks.")
@@ -46,7 +49,8 @@ def train(
     """Train, fine-tune or adapt a model by a recipe.
 
     A directory with saved states is gone on with, exactly as if the run had never stopped. Ctrl-C
-    saves one. Losses go to metrics.jsonl and, where matplotlib is installed, to loss.svg.
+    saves one, and --export makes a model of it. Losses go to metrics.jsonl and, where matplotlib is
+    installed, to loss.svg.
     """
     from dgemma.bench.data import Data
     from dgemma.cli.before_after import Trial
@@ -61,6 +65,7 @@ def train(
         steps=steps,
         changes=tuple(changes or ()),
         is_fresh=fresh,
+        is_export=export,
         workers=workers,
     )
     asked = wanted.read()
@@ -76,15 +81,15 @@ def train(
 
 
 def _run(wanted: "Wanted") -> "tuple[Job, list[str]]":
-    from dgemma.train.command import beginning, finish, prepare
+    from dgemma.train.command import beginning, finish, prepare, reports
     from dgemma.train.loop import TrainingInterrupted
 
     with _progress() as (tokenizing, training):
         job = prepare(wanted, tokenizing)
-        for line in beginning(job):
+        for line in beginning(wanted, job):
             print(f"dgemma: {line}", file=sys.stderr)
         try:
-            for report in job.trainer.reports():
+            for report in reports(wanted, job):
                 training(report)
         except TrainingInterrupted as error:
             print(f"dgemma: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.train.command import Wanted, beginning, finish, line, prepare
+from dgemma.train.command import Wanted, beginning, finish, line, prepare, reports
 from dgemma.train.distributed import leave
 from dgemma.train.loop import TrainingInterrupted
 
@@ -26,18 +26,20 @@ def read(arguments: Sequence[str] | None) -> Wanted:
     parser.add_argument("--steps", type=int, help="instead of the recipe's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes")
     parser.add_argument("--fresh", action="store_true", help="forget the run's saved states")
+    parser.add_argument("--export", action="store_true", help="only write the newest weights")
     parser.add_argument("--workers", type=int, help="processes that make batches")
     given = vars(parser.parse_args(arguments))
     changes, is_fresh = tuple(given.pop("changes")), given.pop("fresh")
-    return Wanted(**given, changes=changes, is_fresh=is_fresh)
+    is_export = given.pop("export")
+    return Wanted(**given, changes=changes, is_fresh=is_fresh, is_export=is_export)
 
 
 def run(wanted: Wanted) -> None:
     job = prepare(wanted)
     writes = job.place.group.is_first
-    for words in beginning(job) if writes else ():
+    for words in beginning(wanted, job) if writes else ():
         print(words, file=sys.stderr, flush=True)
-    for report in job.trainer.reports():
+    for report in reports(wanted, job):
         if writes:
             print(line(report), flush=True)
     for words in finish(job):

@@ -37,6 +37,7 @@ class Wanted:
     steps: int | None = None
     changes: tuple[str, ...] = ()  # of the recipe, as key=value
     is_fresh: bool = False
+    is_export: bool = False  # the weights as they are saved, without a step more
     workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +50,8 @@ class Wanted:
                 f"steps is {self.steps} and seconds {self.seconds}; give one of them, since a time "
                 "is turned into steps"
             )
+        if self.is_export and self.is_fresh:
+            raise UsageError("--export and --fresh: what is forgotten cannot be written; give one")
         if self.workers is not None and self.workers < 0:
             raise UsageError(f"workers is {self.workers}; it must be 0 or more")
 
@@ -68,6 +71,11 @@ class Wanted:
 def prepare(wanted: Wanted, progress: Progress | None = None) -> Job:
     """Build the run and take it up where its newest state stands."""
     recipe = wanted.read()
+    if wanted.is_export and not states(wanted.directory(recipe)):
+        raise UsageError(
+            f"{wanted.directory(recipe)} holds no saved state to write the weights of; name the "
+            "directory of a run that was interrupted, or train without --export"
+        )
     group, device = join(choose_device(wanted.device))
     place = Place(
         recipe=wanted.recipe,
@@ -116,15 +124,22 @@ def _differing(old: dict[str, Any], new: dict[str, Any], place: str = "") -> Ite
             yield place + key
 
 
-def beginning(job: Job) -> list[str]:
+def beginning(wanted: Wanted, job: Job) -> list[str]:
     """What to say before the first step."""
     trainer, lines = job.trainer, [*job.notes]
-    if trainer.step:
+    if wanted.is_export:
+        lines.append(f"weights of step {trainer.step} of {trainer.schedule.steps}")
+    elif trainer.step:
         lines.append(
             f"going on from step {trainer.step} of {trainer.schedule.steps} in {job.place.out}; "
             "--fresh begins anew"
         )
     return lines
+
+
+def reports(wanted: Wanted, job: Job) -> Iterator[Report]:
+    """Train, unless only what is saved was asked for."""
+    return iter(()) if wanted.is_export else job.trainer.reports()
 
 
 def finish(job: Job) -> list[str]:

@@ -256,7 +256,7 @@ class Trainer:
             path = self.save()
             raise TrainingInterrupted(
                 f"interrupted after {self.step} steps; {path} holds the run, and the same command "
-                "goes on from there"
+                "goes on from there (or, with --export, makes a model of it as it is)"
             )
 
     def _report(self) -> Report:

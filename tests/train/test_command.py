@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from dgemma.cli import main
 from dgemma.errors import UsageError
@@ -126,6 +128,8 @@ def test_what_may_change_in_the_middle_of_a_run(recipe: Path, tmp_path: Path) ->
         (("--set", "batch"), 2, "sets nothing"),
         (("--seconds", "0"), 2, "seconds is 0.0; it must be above 0"),
         (("--seconds", "9", "--steps", "8"), 2, "steps is 8 and seconds 9.0; give one of them"),
+        (("--export",), 2, "holds no saved state to write the weights of"),
+        (("--export", "--fresh"), 2, "--export and --fresh"),
         (("--eval", "chess"), 2, "tasks: chess is not known"),
         (("--set", "batch.accumulate=4"), 2, "must be a multiple of 8"),
         (("--set", "batch.sequences=3"), 2, "3 sequences in a batch"),
@@ -151,6 +155,7 @@ def test_ctrl_c_saves_a_state_and_says_how_to_go_on(
     call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, move = tmp_path / "run", Trainer._move
+    recipe.write_text(recipe.read_text().replace("[schedule]", "[schedule]\nhold = 1.0"))
     call(recipe, "--out", tmp_path / "through")
 
     def interrupted(self: Trainer, loaded: Loaded) -> Any:
@@ -165,8 +170,17 @@ def test_ctrl_c_saves_a_state_and_says_how_to_go_on(
     state = out / "state-00000003.pt"
     assert erred == (
         f"dgemma: interrupted after 3 steps; {state} holds the run, and the same command goes on "
-        "from there\n"
+        "from there (or, with --export, makes a model of it as it is)\n"
     )
+    code, said, erred = call(recipe, "--out", out, "--export")
+    assert (code, erred) == (0, "dgemma: weights of step 3 of 8\n")
+    assert said.splitlines()[0] == f"checkpoint: {out / 'checkpoint'}"
+    exported = load_file(out / "checkpoint" / "model.safetensors")
+    # Nothing is trained for it, nor lost by it.
+    assert call(recipe, "--out", tmp_path / "three", "--steps", "3")[0] == 0
+    three = load_file(tmp_path / "three" / "checkpoint" / "model.safetensors")
+    assert exported.keys() == three.keys()
+    assert all(torch.equal(exported[name], three[name]) for name in three)
     assert call(recipe, "--out", out)[0] == 0
     assert course(out) == course(tmp_path / "through")
 
