@@ -90,7 +90,9 @@ def lay_out(
     example: Example, layout: Layout, corruption: Corruption, rng: np.random.Generator
 ) -> Ints | None:
     """The rows of an example, or None where not one canvas can be made of it."""
-    prompt, reply = example if len(example.prompt) else cut_text(example.reply, layout, rng)
+    prompt, reply = example
+    if not len(prompt):
+        prompt, reply = cut_text(reply, layout, corruption.breaks, rng)
     length = layout.canvas_length
     is_whole = len(reply) > 0 and ends(reply, example)
     count = -(-len(reply) // length) if is_whole else len(reply) // length
@@ -125,9 +127,20 @@ def ends(reply: NDArray[np.integer], example: Example) -> bool:
     return bool(len(example.prompt)) or int(reply[-1]) == 1
 
 
-def cut_text(text: NDArray[np.integer], layout: Layout, rng: np.random.Generator) -> Example:
-    """Cut a plain text in two, so that canvases begin anywhere in it."""
-    first = 1 + int(rng.integers(max(1, min(layout.canvas_length, len(text) - 1))))
+def cut_text(
+    text: NDArray[np.integer], layout: Layout, breaks: Sequence[int], rng: np.random.Generator
+) -> Example:
+    """Cut a plain text in two, so that canvases begin anywhere in it.
+
+    With `breaks` half of them begin where a line does, or behind the token that indents it: so does
+    the canvas of somebody who asks for a line.
+    """
+    most = max(1, min(layout.canvas_length, len(text) - 1))
+    first = 1 + int(rng.integers(most))
+    if breaks and rng.random() < 0.5:
+        starts = 1 + np.flatnonzero(np.isin(text[:most], breaks))
+        if len(starts):
+            first = min(most, int(rng.choice(starts)) + int(rng.random() < 0.5))
     return Example(text[:first], text[first:])
 
 
@@ -195,9 +208,10 @@ def _levels(
 
 
 def _lines(text: Ints, breaks: Sequence[int], rng: np.random.Generator) -> NDArray[np.bool_]:
-    """One or two lines without their breaks, half of them without the token that indents them.
+    """One to four lines without their breaks, half of them without the token that indents them.
 
-    Half of the canvases begin with one. Where a text has no line to open, spans as elsewhere.
+    One is what is asked for; more of them teach more in as many rows. Half of the canvases begin
+    with one. Where a text has no line to open, spans as elsewhere.
     """
     stops = np.flatnonzero(np.isin(text, breaks))
     starts = np.concatenate([[0], stops[:-1] + 1]).astype(int) if len(stops) else stops
@@ -205,7 +219,7 @@ def _lines(text: Ints, breaks: Sequence[int], rng: np.random.Generator) -> NDArr
     if not lines:
         return _holes(len(text), rng)
     is_hole_L = np.zeros(len(text), bool)
-    for number in range(int(rng.integers(1, 3))):
+    for number in range(int(rng.integers(1, 5))):
         at_start = number == 0 and rng.random() < 0.5
         start, stop = lines[0 if at_start else int(rng.integers(len(lines)))]
         is_hole_L[start + int(start > 0 and rng.random() < 0.5) : stop] = True

@@ -25,6 +25,7 @@ from dgemma.train.rows import (
     Ints,
     Layout,
     Tally,
+    cut_text,
     lay_out,
     real_rows,
 )
@@ -188,9 +189,29 @@ def test_holes_may_be_lines(share: float) -> None:
     whole = is_open[..., 1:].all(-1) | given.all(-1)  # the token that indents may be given
     assert (whole & given[..., 6]).all() == (share == 1.0)
     if share:
-        assert set(is_open[:, :, 1].sum(1)) == {1, 2}
+        assert set(is_open[:, :, 1].sum(1)) == {1, 2, 3, 4}
         assert 20 < is_open[:, 0, 0].sum() < 50  # half of the canvases begin with one
         assert not is_open[:, 1:, 0].all() and is_open[:, 1:, 0].any()
+
+
+def test_half_of_the_texts_are_cut_where_a_line_begins() -> None:
+    """Or behind what indents it: so a canvas begins that is asked for a line."""
+    line = [51, 52, 53, 54, 55, 56, 57, 58, 59]
+    text = ids(*[*line, 7] * 20)
+    layout = Layout(canvas_length=100, max_rows=99999)
+    ends: dict[tuple[int, ...], list[int]] = {}
+    for breaks in ((), (7,)):
+        rng = np.random.default_rng(0)
+        cuts = [cut_text(text, layout, breaks, rng) for _ in range(600)]
+        assert all(1 <= len(cut.prompt) <= 100 for cut in cuts)
+        assert all([*cut.prompt, *cut.reply] == [*text] for cut in cuts)
+        ends[breaks] = [int(cut.prompt[-1]) for cut in cuts]
+    # One of ten tokens breaks a line, one indents it: half of all cuts, and a tenth of the others.
+    assert ends[()].count(7) == pytest.approx(60, abs=25)
+    assert ends[(7,)].count(7) == pytest.approx(180, abs=40)
+    assert ends[(7,)].count(51) == pytest.approx(180, abs=40)
+    alone = cut_text(ids(50, 50, 50), layout, (7,), np.random.default_rng(0))
+    assert len(alone.prompt) in (1, 2)  # no line begins in it
 
 
 def test_a_canvas_with_holes_may_count_for_more() -> None:
