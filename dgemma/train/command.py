@@ -4,10 +4,9 @@ dgemma train RECIPE             with a progress bar
 python -m dgemma.train RECIPE   where only PyTorch is installed, and under torchrun
 """
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from dgemma.errors import UsageError
 from dgemma.train.build import Job, Place, build, find_beside
 from dgemma.train.distributed import join
 from dgemma.train.plot import HOW_TO, plot_losses
-from dgemma.train.recipe import Recipe, load_recipe
+from dgemma.train.recipe import Recipe, load_recipe, reread_recipe
 from dgemma.train.report import Report
 from dgemma.train.state import RECIPE, forget, states
 from dgemma.train.tokens import Progress
@@ -102,10 +101,9 @@ def prepare(wanted: Wanted, progress: Progress | None = None) -> Job:
 
 def note_recipe(directory: Path, recipe: Recipe) -> None:
     """Keep the recipe beside the run; refuse to go on with another than it was begun with."""
-    path, new = directory / RECIPE, json.loads(recipe.to_json())
+    path = directory / RECIPE
     if states(directory) and path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        changed = sorted(_differing(old, new))
+        changed = sorted(_differing(asdict(reread_recipe(path)), asdict(recipe)))
         if changed:
             raise UsageError(
                 f"{directory} holds a run of another recipe ({', '.join(changed)} differ); choose "

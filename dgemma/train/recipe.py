@@ -220,6 +220,11 @@ def load_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
     return _read(Recipe, raw, str(path))
 
 
+def reread_recipe(path: Path) -> Recipe:
+    """A recipe that `to_json` wrote; what was not known when it did has its default."""
+    return _read(Recipe, json.loads(path.read_text(encoding="utf-8")), str(path))
+
+
 def _change(raw: dict[str, Any], change: str) -> None:
     """Set one value: `data.0.weight=2` is that of the first [[data]]."""
     key, equals, text = change.partition("=")

@@ -121,6 +121,22 @@ def test_what_may_change_in_the_middle_of_a_run(recipe: Path, tmp_path: Path) ->
             note_recipe(tmp_path, load_recipe(recipe, [change]))
 
 
+def test_a_run_is_gone_on_with_when_recipes_have_learned_a_new_word(
+    recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "state-00000001.pt").touch()
+    note_recipe(tmp_path, load_recipe(recipe))
+    path = tmp_path / "recipe.json"
+    older = json.loads(path.read_text())
+    assert older["data"][0].pop("causal_share") == 1.0 and older["batch"].pop("carried") == 0
+    path.write_text(json.dumps(older))
+    note_recipe(tmp_path, load_recipe(recipe))
+    assert "causal_share" in path.read_text()
+    path.write_text(json.dumps(older))
+    with pytest.raises(UsageError, match=r"another recipe \(data differ\)"):
+        note_recipe(tmp_path, load_recipe(recipe, ["data.0.causal_share=0.5"]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "phrase"),
     [
