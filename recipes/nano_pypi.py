@@ -32,7 +32,10 @@ from dgemma.errors import UsageError
 from recipes import nano_raw
 from recipes.nano_extract import Found, choose, read_source, same_code, wanted_file
 
-LISTS = (Path(__file__).with_suffix(".txt"), Path(__file__).with_name("nano_pypi_2.txt"))
+LISTS = tuple(
+    Path(__file__).with_name(name)
+    for name in ("nano_pypi.txt", "nano_pypi_2.txt", "nano_pypi_3.txt")
+)
 EXPRESSIONS = frozenset(
     "MIT MIT-0 BSD-2-Clause BSD-3-Clause 0BSD Apache-2.0 ISC PSF-2.0 Python-2.0 Unlicense "
     "CC0-1.0".split()
