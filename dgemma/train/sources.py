@@ -3,7 +3,8 @@
 A source is a JSONL file; each line is one of
 - `{"text": ...}`: plain text, cut into pieces of at most `max_tokens`;
 - `{"prompt": ..., "reply": ...}`: a user turn and the model's turn;
-- `{"messages": [...]}`: a conversation whose last message, the assistant's, is the reply.
+- `{"messages": [...]}`: a conversation whose last message, the assistant's, is the reply; `tools`
+  beside it are told in its prompt.
 Pairs and chats over `max_tokens` are left out and counted: half a reply teaches a wrong end.
 
 Owns the way from a line to ids. Knows nothing of mixing or of what the lines say.
@@ -24,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.text.chat import ChatTemplate, Message
-from dgemma.text.messages import check_conversation
+from dgemma.text.chat import ChatTemplate, Message, Tool
+from dgemma.text.messages import check_conversation, read_tools
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.store import Store
 
@@ -127,7 +128,8 @@ def runs(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def decoded(path: Path, number: int, line: bytes) -> str:
     try:
-        return line.decode("utf-8")
+        # Some editors begin a file with a mark that belongs to no line.
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path}, line {number}: no UTF-8 at byte {error.start}; write the file in UTF-8"
@@ -183,20 +185,27 @@ class Encoder:
     def _read(self, path: Path, number: int, line: str) -> list[Example]:
         try:
             return self.examples(json.loads(line))
-        except (UsageError, json.JSONDecodeError) as error:
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"{path}, line {number}: no JSON at character {error.pos + 1} ({error.msg}); "
+                "write one object a line"
+            ) from None
+        except UsageError as error:
             raise UsageError(f"{path}, line {number}: {error}") from None
 
     def examples(self, record: object) -> list[Example]:
         """What one line gives: one example, or several pieces of a long text."""
         if not isinstance(record, Mapping):
             raise UsageError(f"a {type(record).__name__} and not an object with {FORMS}")
+        if len(record.keys() & {"text", "messages", "prompt"}) > 1:
+            raise UsageError(f"the keys are {_named(record)}, of several forms; give only {FORMS}")
         if "text" in record:
             return self.pieces(string(record, "text"))
         if "messages" in record:
-            return [self.chat(record["messages"])]
+            return [self.chat(record["messages"], record.get("tools"))]
         if "prompt" in record and "reply" in record:
             return [self.pair(string(record, "prompt"), string(record, "reply"))]
-        raise UsageError(f"the keys are {', '.join(map(repr, record)) or 'none'}; give {FORMS}")
+        raise UsageError(f"the keys are {_named(record) or 'none'}; give {FORMS}")
 
     def pieces(self, text: str) -> list[Example]:
         """Every piece begins with <bos>; only the last ends with <eos>, as only it ends."""
@@ -207,7 +216,7 @@ class Encoder:
     def pair(self, prompt: str, reply: str) -> Example:
         return self._reply([Message(role="user", content=prompt)], reply)
 
-    def chat(self, messages: object) -> Example:
+    def chat(self, messages: object, tools: object = None) -> Example:
         """The last message is the reply; it must be the assistant's, in words."""
         if not isinstance(messages, list) or len(messages) < 2:
             raise UsageError('"messages" must be a list of at least a question and an answer')
@@ -215,12 +224,14 @@ class Encoder:
         if last.role != "assistant" or not isinstance(last.content, str) or last.tool_calls:
             raise UsageError("the last message must be the assistant's, with text as its content")
         check_conversation(before)
-        return self._reply(before, last.content)
+        return self._reply(before, last.content, read_tools(tools))
 
-    def _reply(self, messages: Sequence[Message], reply: str) -> Example:
+    def _reply(
+        self, messages: Sequence[Message], reply: str, tools: Sequence[Tool] = ()
+    ) -> Example:
         if self._template is None:
             self._template = ChatTemplate.load(self.directory, self._tokenizer)
-        prompt = self._template.prompt(messages)
+        prompt = self._template.prompt(messages, tools)
         return prompt.ids, [*self._tokenizer.encode(reply), self._end]
 
 
@@ -228,6 +239,10 @@ def control_id(tokenizer: Tokenizer, name: str) -> int:
     if name not in tokenizer.control_ids:
         raise CheckpointError(f"the tokenizer has no {name}; training needs one of the Gemma kind")
     return tokenizer.control_ids[name]
+
+
+def _named(record: Mapping[str, object]) -> str:
+    return ", ".join(map(repr, record))
 
 
 def string(record: Mapping[str, object], key: str) -> str:

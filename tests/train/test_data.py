@@ -252,6 +252,23 @@ def test_lines_become_examples(tmp_path: Path, directory: Path, small: Tokenizer
     assert list(reply) == [*fox, end]
 
 
+def test_tools_of_a_conversation_are_told(tmp_path: Path, directory: Path) -> None:
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
+    tool = {"type": "function", "function": {"name": "look_around"}}
+    records: list[object] = [{"messages": chat}, {"messages": chat, "tools": [tool]}]
+    store = tokenize_file(write(tmp_path / "a.jsonl", records), directory, workers=1).store
+    plain, told = (Tokenizer.load(directory).decode(store[index][0]) for index in range(2))
+    assert "look_around" in told and "look_around" not in plain
+
+
+def test_a_mark_at_the_beginning_of_a_file_is_no_text(tmp_path: Path, directory: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": "The fox."}])
+    plain = tokenize_file(path, directory, workers=1).store
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    marked = tokenize_file(path, directory, workers=1).store
+    assert np.array_equal(plain.tokens_N, marked.tokens_N)
+
+
 def test_long_text_is_cut_and_long_pairs_are_counted(tmp_path: Path, directory: Path) -> None:
     records: list[object] = [{"text": STORY}, {"prompt": STORY, "reply": "No."}]
     made = tokenize_file(write(tmp_path / "a.jsonl", records), directory, max_tokens=40, workers=1)
@@ -278,7 +295,7 @@ def test_workers_do_not_change_the_result(tmp_path: Path, directory: Path) -> No
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "Expecting"),
+        ("{", "no JSON at character 3"),
         ('{"text": 3}', '"text" is 3'),
         ('{"prompt": "a"}', "the keys are 'prompt'"),
         ("[1]", "a list"),
@@ -286,6 +303,12 @@ def test_workers_do_not_change_the_result(tmp_path: Path, directory: Path) -> No
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
             "assistant's",
+        ),
+        ('{"text": "a", "prompt": "b", "reply": "c"}', "of several forms"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+            ', "tools": [{"name": "look"}]}',
+            "a tool",
         ),
     ],
 )
