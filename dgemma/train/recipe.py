@@ -182,6 +182,11 @@ class Recipe:
             raise ConfigError("a recipe needs at least one [[data]]")
         if self.lora is not None and self.model.checkpoint is None:
             raise ConfigError("[lora] needs [model] checkpoint: an adapter is for a trained model")
+        if self.lora is not None and self.model.frozen:
+            raise ConfigError(
+                f"[model] frozen is {list(self.model.frozen)} beside [lora], which freezes all but "
+                "its targets; leave frozen out, or what is to stay out of targets"
+            )
         self._check_carried()
 
     def _check_carried(self) -> None:
@@ -281,6 +286,8 @@ def _read(kind: type[T], raw: Any, place: str) -> T:
 
 def _value(hint: Any, raw: Any, place: str) -> Any:
     """A value of a field's type: tables become dataclasses, lists tuples."""
+    if raw != raw:  # TOML has nan, which no comparison with a bound refuses
+        raise ConfigError(f"{place} is nan; it must be a number")
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
         if is_dataclass(kind) and isinstance(raw, dict):

@@ -21,6 +21,9 @@ class Weighting:
         return range(1, self.rollout_steps + 1)
 
     def __post_init__(self) -> None:
+        for name in ("causal", "balance"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"[loss] {name} is {getattr(self, name)}; it must be 0 or more")
         if not 0 <= self.rollout <= 1:
             raise ConfigError(f"[loss] rollout is {self.rollout}; it is a share, from 0 to 1")
         if self.rollout_steps < 1:
