@@ -18,11 +18,11 @@ from dgemma.train.distributed import ALONE, Group, shard
 from dgemma.train.fresh import fresh_model
 from dgemma.train.loop import RunSettings, Trainer
 from dgemma.train.lora import add_adapter, trained
-from dgemma.train.mix import Ingredient, Mixture, Source, StoreSource
+from dgemma.train.mix import Ingredient, Mixture, Source, StoreSource, room_notes
 from dgemma.train.objective import Objective
 from dgemma.train.optim import Masters, OptimSettings
 from dgemma.train.recipe import DataSource, ModelSource, Recipe
-from dgemma.train.rows import Corruption
+from dgemma.train.rows import Corruption, Layout
 from dgemma.train.shards import gathered
 from dgemma.train.speed import compiled, compiled_by_kind, compiled_layers, recomputed
 from dgemma.train.tokens import Progress, Shelf, load_tokens
@@ -253,12 +253,18 @@ def _ingredient(
     data: DataSource, recipe: Recipe, place: Place, base: Base, notes: list[str]
 ) -> Ingredient:
     canvas, config = recipe.canvas, base.model.config
-    lengths = canvas.lengths if data.lengths is None else data.lengths
+    given = canvas.lengths if data.lengths is None else data.lengths
+    lengths = _lengths(given, config.canvas_length)
+    copies = canvas.copies if data.copies is None else data.copies
+    source = _source(data, recipe, place, base, notes)
+    if isinstance(source, StoreSource):
+        room = Layout(canvas_length=min(lengths), max_rows=recipe.batch.rows, copies=copies)
+        notes += [f"{data.file}: {note}" for note in room_notes(source.store, room)]
     return Ingredient(
-        source=_source(data, recipe, place, base, notes),
+        source=source,
         weight=data.weight,
-        canvas_lengths=_lengths(lengths, config.canvas_length),
-        copies=canvas.copies if data.copies is None else data.copies,
+        canvas_lengths=lengths,
+        copies=copies,
         learn_prompt=data.learn_prompt,
         causal_share=data.causal_share,
         corruption=Corruption(

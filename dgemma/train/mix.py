@@ -41,6 +41,24 @@ class StoreSource:
         return [Example(*self.store[int(i)]) for i in rng.integers(len(self.store), size=count)]
 
 
+def room_notes(store: Store, layout: Layout) -> list[str]:
+    """What a person should know of pairs too long for their rows, with the shortest canvas."""
+    reply_E = np.diff(store.starts_E) - store.prompts_E
+    canvases_E = (layout.max_rows - store.prompts_E) // ((1 + layout.copies) * layout.canvas_length)
+    is_pair_E = store.prompts_E > 0  # plain text is cut anywhere
+    unused_E = is_pair_E & (canvases_E < 1)
+    cut_E = is_pair_E & ~unused_E & (canvases_E * layout.canvas_length < reply_E)
+    why = f"{layout.max_rows} rows, which a text shares with its canvases; raise [batch] rows"
+    return [
+        f"{count} of {len(store)} {what} {why}"
+        for count, what in (
+            (int(unused_E.sum()), "examples are not used: no canvas has room behind the prompt in"),
+            (int(cut_E.sum()), "replies are learned without their ends, which have no room in"),
+        )
+        if count
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ingredient:
     """A source and how it is used."""

@@ -46,7 +46,11 @@ def load_tokens(path: Path, max_tokens: int, shelf: Shelf) -> tuple[Store, int]:
         dropped.write_text(str(made.dropped), encoding="utf-8")
         made.store.save(kept)
     count = int(dropped.read_text(encoding="utf-8")) if dropped.exists() else 0
-    return Store.load(kept), count
+    store = Store.load(kept)
+    if not len(store):
+        reason = f"its {count} are all over {max_tokens} tokens; raise max_tokens or [batch] rows"
+        raise UsageError(f"{path} has no example: {reason if count else 'it has no lines'}")
+    return store, count
 
 
 def _content(path: Path, max_tokens: int, shelf: Shelf) -> str:

@@ -287,6 +287,26 @@ def test_examples_that_are_too_long_are_counted_aloud_every_time(recipe: Path) -
         assert job.notes == ("chats.jsonl: 1 examples over 50 tokens were left out",)
 
 
+def test_pairs_that_find_no_room_are_counted_aloud(recipe: Path) -> None:
+    # A canvas of 16 tokens takes 48 of the 160 rows: itself, its copy, and the text it holds.
+    pairs = [("the " * 8, "the " * 8), ("the " * 8, "the " * 60), ("the " * 120, "the")]
+    lines = [json.dumps({"prompt": prompt, "reply": reply}) for prompt, reply in pairs]
+    (recipe.parent / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    unused, cut = built(recipe).notes
+    assert "chats.jsonl: 1 of 3 examples are not used" in unused and "160 rows" in unused
+    assert "chats.jsonl: 1 of 3 replies are learned without their ends" in cut
+    assert built(recipe, "batch.rows=1024").notes == ()
+
+
+def test_a_file_without_examples_is_named(recipe: Path) -> None:
+    file = recipe.parent / "chats.jsonl"
+    with pytest.raises(UsageError, match=r"chats\.jsonl has no example: its 3 are all over 8 tok"):
+        built(recipe, "data.0.max_tokens=8")
+    file.write_text("\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"chats\.jsonl has no example: it has no lines"):
+        built(recipe)
+
+
 def test_a_kill_while_tokens_are_kept_loses_no_count(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
