@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dgemma.train.recipe import Recipe
 
 NO_TASKS = "none"
-BEFORE, AFTER = "eval_before.json", "eval_after.json"
+BEFORE, AFTER, PICTURE = "eval_before.json", "eval_after.json", "eval.svg"
 HEADINGS = ("task", "measure", "diffusion before", "after", "ar before", "after")
 
 
@@ -81,6 +81,14 @@ class Trial:
         out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(report.to_json(), ensure_ascii=False, indent=1)
         (out / name).write_text(text + "\n", encoding="utf-8")
+
+    def picture(self, out: Path) -> Path | None:
+        """The shares among the measures, before and after; None where none can be drawn."""
+        from dgemma.train.plot import plot_shares
+
+        names = {"before": BEFORE, "after": AFTER}
+        reports = {label: out / name for label, name in names.items() if name in self.found}
+        return plot_shares(reports, out / PICTURE)
 
     def table(self) -> str:
         """All measures with their intervals, before and after."""

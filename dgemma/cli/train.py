@@ -49,8 +49,8 @@ def train(
     """Train, fine-tune or adapt a model by a recipe.
 
     A directory with saved states is gone on with, exactly as if the run had never stopped. Ctrl-C
-    saves one, and --export makes a model of it. Losses go to metrics.jsonl and, where matplotlib is
-    installed, to loss.svg.
+    saves one, and --export makes a model of it. Losses go to metrics.jsonl. Where matplotlib is
+    installed, loss.svg shows them, and eval.svg what tasks found before and after.
     """
     from dgemma.bench.data import Data
     from dgemma.cli.before_after import Trial
@@ -78,6 +78,9 @@ def train(
     if trial is not None:
         trial.after(job)
         print(trial.table())
+        drawn = trial.picture(job.place.out)
+        if drawn is not None:
+            print(f"evaluation: {drawn}")
 
 
 def _run(wanted: "Wanted") -> "tuple[Job, list[str]]":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dgemma.device import choose_device, choose_dtype
-from dgemma.errors import UsageError
+from dgemma.errors import DgemmaError, UsageError
 from dgemma.train.build import Job, Place, build, find_beside
 from dgemma.train.distributed import join
 from dgemma.train.plot import HOW_TO, plot_losses
@@ -137,7 +137,15 @@ def beginning(wanted: Wanted, job: Job) -> list[str]:
 
 def reports(wanted: Wanted, job: Job) -> Iterator[Report]:
     """Train, unless only what is saved was asked for."""
-    return iter(()) if wanted.is_export else job.trainer.reports()
+    if wanted.is_export:
+        return
+    try:
+        yield from job.trainer.reports()
+    except DgemmaError:
+        # Of a run that went wrong the picture is wanted most.
+        if job.place.group.is_first:
+            plot_losses(job.place.out)
+        raise
 
 
 def finish(job: Job) -> list[str]:

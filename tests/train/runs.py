@@ -140,7 +140,7 @@ config = "shape/config.json"
 tokenizer = "shape"
 [batch]
 sequences = 4
-rows = 160
+rows = 164
 [canvas]
 lengths = { 16 = 1.0 }
 copies = 2

@@ -261,7 +261,8 @@ def test_a_recipe_says_what_is_carried(tmp_path: Path) -> None:
 
 def test_answers_are_learned_by_canvases_that_go_on(tmp_path: Path) -> None:
     path = save_recipe(tmp_path, CARRIED)
-    job = built(path, "optim.adam_lr=0.01", "schedule.steps=100", "run.report_every=10")
+    teach = ["batch.rows=160", "optim.adam_lr=0.01", "schedule.steps=100", "run.report_every=10"]
+    job = built(path, *teach)
     reports = list(job.trainer.reports())
     assert reports[-1].denoise < 0.3 < 1 < reports[0].denoise
     carry = job.trainer.carry

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from dgemma.cli import main
 from dgemma.errors import UsageError
+from dgemma.train import command
 from dgemma.train.__main__ import main as plain
 from dgemma.train.command import Wanted, note_recipe
 from dgemma.train.feed import Loaded
@@ -85,6 +86,16 @@ def test_it_says_where_everything_is_and_goes_on_when_called_again(
     assert [line[0] for line in course(out)] == list(range(1, 11))
     code, _, erred = call(recipe, "--out", out, "--steps", "2", "--fresh")
     assert (code, erred, len(course(out))) == (0, "", 2)
+
+
+def test_the_course_of_a_run_that_went_wrong_is_drawn(
+    call: Call, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Path] = []
+    monkeypatch.setattr(command, "plot_losses", drawn.append)
+    code, _, said = call(recipe, "--out", recipe.parent / "run", "--set", "optim.adam_lr=1e30")
+    assert code == 1 and "training stopped after" in said
+    assert drawn == [recipe.parent / "run"]
 
 
 def test_a_run_is_not_forgotten_for_one_that_cannot_begin(

@@ -55,9 +55,9 @@ def test_the_recipes_of_the_repository_can_be_read() -> None:
     ("old", "new", "message"),
     [
         ("[batch]", "[batches]", "batches not known; use name, seed, model"),
-        ("rows = 160", "rwos = 160", "batch: rwos not known; use sequences, rows, accumulate"),
-        ("rows = 160", 'rows = "160"', "batch: rows is '160'; it must be a whole number"),
-        ("rows = 160", "rows = 0", "sequences, rows, accumulate and carried_steps must be 1"),
+        ("rows = 164", "rwos = 164", "batch: rwos not known; use sequences, rows, accumulate"),
+        ("rows = 164", 'rows = "164"', "batch: rows is '164'; it must be a whole number"),
+        ("rows = 164", "rows = 0", "sequences, rows, accumulate and carried_steps must be 1"),
         ("copies = 2", "copies = 2.5", "canvas: copies is 2.5; it must be a whole number"),
         ("steps = 8", 'steps = 8\nshape = "step"', "shape is 'step'; it must be 'linear' or 'cos"),
         ("steps = 8\n", "", "schedule lacks steps"),
@@ -288,12 +288,12 @@ def test_examples_that_are_too_long_are_counted_aloud_every_time(recipe: Path) -
 
 
 def test_pairs_that_find_no_room_are_counted_aloud(recipe: Path) -> None:
-    # A canvas of 16 tokens takes 48 of the 160 rows: itself, its copy, and the text it holds.
+    # A canvas of 16 tokens takes 48 of the 164 rows: itself, its copy, and the text it holds.
     pairs = [("the " * 8, "the " * 8), ("the " * 8, "the " * 60), ("the " * 120, "the")]
     lines = [json.dumps({"prompt": prompt, "reply": reply}) for prompt, reply in pairs]
     (recipe.parent / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
     unused, cut = built(recipe).notes
-    assert "chats.jsonl: 1 of 3 examples are not used" in unused and "160 rows" in unused
+    assert "chats.jsonl: 1 of 3 examples are not used" in unused and "164 rows" in unused
     assert "chats.jsonl: 1 of 3 replies are learned without their ends" in cut
     assert built(recipe, "batch.rows=1024").notes == ()
 
