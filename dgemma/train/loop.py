@@ -300,8 +300,11 @@ class Trainer:
 
     def _stopped(self, reason: str) -> TrainingStopped:
         found = states(self.run.directory)
-        good = f"the last good state is {found[-1][1]}" if found else "no state was saved yet"
+        good = "no state was saved yet"
+        if found:
+            # The same command would go the same way again, and another rate is another run.
+            good = f"the last good state is {found[-1][1]}, of which --export makes a model"
         return TrainingStopped(
-            f"training stopped after {self.step} steps: {reason}; {good}. Lower the learning rate "
-            "or look at the data of these steps"
+            f"training stopped after {self.step} steps: {reason}; {good}. Begin anew with a lower "
+            "learning rate (--fresh), or look at the data of these steps"
         )

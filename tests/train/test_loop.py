@@ -159,7 +159,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_last_good_state(tmp_pat
     one = trainer(tmp_path)
     poison(one, 8, float("nan"))
     good = re.escape(str(tmp_path / "state-00000006.pt"))
-    with pytest.raises(TrainingStopped, match=f"after 9 steps: the loss is nan.*{good}"):
+    with pytest.raises(TrainingStopped, match=f"after 9 steps: the loss is nan.*{good}, of which --export"):
         run(one)
     assert [step for step, _ in states(tmp_path)] == [6]
     again = trainer(tmp_path)
@@ -185,7 +185,7 @@ def test_weights_that_the_last_step_broke_are_not_saved(tmp_path: Path) -> None:
 def test_without_a_state_the_reason_says_so(tmp_path: Path) -> None:
     one = trainer(tmp_path)
     poison(one, 1, float("inf"))
-    with pytest.raises(TrainingStopped, match="no state was saved yet"):
+    with pytest.raises(TrainingStopped, match=r"no state was saved yet\. Begin anew with a lower"):
         run(one)
 
 
