@@ -71,9 +71,9 @@ def show(events: Iterable[object]) -> None:
 
 def told(solved: Solved) -> None:
     cells = solved.solution
-    lines = ["(not a grid)"] if cells is None else [cells[i : i + 9] for i in range(0, 81, 9)]
-    print("\n".join(lines if cells is None else (" ".join(line) for line in lines)))
-    verdict = "right" if solved.is_right else "wrong"
+    lines = [] if cells is None else [" ".join(cells[i : i + 9]) for i in range(0, 81, 9)]
+    print("\n".join(lines) or solved.reply)
+    verdict = "right" if solved.is_right else "wrong" if lines else "wrong: that is no grid"
     print(f"  [{verdict}; {solved.steps} steps, {solved.seconds:.2f} s]")
 
 

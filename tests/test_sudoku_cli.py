@@ -27,7 +27,7 @@ from dgemma.weights.download import NANO_DIRECTORY
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.random import random_model
 from dgemma.weights.save import save_checkpoint
-from examples import memorize
+from examples import demo, memorize
 from tests.taught import GENERATION, taught_config
 from tests.text import small
 
@@ -119,7 +119,27 @@ def test_a_known_puzzle_is_solved_from_its_text(engine: Engine, pinned: bool) ->
 def test_ar_mode_writes_the_same_grid_token_by_token(engine: Engine) -> None:
     [one] = solve(engine, [PUZZLE], mode="ar", restarts=8)
     assert one.solution == SOLUTION and one.settled
+    assert one.reply.strip() == text.grid_text(SOLUTION)
     assert (one.steps, one.restarts) == (len(text.reply_slots(engine.tokenizer).ids), 0)
+
+
+def test_the_demo_shows_what_was_written_also_where_it_is_no_grid(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for solution, reply in ((SOLUTION, text.grid_text(SOLUTION)), (None, "5 3 cats")):
+        one = Solved(
+            puzzle=PUZZLE,
+            solution=solution,
+            settled=True,
+            steps=3,
+            restarts=0,
+            seconds=1.0,
+            reply=reply,
+        )
+        demo.told(one)
+        said = capsys.readouterr().out
+        assert reply in said
+        assert ("right" in said, "no grid" in said) == (solution is not None, solution is None)
 
 
 def test_givens_are_pinned_where_the_reply_has_them(engine: Engine) -> None:

@@ -42,6 +42,7 @@ class Solved:
     steps: int
     restarts: int  # attempts after the first
     seconds: float
+    reply: str = ""  # the last attempt's, as it stands
 
     @property
     def is_right(self) -> bool:
@@ -157,6 +158,7 @@ class Attempt:
             steps=self.steps,
             restarts=self.restarts,
             seconds=self.seconds,
+            reply=done.text,
         )
 
 

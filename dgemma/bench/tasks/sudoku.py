@@ -125,4 +125,5 @@ def _solved(attempt: Attempt, reply: str, seconds: float) -> Solved:
         steps=attempt.steps,
         restarts=attempt.restarts,
         seconds=seconds,
+        reply=reply,
     )
