@@ -12,7 +12,7 @@ from typing import Any
 
 from dgemma.device import choose_device, choose_dtype
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.train.build import Job, Place, build, find_beside
+from dgemma.train.build import Job, Place, beside, build, find_beside
 from dgemma.train.distributed import join
 from dgemma.train.plot import HOW_TO, plot_losses
 from dgemma.train.recipe import Recipe, load_recipe, reread_recipe
@@ -61,6 +61,15 @@ class Wanted:
     def directory(self, recipe: Recipe) -> Path:
         """Of the run."""
         return Path("out/train") / recipe.name if self.out is None else self.out
+
+    def check_files(self, recipe: Recipe) -> None:
+        """Refuse data that is not there, before anything that takes long is begun."""
+        for data in recipe.data:
+            path = beside(self.recipe, str(data.file or data.bank))
+            if not path.is_file():
+                where = "a recipe's paths are relative to it, or begin with ./"
+                how = "python -m recipes.puzzle_bank makes one" if data.bank else where
+                raise UsageError(f"no file {path}; {how}")
 
     def place_of(self, checkpoint: str) -> Path:
         """The directory of a recipe's checkpoint."""

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dgemma.cli import main
+from dgemma.cli.before_after import Trial
 from dgemma.errors import UsageError
 from dgemma.train import command
 from dgemma.train.__main__ import main as plain
@@ -257,6 +258,24 @@ def test_the_plain_command_reports_on_stdout(
 
 
 # --- before and after
+
+
+@pytest.mark.parametrize(
+    ("source", "how"),
+    [
+        ('file="none.jsonl"', "a recipe's paths are relative to it"),
+        ('puzzle="sudoku", bank="none.npz"', "python -m recipes.puzzle_bank makes one"),
+    ],
+)
+def test_data_that_is_not_there_is_named_before_anything_is_measured(
+    source: str, how: str, call: Call, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*args: Any) -> None:
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr(Trial, "before", measured)
+    code, _, said = call(recipe, "--eval", "sudoku", "--set", f"data=[{{{source}}}]")
+    assert code == 2 and f"{recipe.parent / 'none'}" in said and how in said
 
 
 def test_tasks_are_run_before_and_after(call: Call, recipe: Path, tmp_path: Path) -> None:
