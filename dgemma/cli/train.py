@@ -71,6 +71,7 @@ def train(
     asked = wanted.read()
     trial = Trial.plan(asked, tasks, limit, Data.find(heldout, data))
     if trial is not None:
+        wanted.check_state(asked)
         wanted.check_files(asked)
         trial.before(wanted, asked)
     job, lines = _run(wanted)

@@ -62,6 +62,14 @@ class Wanted:
         """Of the run."""
         return Path("out/train") / recipe.name if self.out is None else self.out
 
+    def check_state(self, recipe: Recipe) -> None:
+        """Refuse to write the weights of a run that has saved none."""
+        if self.is_export and not states(self.directory(recipe)):
+            raise UsageError(
+                f"{self.directory(recipe)} holds no saved state to write the weights of; name the "
+                "directory of a run that was interrupted, or train without --export"
+            )
+
     def check_files(self, recipe: Recipe) -> None:
         """Refuse data that is not there, before anything that takes long is begun."""
         for data in recipe.data:
@@ -79,11 +87,7 @@ class Wanted:
 def prepare(wanted: Wanted, progress: Progress | None = None) -> Job:
     """Build the run and take it up where its newest state stands."""
     recipe = wanted.read()
-    if wanted.is_export and not states(wanted.directory(recipe)):
-        raise UsageError(
-            f"{wanted.directory(recipe)} holds no saved state to write the weights of; name the "
-            "directory of a run that was interrupted, or train without --export"
-        )
+    wanted.check_state(recipe)
     group, device = join(choose_device(wanted.device))
     place = Place(
         recipe=wanted.recipe,

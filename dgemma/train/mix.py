@@ -44,7 +44,7 @@ class StoreSource:
 def room_notes(store: Store, layout: Layout) -> list[str]:
     """What a person should know of pairs too long for their rows, with the shortest canvas."""
     reply_E = np.diff(store.starts_E) - store.prompts_E
-    canvases_E = (layout.max_rows - store.prompts_E) // ((1 + layout.copies) * layout.canvas_length)
+    canvases_E = (layout.max_rows - store.prompts_E) // layout.canvas_rows
     is_pair_E = store.prompts_E > 0  # plain text is cut anywhere
     unused_E = is_pair_E & (canvases_E < 1)
     cut_E = is_pair_E & ~unused_E & (canvases_E * layout.canvas_length < reply_E)

@@ -85,6 +85,11 @@ class Layout:
     learn_prompt: bool = True  # whether the causal pass is asked for the prompt's own tokens
     causal_share: float = 1.0  # of the examples, those that the causal pass is asked for at all
 
+    @property
+    def canvas_rows(self) -> int:
+        """What a canvas costs: the rows of its copies and as many clean ones as it has tokens."""
+        return (1 + self.copies) * self.canvas_length
+
 
 def lay_out(
     example: Example, layout: Layout, corruption: Corruption, rng: np.random.Generator
@@ -96,8 +101,7 @@ def lay_out(
     length = layout.canvas_length
     is_whole = len(reply) > 0 and ends(reply, example)
     count = -(-len(reply) // length) if is_whole else len(reply) // length
-    # Each canvas costs the rows of its copies and as many clean ones as it has tokens.
-    count = min(count, (layout.max_rows - len(prompt)) // ((1 + layout.copies) * length))
+    count = min(count, (layout.max_rows - len(prompt)) // layout.canvas_rows)
     if count <= 0:
         return None
     clean = _clean_rows(prompt, reply[: count * length], layout)

@@ -260,6 +260,16 @@ def test_the_plain_command_reports_on_stdout(
 # --- before and after
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be measured: that takes long, and what is wrong can be seen before."""
+
+    def measured(*args: Any) -> None:
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr(Trial, "before", measured)
+
+
 @pytest.mark.parametrize(
     ("source", "how"),
     [
@@ -268,14 +278,17 @@ def test_the_plain_command_reports_on_stdout(
     ],
 )
 def test_data_that_is_not_there_is_named_before_anything_is_measured(
-    source: str, how: str, call: Call, recipe: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, how: str, call: Call, recipe: Path, unmeasured: None
 ) -> None:
-    def measured(*args: Any) -> None:
-        raise AssertionError("measured first")
-
-    monkeypatch.setattr(Trial, "before", measured)
     code, _, said = call(recipe, "--eval", "sudoku", "--set", f"data=[{{{source}}}]")
     assert code == 2 and f"{recipe.parent / 'none'}" in said and how in said
+
+
+def test_a_run_without_a_state_is_named_before_anything_is_measured(
+    call: Call, recipe: Path, unmeasured: None
+) -> None:
+    code, _, said = call(recipe, "--eval", "sudoku", "--export", "--out", recipe.parent / "run")
+    assert code == 2 and "holds no saved state" in said
 
 
 def test_tasks_are_run_before_and_after(call: Call, recipe: Path, tmp_path: Path) -> None:
