@@ -18,6 +18,7 @@ from dgemma.bench.sudoku import Attempt as Try
 from dgemma.bench.sudoku import How, Solved, canvas_length, follow, givens, plan, solve
 from dgemma.cli import main
 from dgemma.cli.show import CanvasView
+from dgemma.cli.sudoku import Results
 from dgemma.engine import Draft, Engine
 from dgemma.errors import UsageError
 from dgemma.text import sudoku as text
@@ -34,6 +35,7 @@ from tests.text import small
 SOLUTION = "987514632316782495524693871832971546765428319149356728671849253498235167253167984"
 PUZZLE = "087500632000700000504690800000001006065420319100300728000009050090200160003007980"
 OTHER = "000000000000003085001020000000507000004000100090000000500000073002010000000040009"
+SHOWN = "· 8 7 │ 5 · · │ 6 3 2"  # its first row
 CANVAS, STEPS = 96, 300
 HERE = ["--device", "cpu", "--dtype", "float32", "--seed", "1"]
 FIELDS = {
@@ -283,6 +285,27 @@ def test_an_unsolved_puzzle_is_a_result_with_exit_code_one(call: Call, solver: P
     assert (result.code, result.err) == (1, "")
     assert result.out.endswith("1 of 2 solved\n")
     assert "not solved" in result.out or "no grid in the reply" in result.out
+
+
+@pytest.mark.parametrize(
+    ("restarts", "reply", "want"),
+    [(0, "5 3 cats\n", "5 3 cats"), (1, "5 3 cats", SHOWN), (0, " ", SHOWN)],
+)
+def test_a_reply_that_is_no_grid_is_shown_as_it_was_written(
+    restarts: int, reply: str, want: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Solved(
+        puzzle=PUZZLE,
+        solution=None,
+        settled=True,
+        steps=90,
+        restarts=restarts,
+        seconds=1.0,
+        reply=reply,
+    )
+    Results(How(), 1, as_json=False).take(0, one)
+    said = capsys.readouterr().out
+    assert said.startswith(want) and "no grid in the reply" in said
 
 
 def test_ar_mode_is_there_to_compare(call: Call, solver: Path) -> None:

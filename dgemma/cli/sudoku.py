@@ -198,7 +198,7 @@ class Results:
 
         one, console = self.found[index], Console(highlight=False, soft_wrap=True)
         number = f"puzzle {index + 1}: " if self.count > 1 else ""
-        console.print(_grid(one))
+        console.print(_outcome(one))
         console.print(number + _summary(one), style="dim")
         console.print()
 
@@ -222,8 +222,18 @@ def _report(one: "Solved", how: "How") -> dict[str, object]:
     }
 
 
+def _outcome(one: "Solved") -> "Text":
+    """The grid; where there is none, the reply as it was written, or the puzzle."""
+    from rich.text import Text
+
+    # A later attempt's reply is of another form of the puzzle.
+    if one.solution is None and one.restarts == 0 and one.reply.strip():
+        return Text(one.reply.strip(), style=FILLED)
+    return _grid(one)
+
+
 def _grid(one: "Solved") -> "Text":
-    """The grid with its givens set apart; what the reply left out is a dot."""
+    """The grid with its givens set apart; an empty cell is a dot."""
     from rich.text import Text
 
     grid = Text()
