@@ -2,7 +2,7 @@
 every token runs, more heads of keys and values.
 
     python -m recipes.nano_reshape nano out/nano/wide --dense 960 --experts 80
-    python -m recipes.nano_reshape out/v7 out/nano/heads --dense 704 --kv-heads 8
+    python -m recipes.nano_reshape out/nano/wide out/nano/heads --dense 640 --kv-heads 8
 
 A block that becomes narrower keeps the neurons that say most. What experts lose, new neurons of the
 dense block read from now on, and say nothing yet; a head of keys and values becomes several that
