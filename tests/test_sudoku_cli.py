@@ -35,6 +35,9 @@ from tests.text import small
 SOLUTION = "987514632316782495524693871832971546765428319149356728671849253498235167253167984"
 PUZZLE = "087500632000700000504690800000001006065420319100300728000009050090200160003007980"
 OTHER = "000000000000003085001020000000507000004000100090000000500000073002010000000040009"
+NO_GRID = Solved(
+    puzzle=PUZZLE, solution=None, settled=True, steps=90, restarts=0, seconds=1.0, reply=""
+)
 SHOWN = "· 8 7 │ 5 · · │ 6 3 2"  # its first row
 CANVAS, STEPS = 96, 300
 HERE = ["--device", "cpu", "--dtype", "float32", "--seed", "1"]
@@ -129,16 +132,7 @@ def test_the_demo_shows_what_was_written_also_where_it_is_no_grid(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for solution, reply in ((SOLUTION, text.grid_text(SOLUTION)), (None, "5 3 cats")):
-        one = Solved(
-            puzzle=PUZZLE,
-            solution=solution,
-            settled=True,
-            steps=3,
-            restarts=0,
-            seconds=1.0,
-            reply=reply,
-        )
-        demo.told(one)
+        demo.told(replace(NO_GRID, solution=solution, reply=reply))
         said = capsys.readouterr().out
         assert reply in said
         assert ("right" in said, "no grid" in said) == (solution is not None, solution is None)
@@ -294,15 +288,7 @@ def test_an_unsolved_puzzle_is_a_result_with_exit_code_one(call: Call, solver: P
 def test_a_reply_that_is_no_grid_is_shown_as_it_was_written(
     restarts: int, reply: str, want: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = Solved(
-        puzzle=PUZZLE,
-        solution=None,
-        settled=True,
-        steps=90,
-        restarts=restarts,
-        seconds=1.0,
-        reply=reply,
-    )
+    one = replace(NO_GRID, restarts=restarts, reply=reply)
     Results(How(), 1, as_json=False).take(0, one)
     said = capsys.readouterr().out
     assert said.startswith(want) and "no grid in the reply" in said

@@ -42,7 +42,7 @@ class Solved:
     steps: int
     restarts: int  # attempts after the first
     seconds: float
-    reply: str = ""  # the last attempt's, as it stands
+    reply: str = ""  # the last attempt's, as it stands: after restarts, of another form
 
     @property
     def is_right(self) -> bool:
