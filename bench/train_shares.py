@@ -68,6 +68,10 @@ class Group:
     sequences: int
 
 
+def names_of(sources: Sequence[DataSource]) -> list[str]:
+    return [source.puzzle or Path(source.file or "").stem for source in sources]
+
+
 def groups_of(recipe_path: Path, out: Path) -> list[Group]:
     recipe = load_recipe(recipe_path)
     device, dtype = torch.device("cpu"), torch.float32
@@ -83,14 +87,14 @@ def groups_of(recipe_path: Path, out: Path) -> list[Group]:
 
 
 def show(groups: Sequence[Group], sequences: int) -> None:
-    found, weights, names = [], [], []
+    found, weights, names = [], [], list[str]()
     for group in groups:
         whole = sum(source.weight for source in group.sources)
+        names += names_of(group.sources)
         for source, ingredient in zip(group.sources, group.mixture.ingredients, strict=True):
             alone = replace(group.mixture, ingredients=[ingredient], sequences=sequences)
             found.append(Asked.of(alone.batch(0)))
             weights.append(group.sequences * source.weight / whole)
-            names.append(source.puzzle or Path(source.file or "").stem)
     rows = np.array(weights)
     asked = rows[:, None] * np.array([(one.canvas, one.holes, one.clean) for one in found])
     canvas, _, clean = asked.sum(0)

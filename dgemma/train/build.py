@@ -273,6 +273,7 @@ def _ingredient(
             fill_share=canvas.fill_share if data.fill_share is None else data.fill_share,
             level_power=data.level_power,
             line_share=data.line_share,
+            canvas_weight=data.canvas_weight,
             hole_weight=data.hole_weight,
             breaks=_breaks(base) if data.line_share else (),
             rolls=data.rollout,

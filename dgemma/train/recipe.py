@@ -106,7 +106,8 @@ class DataSource:
     fill_share: float | None = None
     lengths: Mapping[str, float] | None = None
     line_share: float = 0.0  # of the canvases with holes, those whose holes are lines
-    hole_weight: int = 1  # rows that one in a hole counts for: a canvas with holes asks few
+    canvas_weight: int = 1  # rows that one of its canvases counts for, beside other sources'
+    hole_weight: int = 1  # times that, of one in a hole: a canvas with holes asks few
     level_power: float = 1.0  # of noise levels; below 1 a canvas is oftener almost all noise
     rollout: bool = True  # whether [loss] rollout is for it: where one reply alone is right
     max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows
@@ -123,7 +124,8 @@ class DataSource:
             )
         if self.level_power <= 0:
             raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
-        _check_counts("[[data]]", 1, hole_weight=self.hole_weight, copies=self.copies)
+        weights = {"canvas_weight": self.canvas_weight, "hole_weight": self.hole_weight}
+        _check_counts("[[data]]", 1, **weights, copies=self.copies)
         names = ("causal_share", "hole_share", "fill_share", "line_share")
         _check_shares("[[data]]", **{name: getattr(self, name) for name in names})
 

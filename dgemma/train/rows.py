@@ -68,7 +68,8 @@ class Corruption:
     highest: float = 1.0 - 1e-4
     hole_share: float = 0.2  # of the canvases
     line_share: float = 0.0  # of these, those whose holes are lines, as code is filled
-    hole_weight: int = 1  # of what is asked in a hole: a canvas with holes asks little
+    canvas_weight: int = 1  # of what is asked in any canvas
+    hole_weight: int = 1  # times that, of what is asked in a hole: a canvas with holes asks little
     breaks: tuple[int, ...] = ()  # tokens that break a line
     level_power: float = 1.0  # of the level, drawn evenly; below 1 high levels are oftener
     fill_share: float = 1.0  # of what fills a last canvas, that is asked for: it is soon learned
@@ -186,7 +187,8 @@ def _canvas_rows(
     lot_C = rng.integers(1 << 31, size=count, dtype=np.int32)
     rows[LOT] = np.repeat(lot_C, length) if corruption.rolls else NOTHING
     has_hole_C = pinned_CL.any(1)
-    rows[WEIGHT] = np.repeat(np.where(has_hole_C, corruption.hole_weight, 1), length)
+    weight_C = corruption.canvas_weight * np.where(has_hole_C, corruption.hole_weight, 1)
+    rows[WEIGHT] = np.repeat(weight_C, length)
     return rows
 
 

@@ -214,15 +214,16 @@ def test_half_of_the_texts_are_cut_where_a_line_begins() -> None:
     assert len(alone.prompt) in (1, 2)  # no line begins in it
 
 
-def test_a_canvas_with_holes_may_count_for_more() -> None:
-    corruption = Corruption(vocab_size=1000, hole_share=0.5, hole_weight=4)
+@pytest.mark.parametrize("other", [1, 3])
+def test_a_source_and_its_canvases_with_holes_may_count_for_more(other: int) -> None:
+    corruption = Corruption(vocab_size=1000, hole_share=0.5, canvas_weight=other, hole_weight=4)
     example = Example(ids(2), ids(*[50] * 100))
     made = laid(example, corruption, canvas_length=50, max_rows=99999, copies=20)
     is_canvas, is_asked = made[CANVAS] > NOTHING, made[TARGET] > NOTHING
     weight = made[WEIGHT, is_canvas].reshape(40, 50)
     has_hole = (made[PINNED, is_canvas].reshape(40, 50) > 0).any(1)
     assert 0 < has_hole.sum() < 40
-    assert (weight == np.where(has_hole, 4, 1)[:, None]).all()
+    assert (weight == other * np.where(has_hole, 4, 1)[:, None]).all()
     assert (made[WEIGHT, ~is_canvas] == 1).all()
     asked = made[WEIGHT][is_canvas & is_asked]
     assert Tally.of(made).canvas == asked.sum() > len(asked)

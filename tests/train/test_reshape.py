@@ -1,10 +1,12 @@
 """A trained model in another shape."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.config import GenerationConfig
@@ -14,123 +16,179 @@ from dgemma.train.context import Batch, PackedContext
 from dgemma.train.objective import Objective
 from dgemma.train.weighting import Weighting
 from dgemma.weights.load import Checkpoint, load_model
-from recipes.nano_reshape import Shape, main, reshaped
+from recipes.loudness import Loudness, loudness
+from recipes.nano_reshape import SAID, Shape, main, reshaped
 from tests.tiny import TINY
-from tests.train.runs import mixture, save_random, shaken
+from tests.train.runs import RECIPE, mixture, save_random, save_recipe, shaken
 
-INNER, DENSE = TINY.moe_intermediate_size, TINY.intermediate_size
-FEWER = INNER // 2
-ROOM = TINY.num_experts * (INNER - FEWER)
+gelu = partial(F.gelu, approximate="tanh")
+INNER, DENSE, LAYERS = TINY.moe_intermediate_size, TINY.intermediate_size, TINY.num_hidden_layers
+
+
+def batch() -> Batch:
+    return Batch.of(torch.from_numpy(mixture().batch(0)), "cpu")
+
+
+def heard(model: Gemma) -> Loudness:
+    return loudness(model, [batch()])
 
 
 def made_of(model: Gemma, shape: Shape) -> Gemma:
-    return reshaped(Checkpoint(model=model, generation=GenerationConfig()), shape).model
-
-
-def wide(model: Gemma, dense: int, inner: int) -> Gemma:
-    return made_of(model, Shape(dense=dense, inner=inner))
+    found = Checkpoint(model=model, generation=GenerationConfig())
+    return reshaped(found, shape, heard(model)).model
 
 
 def hidden(model: Gemma) -> Tensor:
     """Of canvases and texts, and of canvases that are told something."""
-    batch = Batch.of(torch.from_numpy(mixture().batch(0)), "cpu")
+    rows = batch()
     told_TD = torch.randn(
-        batch.token.numel(), TINY.hidden_size, generator=torch.Generator().manual_seed(1)
+        rows.token.numel(), TINY.hidden_size, generator=torch.Generator().manual_seed(1)
     )
     with torch.no_grad():
-        return Objective(model, Weighting())._hidden(batch, told_TD, PackedContext(TINY, batch))
+        context = PackedContext(model.config, rows)
+        return Objective(model, Weighting())._hidden(rows, told_TD, context)
 
 
-def pruned(model: Gemma) -> Gemma:
-    """With the weaker half of each expert's neurons silenced, one after the other."""
-    for layer in model.layers:
-        gate_up, down = layer.experts.gate_up_proj.data, layer.experts.down_proj.data
-        for expert in range(TINY.num_experts):
-            says = [
-                float(gate_up[expert, n].norm())
-                * float(gate_up[expert, INNER + n].norm())
-                * float(down[expert, :, n].norm())
-                for n in range(INNER)
+def said(model: Gemma, name: str) -> list[Tensor]:
+    """What each neuron of a block adds to the stream, in all passes over a batch."""
+    block, given = model.get_submodule(name), []
+    hook = block.register_forward_pre_hook(lambda _, rows: given.append(rows))
+    heard(model)
+    hook.remove()
+    with torch.no_grad():
+        if name.endswith(".mlp"):
+            x_TD = torch.cat([rows[0] for rows in given])
+            gate, up, down = (
+                block.get_submodule(f"{n}_proj").weight for n in ("gate", "up", "down")
+            )
+            return [
+                torch.outer(gelu(x_TD @ gate[n]) * (x_TD @ up[n]), down[:, n]) for n in range(DENSE)
             ]
-            for neuron in sorted(range(INNER), key=lambda n: says[n])[: INNER - FEWER]:
-                down[expert, :, neuron] = 0
+        x_TD, ids_TK, share_TK = (torch.cat(parts) for parts in zip(*given, strict=True))
+        added = []
+        for expert in range(TINY.num_experts):
+            share_T = (share_TK * (ids_TK == expert)).sum(1)
+            gate_MD, up_MD = block.gate_up_proj[expert].split(INNER)
+            for n in range(INNER):
+                at_T = gelu(x_TD @ gate_MD[n]) * (x_TD @ up_MD[n]) * share_T
+                added.append(torch.outer(at_T, block.down_proj[expert, :, n]))
+        return added
+
+
+@pytest.mark.parametrize("name", ["layers.0.mlp", "layers.1.experts"])
+def test_loudness_is_the_length_of_all_that_a_neuron_adds(name: str) -> None:
+    model = shaken()
+    want = torch.stack([added.norm() for added in said(model, name)])
+    assert torch.allclose(heard(model)[name].flatten(), want, rtol=1e-4)
+    assert want.max() > 1.5 * want.min()
+
+
+def test_every_block_is_heard() -> None:
+    places = [f"layers.{n}.{block}" for n in range(LAYERS) for block in ("mlp", "experts")]
+    assert sorted(heard(shaken())) == sorted([*places, "self_conditioning"])
+
+
+def quiet(model: Gemma, dense: int, inner: int) -> Gemma:
+    """With all but the loudest neurons of each block silenced, one after the other."""
+    for name, loud in heard(model).items():
+        block = model.get_submodule(name)
+        if name.endswith(".experts"):
+            for expert, loud_M in enumerate(loud):
+                for neuron in loud_M.argsort()[: INNER - inner]:
+                    block.down_proj.data[expert, :, neuron] = 0
+        else:
+            for neuron in loud.argsort()[: DENSE - dense]:
+                block.down_proj.weight.data[:, neuron] = 0
     return model
 
 
-def quiet(model: Gemma, dense: int) -> Gemma:
-    """With all but so many neurons of each dense block silenced."""
-    for block in (*(layer.mlp for layer in model.layers), model.self_conditioning):
-        parts = [part.weight.data for part in (block.gate_proj, block.up_proj, block.down_proj)]
-        says = [
-            float(parts[0][n].norm() * parts[1][n].norm() * parts[2][:, n].norm())
-            for n in range(DENSE)
-        ]
-        for neuron in sorted(range(DENSE), key=lambda n: says[n])[: DENSE - dense]:
-            parts[2][:, neuron] = 0
-    return model
-
-
-def test_a_wider_model_is_the_old_one_with_pruned_experts() -> None:
-    want, found = pruned(shaken()), wide(shaken(), DENSE + ROOM - 3, FEWER)
-    config = found.config
-    assert (config.intermediate_size, config.moe_intermediate_size) == (DENSE + ROOM - 3, FEWER)
+def test_a_narrower_model_is_the_old_one_without_its_quietest_neurons() -> None:
+    want, found = (
+        quiet(shaken(), DENSE - 5, INNER - 4),
+        made_of(shaken(), Shape(dense=DENSE - 5, inner=INNER - 4)),
+    )
+    assert found.config == replace(
+        TINY, intermediate_size=DENSE - 5, moe_intermediate_size=INNER - 4
+    )
     assert torch.allclose(hidden(found), hidden(want), atol=1e-5)
     assert not torch.allclose(hidden(found), hidden(shaken()), atol=1e-3)
 
 
 def test_nothing_changes_where_nothing_is_asked_for() -> None:
-    # But for the order in which neurons are added up.
-    assert torch.allclose(hidden(wide(shaken(), DENSE, INNER)), hidden(shaken()), atol=1e-5)
+    assert torch.equal(hidden(made_of(shaken(), Shape())), hidden(shaken()))
 
 
-def test_a_narrower_model_is_the_old_one_without_its_quietest_neurons() -> None:
-    want, found = quiet(shaken(), DENSE - 5), made_of(shaken(), Shape(dense=DENSE - 5))
-    assert found.config == replace(TINY, intermediate_size=DENSE - 5)
-    assert torch.allclose(hidden(found), hidden(want), atol=1e-5)
-    assert not torch.allclose(hidden(found), hidden(shaken()), atol=1e-3)
-
-
-def test_more_heads_of_keys_and_values_say_the_same() -> None:
-    found = made_of(shaken(), Shape(kv_heads=4))
-    want = replace(TINY, num_key_value_heads=4, num_global_key_value_heads=4)
-    assert found.config == want
-    assert torch.allclose(hidden(found), hidden(shaken()), atol=1e-5)
-
-
-def test_new_neurons_read_what_the_freed_ones_did() -> None:
+def test_heads_that_are_alike_become_one_that_says_the_same() -> None:
+    """And heads that are not become their mean."""
     model = shaken()
-    layer, made = model.layers[0], wide(shaken(), DENSE + ROOM, FEWER).layers[0]
-    x_TD = torch.randn(5, TINY.hidden_size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        old = layer.pre_feedforward_layernorm_2(x_TD) @ layer.experts.gate_up_proj.mT
-        new = made.mlp.gate_proj(made.pre_feedforward_layernorm(x_TD))[:, DENSE:]
-    # All that experts read of the stream, by gate: each new neuron is one of them.
-    every = old[:, :, :INNER].transpose(0, 1).flatten(1)
-    apart = (new[:, :, None] - every[:, None, :]).abs().amax(0)
-    assert apart.amin(1).max() < 1e-4
-    assert len(set(apart.argmin(1).tolist())) == ROOM
+    for layer in model.layers:
+        for part in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            if part is not None:  # of full layers, which have one head already
+                heads = part.weight.data.view(layer.self_attn.shape.num_kv_heads, -1)
+                heads[:] = heads[0].clone()
+    found = made_of(model, Shape(kv_heads=1))
+    assert found.config == replace(TINY, num_key_value_heads=1, num_global_key_value_heads=1)
+    assert torch.allclose(hidden(found), hidden(model), atol=1e-5)
+    old, mean = shaken().layers[0], made_of(shaken(), Shape(kv_heads=1)).layers[0]
+    first, second = old.self_attn.v_proj.weight.chunk(2)
+    assert torch.allclose(mean.self_attn.v_proj.weight, (first + second) / 2)
 
 
-@pytest.mark.parametrize(("dense", "inner"), [(DENSE, INNER + 1), (DENSE + 1, INNER), (999, 1)])
-def test_shapes_that_cannot_be_are_refused(dense: int, inner: int) -> None:
-    with pytest.raises(UsageError, match=f"{dense} neurons in the dense block and {inner} in each"):
-        wide(shaken(), dense, inner)
+def test_the_last_layers_come_twice_the_first_time_quietly() -> None:
+    model = shaken()
+    model.layers[1].layer_scalar.fill_(0.7)
+    found = made_of(model, Shape(layers=3))
+    assert found.config.layer_types == (*TINY.layer_types, TINY.layer_types[-1])
+    copy = found.layers[1]
+    assert copy.layer_scalar == 1
+    assert found.layers[2].layer_scalar == model.layers[1].layer_scalar
+    old = dict(model.layers[1].named_parameters())
+    for name, weight in copy.named_parameters():
+        is_closing = name in (
+            "post_attention_layernorm.weight",
+            "post_feedforward_layernorm.weight",
+        )
+        assert torch.equal(weight, old[name] * (SAID if is_closing else 1)), name
+        assert torch.equal(found.layers[2].get_parameter(name), old[name])
+    # Without what the copy says, it is the old model.
+    for norm in (copy.post_attention_layernorm, copy.post_feedforward_layernorm):
+        norm.weight.data.zero_()
+    assert torch.allclose(hidden(found), hidden(model), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        (Shape(dense=DENSE + 1), f"intermediate_size of {DENSE + 1}; it is {DENSE}"),
+        (Shape(inner=INNER + 1), f"moe_intermediate_size of {INNER + 1}; it is {INNER}"),
+        (Shape(kv_heads=4), "num_key_value_heads of 4; it is 2"),
+        (Shape(layers=5), "5 layers; there are 2, each of which can come twice"),
+        (Shape(layers=1), "1 layers; there are 2"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(shape: Shape, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        made_of(shaken(), shape)
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
-    with pytest.raises(UsageError, match="1 heads of keys and values; layer 0 has 2"):
-        made_of(shaken(), Shape(kv_heads=1))
+    odd = replace(TINY, num_attention_heads=6, num_key_value_heads=3, num_global_key_value_heads=3)
+    with pytest.raises(UsageError, match="2 heads of keys and values; layer 0 has 3"):
+        made_of(shaken(odd), Shape(kv_heads=2))
 
 
 def test_the_command_writes_a_checkpoint_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    text = RECIPE.replace('config = "shape/config.json"', 'checkpoint = "not made yet"')
+    recipe = save_recipe(tmp_path, text)
     old = save_random(tmp_path / "old")
     config = load_model(old).model.config
-    dense, inner = config.intermediate_size + 1, config.moe_intermediate_size - 1
-    options = ["--dense", str(dense), "--experts", str(inner)]
+    options = ["--layers", "3", "--dense", "7", "--experts", "5", "--recipe", str(recipe)]
     monkeypatch.setattr("sys.argv", ["reshape", str(old), str(tmp_path / "new"), *options])
     main()
     made = load_model(tmp_path / "new").model
-    want = replace(config, intermediate_size=dense, moe_intermediate_size=inner)
+    kinds = (*config.layer_types, *config.layer_types[-1:])
+    sizes = {"intermediate_size": 7, "moe_intermediate_size": 5}
+    want = replace(config, layer_types=kinds, **sizes)
     assert replace(made.config, dtype=want.dtype) == want
