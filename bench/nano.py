@@ -1,6 +1,6 @@
 """The built-in model on this CPU: a 200-token story and one Sudoku, by diffusion and by AR.
 
-    python bench/nano.py [--rounds 3] [--threads N] [--dtype auto] [--model nano] [--seed 0]
+    python bench/nano.py [--rounds 3] [--threads N] [--dtype auto] [--quant auto] [--model nano]
 
 Seconds are of wall time, the prompt included, loading not; tokens are those committed. Seeds are
 fixed, so every round does the same work: the median counts, the fastest is beside it. A busy
@@ -24,6 +24,7 @@ import torch
 from dgemma.bench.sudoku import solve
 from dgemma.engine import Engine, Options
 from dgemma.engine.options import Mode
+from dgemma.weights.cpu_int8 import Int8Table
 
 STORY = "Write a long story about a girl, her dog and a lost ball."
 TOKENS = 200
@@ -76,14 +77,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quant", default="auto", help="form of the weights: auto, none or int8")
     parser.add_argument("--model", default="nano")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     begin = time.perf_counter()
-    engine = Engine.load(arguments.model, device="cpu", dtype=arguments.dtype)
+    form = {"dtype": arguments.dtype, "quant": arguments.quant}
+    engine = Engine.load(arguments.model, device="cpu", **form)
     loading = time.perf_counter() - begin
     dtype = str(engine.dtype).removeprefix("torch.")
+    if isinstance(engine.model.embed_tokens, Int8Table):
+        dtype = f"int8 beside {dtype}"
     print(f"{hardware()}; {arguments.threads} threads, {dtype}, load {os.getloadavg()[0]:.1f}")
     print(f"  load    {loading:6.2f} s")
     results: dict[str, Any] = {}
