@@ -1,6 +1,7 @@
 """The built-in model on this CPU: a 200-token story and one Sudoku, by diffusion and by AR.
 
     python bench/nano.py [--rounds 3] [--threads N] [--dtype auto] [--quant auto] [--model nano]
+                         [--seed 0]
 
 Seconds are of wall time, the prompt included, loading not; tokens are those committed. Seeds are
 fixed, so every round does the same work: the median counts, the fastest is beside it. A busy

@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4, help="of a batch; even")
     parser.add_argument("--rounds", type=int, default=3, help="batches of each source; 2 or more")
     given = parser.parse_args()
+    if given.rounds < 2:
+        parser.error(f"--rounds is {given.rounds}; what agrees is seen in 2 batches or more")
     chosen = [] if given.checkpoint is None else [f"model.checkpoint={given.checkpoint}"]
     recipe = load_recipe(given.recipe, [*chosen, "batch.carried=0"])
     with tempfile.TemporaryDirectory() as out:
@@ -88,10 +90,14 @@ def main() -> None:
         base = load_base(recipe, place)
         mixture, _ = build_mixture(recipe, place, base)
         assert isinstance(mixture, Mixture)
+        names = names_of(recipe.data)
+        only = given.only.split(",") if given.only else names
+        if unknown := set(only) - set(names):
+            parser.error(f"--only names {sorted(unknown)}; the recipe has {', '.join(names)}")
         objective = Objective(base.model, recipe.loss)
         print(f"{'loss, length, agreement':24} {'denoising':>21} {'causal':>21}")
-        for name, ingredient in zip(names_of(recipe.data), mixture.ingredients, strict=True):
-            if given.only and name not in given.only.split(","):
+        for name, ingredient in zip(names, mixture.ingredients, strict=True):
+            if name not in only:
                 continue
             alone = replace(mixture, ingredients=[ingredient], sequences=given.sequences)
             parts = pulls(objective, alone, given.rounds)
