@@ -11,7 +11,6 @@ C cells of all canvases, D width, K kinds of what is asked for.
 """
 
 import argparse
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from dgemma.model import Gemma
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.train.build import Base, Place, build_mixture, load_base
+from dgemma.train.build import Base, opened
 from dgemma.train.context import Batch, PackedContext
 from dgemma.train.mix import Mixture
 from dgemma.train.objective import Objective
-from dgemma.train.recipe import load_recipe
 from dgemma.train.weighting import Weighting
 
 RECIPE = Path("recipes/sudoku.toml")
@@ -80,19 +78,14 @@ def _given(batch: Batch, at_C: Tensor) -> Tensor:
 
 
 def noise_batch(checkpoint: str, puzzles: int) -> tuple[Base, Batch]:
-    recipe = load_recipe(RECIPE, [f"model.checkpoint={checkpoint}"])
-    with tempfile.TemporaryDirectory() as out:
-        cpu, dtype = torch.device("cpu"), torch.float32
-        place = Place(recipe=RECIPE, out=Path(out), device=cpu, dtype=dtype)
-        base = load_base(recipe, place)
-        mixture, _ = build_mixture(recipe, place, base)
-    assert isinstance(mixture, Mixture)
-    (source,) = mixture.ingredients
-    noise = replace(source.corruption, lowest=1.0, highest=1.0)
-    alone = replace(source, corruption=noise, copies=1, canvas_lengths={96: 1.0})
-    # A puzzle and its canvas are about 300 rows.
-    made = replace(mixture, ingredients=[alone], sequences=max(2, puzzles // 10 * 2), rows=1600)
-    return base, Batch.of(torch.from_numpy(made.batch(0)), "cpu")
+    with opened(RECIPE, [f"model.checkpoint={checkpoint}"]) as (_, base, mixture):
+        assert isinstance(mixture, Mixture)
+        (source,) = mixture.ingredients
+        noise = replace(source.corruption, lowest=1.0, highest=1.0)
+        alone = replace(source, corruption=noise, copies=1, canvas_lengths={96: 1.0})
+        # A puzzle and its canvas are about 300 rows.
+        made = replace(mixture, ingredients=[alone], sequences=max(2, puzzles // 10 * 2), rows=1600)
+        return base, Batch.of(torch.from_numpy(made.batch(0)), "cpu")
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ recipe's data and its checkpoint.
 """
 
 import argparse
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,11 +22,10 @@ from torch import Tensor, nn
 
 from bench.train_shares import names_of
 from dgemma.model import Gemma
-from dgemma.train.build import Place, build_mixture, load_base
+from dgemma.train.build import opened
 from dgemma.train.context import Batch
 from dgemma.train.mix import Mixture
 from dgemma.train.objective import Counts, Objective
-from dgemma.train.recipe import load_recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +81,7 @@ def main() -> None:
     if given.rounds < 2:
         parser.error(f"--rounds is {given.rounds}; what agrees is seen in 2 batches or more")
     chosen = [] if given.checkpoint is None else [f"model.checkpoint={given.checkpoint}"]
-    recipe = load_recipe(given.recipe, [*chosen, "batch.carried=0"])
-    with tempfile.TemporaryDirectory() as out:
-        cpu, dtype = torch.device("cpu"), torch.float32
-        place = Place(recipe=given.recipe, out=Path(out), device=cpu, dtype=dtype)
-        base = load_base(recipe, place)
-        mixture, _ = build_mixture(recipe, place, base)
+    with opened(given.recipe, [*chosen, "batch.carried=0"]) as (recipe, base, mixture):
         assert isinstance(mixture, Mixture)
         names = names_of(recipe.data)
         only = given.only.split(",") if given.only else names

@@ -8,17 +8,16 @@ part of the denoising loss that is asked in canvases with holes. Needs the recip
 """
 
 import argparse
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from dgemma.train.build import Place, build_mixture, load_base
+from dgemma.train.build import opened
+from dgemma.train.carry import Beside
 from dgemma.train.mix import Mixture
-from dgemma.train.recipe import DataSource, load_recipe
+from dgemma.train.recipe import DataSource, Recipe
 from dgemma.train.rows import (
     CANVAS,
     EXAMPLE,
@@ -72,11 +71,7 @@ def names_of(sources: Sequence[DataSource]) -> list[str]:
     return [source.puzzle or Path(source.file or "").stem for source in sources]
 
 
-def groups_of(recipe_path: Path, out: Path) -> list[Group]:
-    recipe = load_recipe(recipe_path)
-    device, dtype = torch.device("cpu"), torch.float32
-    place = Place(recipe=recipe_path, out=out, device=device, dtype=dtype)
-    mixture, _ = build_mixture(recipe, place, load_base(recipe, place))
+def groups_of(recipe: Recipe, mixture: Mixture | Beside) -> list[Group]:
     if isinstance(mixture, Mixture):
         return [Group(mixture, recipe.data, mixture.sequences)]
     rolled, others = ([d for d in recipe.data if d.rollout is r] for r in (True, False))
@@ -109,8 +104,8 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--sequences", type=int, default=16, help="packed rows of each source")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as out:
-        show(groups_of(given.recipe, Path(out)), given.sequences)
+    with opened(given.recipe) as (recipe, _, mixture):
+        show(groups_of(recipe, mixture), given.sequences)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ E experts, M neurons of one, F of the dense block, D width of the stream.
 """
 
 import argparse
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +20,8 @@ from torch import Tensor
 
 from dgemma.config import AttentionShape, ModelConfig
 from dgemma.errors import UsageError
-from dgemma.train.build import Place, build_mixture, load_base
+from dgemma.train.build import opened
 from dgemma.train.context import Batch
-from dgemma.train.mix import Mixture
-from dgemma.train.recipe import load_recipe
 from dgemma.weights.download import find_checkpoint
 from dgemma.weights.load import Checkpoint, fill, load_model
 from dgemma.weights.names import skeleton
@@ -156,14 +153,9 @@ def _deepened(weights: Mapping[str, Tensor], layers: int, more: int) -> Weights:
 def batches(checkpoint: Path, recipe: Path) -> Iterator[Batch]:
     """The first of a recipe, as a model of another shape would be trained on them."""
     settings = [f"model.checkpoint={checkpoint.resolve()}", "batch.carried=0", "run.workers=0"]
-    found = load_recipe(recipe, [*settings, f"batch.sequences={SEQUENCES}"])
-    with tempfile.TemporaryDirectory() as out:
-        cpu = torch.device("cpu")
-        place = Place(recipe=recipe, out=Path(out), device=cpu, dtype=torch.float32)
-        mixture, _ = build_mixture(found, place, load_base(found, place))
-        assert isinstance(mixture, Mixture)
+    with opened(recipe, [*settings, f"batch.sequences={SEQUENCES}"]) as (_, _, mixture):
         for step in range(BATCHES):
-            yield Batch.of(torch.from_numpy(mixture.batch(step)), cpu)
+            yield Batch.of(torch.from_numpy(mixture.batch(step)), "cpu")
 
 
 def main() -> None:

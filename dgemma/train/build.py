@@ -1,6 +1,8 @@
 """From a recipe to a run: the model, its data and what moves it."""
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from dgemma.train.lora import add_adapter, trained
 from dgemma.train.mix import Ingredient, Mixture, Source, StoreSource, room_notes
 from dgemma.train.objective import Objective
 from dgemma.train.optim import Masters, OptimSettings
-from dgemma.train.recipe import DataSource, ModelSource, Recipe
+from dgemma.train.recipe import DataSource, ModelSource, Recipe, load_recipe
 from dgemma.train.rows import Corruption, Layout
 from dgemma.train.shards import gathered
 from dgemma.train.speed import compiled, compiled_by_kind, compiled_layers, recomputed
@@ -230,6 +232,20 @@ def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture | B
     if place.group.is_first:
         place.group.wait(place.device)
     return _mixture(ingredients, recipe), notes
+
+
+@contextmanager
+def opened(
+    path: Path, settings: Sequence[str] = ()
+) -> Iterator[tuple[Recipe, Base, Mixture | Beside]]:
+    """A recipe with its model and data on the CPU, to be looked at and not trained."""
+    recipe = load_recipe(path, settings)
+    with tempfile.TemporaryDirectory() as out:
+        cpu, dtype = torch.device("cpu"), torch.float32
+        place = Place(recipe=path, out=Path(out), device=cpu, dtype=dtype)
+        base = load_base(recipe, place)
+        mixture, _ = build_mixture(recipe, place, base)
+        yield recipe, base, mixture
 
 
 def _mixture(ingredients: Sequence[Ingredient], recipe: Recipe) -> Mixture | Beside:

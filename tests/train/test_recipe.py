@@ -1,6 +1,7 @@
 """Recipes: read strictly, changed by hand, and built into runs that do what they say."""
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from dgemma.engine import Engine, Options
 from dgemma.errors import CheckpointError, ConfigError, UsageError
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train import tokens
-from dgemma.train.build import Job, Place, build, build_mixture, find_beside
+from dgemma.train.build import Job, Place, build, build_mixture, find_beside, opened
 from dgemma.train.mix import Mixture
 from dgemma.train.recipe import load_recipe
 from dgemma.train.rows import Corruption
@@ -254,6 +255,25 @@ def test_the_running_mean_is_what_is_saved(recipe: Path) -> None:
         assert torch.equal(saved.get_parameter(name), mean)
         if name == "embed_tokens.weight":
             assert not torch.equal(mean, last)
+
+
+def test_an_opened_recipe_is_what_a_run_begins_with_and_leaves_nothing_behind(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    temporary, change = tmp_path / "temporary", "batch.sequences=2"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = set(tmp_path.rglob("*"))
+    with opened(recipe, [change]) as (read, base, mixture):
+        assert list(temporary.rglob("tokens/*"))  # of the chats, which are not tokenized yet
+        rows = mixture.batch(0)
+    assert set(tmp_path.rglob("*")) == before
+    job = built(recipe, change)
+    assert read == job.recipe and base.tokenizer == job.base.tokenizer
+    assert np.array_equal(rows, job.trainer.mixture.batch(0))
+    weights = job.base.model.state_dict()
+    assert base.model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(w, weights[name]) for name, w in base.model.state_dict().items())
 
 
 # --- data files
