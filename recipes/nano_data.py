@@ -5,6 +5,7 @@
 Writes OUT/raw/NAME.jsonl (training sources), OUT/heldout/*.jsonl (never trained on),
 OUT/tokenizer/ and OUT/tokens/NAME.npz. The same data and seed give the same files.
 `--functions FILE` adds the source `code2`, functions of further packages that `recipes.nano_pypi`
+wrote, and `--written FILE` the source `written`, a teacher's functions that `recipes.teacher.take`
 wrote; the split is chosen without them, so that what is held out stays what it was.
 """
 
@@ -15,7 +16,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -53,21 +54,22 @@ class Material:
     plain: list[str]  # sentences for plain text
     tasks: list[str]  # sentences for tasks
     nouns: list[str]
-    further: list[Function]  # of other packages than the data directory's
+    further: dict[str, list[Function]]  # by source: what the data directory does not hold
 
     def rng(self, name: str) -> Random:
         return Random(f"{self.seed}/{name}")
 
 
-def gather(data: Path, seed: int, functions: Path | None = None) -> Material:
+def gather(data: Path, seed: int, files: Mapping[str, Path]) -> Material:
+    """All there is, with further functions out of a file per source."""
     sentences = nano_raw.sentences(data)
     Random(f"{seed}/sentences").shuffle(sentences)
     split = make_split(data, seed)
-    further: list[Function] = []
-    if functions is not None:
-        found, held = nano_raw.further_functions(functions), HeldCode(split.held_out.functions)
-        further, lost = clean_functions(found, Benchmarks(data), held)
-        dropped = {f"further {rule}": count for rule, count in lost.items()}
+    further: dict[str, list[Function]] = {}
+    for name, path in files.items():
+        found, held = nano_raw.further_functions(path), HeldCode(split.held_out.functions)
+        further[name], lost = clean_functions(found, Benchmarks(data), held)
+        dropped = {f"{name} {rule}": count for rule, count in lost.items()}
         split = replace(split, dropped={**split.dropped, **dropped})
     return Material(
         data=data,
@@ -88,9 +90,9 @@ def text_sources(material: Material) -> Iterator[tuple[str, Iterable[Record]]]:
     yield "books", ({"text": document.text} for document in train.books)
     yield "dialogues", ({"text": document.text} for document in train.dialogues)
     yield "code", ({"text": function.code} for function in chosen_code(material))
-    if material.further:
-        further = material.rng("code2").sample(material.further, len(material.further))
-        yield "code2", ({"text": function.code} for function in further)
+    for name, functions in material.further.items():
+        order = material.rng(name).sample(functions, len(functions))
+        yield name, ({"text": function.code} for function in order)
 
 
 def chosen_code(material: Material) -> list[Function]:
@@ -197,7 +199,7 @@ def write_lines(path: Path, records: Iterable[Record]) -> int:
 
 
 def write_all(
-    data: Path, out: Path, seed: int, *, functions: Path | None = None, train: bool = True
+    data: Path, out: Path, seed: int, *, files: Mapping[str, Path], train: bool = True
 ) -> None:
     """Raw files, if wanted, and held-out files; the tokenizer only where there is none."""
     warnings.simplefilter("ignore", SyntaxWarning)  # escapes in other people's strings
@@ -205,7 +207,7 @@ def write_all(
         say("learning the tokenizer")
         make_tokenizer(data, out / "tokenizer", seed)
     say("reading and splitting")
-    material = gather(data, seed, functions)
+    material = gather(data, seed, files)
     for rule, count in material.split.dropped.items():
         say(f"left out of training: {count} {rule}")
     sources = chain(text_sources(material), pair_sources(material)) if train else ()
@@ -251,13 +253,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--functions", type=Path, help="further functions, as JSONL")
+    parser.add_argument("--written", type=Path, help="a teacher's functions, as JSONL")
     parser.add_argument("--only", choices=["raw", "heldout", "tokens"], help="one step")
     choices = parser.parse_args()
-    if choices.functions is not None and choices.only in ("heldout", "tokens"):
-        parser.error(f"--functions is for raw files, which --only {choices.only} does not write")
+    given = {"code2": choices.functions, "written": choices.written}
+    files = {name: path for name, path in given.items() if path is not None}
+    if files and choices.only in ("heldout", "tokens"):
+        options = "--functions and --written are"
+        parser.error(f"{options} for raw files, which --only {choices.only} does not write")
     if choices.only != "tokens":
         train = choices.only != "heldout"
-        write_all(choices.data, choices.out, choices.seed, functions=choices.functions, train=train)
+        write_all(choices.data, choices.out, choices.seed, files=files, train=train)
     if choices.only in (None, "tokens"):
         tokenize_all(choices.out, choices.workers)
 

@@ -157,9 +157,10 @@ def functions(data: Path) -> list[Function]:
 
 
 def further_functions(path: Path) -> list[Function]:
-    """Functions of the same form from a file of their own (`recipes.nano_pypi` writes one)."""
+    """Functions of the same form from a file of their own, as `recipes.nano_pypi` writes one."""
     if not path.is_file():
-        raise UsageError(f"no {path}; `python -m recipes.nano_pypi` makes a file of functions")
+        makers = "`python -m recipes.nano_pypi` or `python -m recipes.teacher.take`"
+        raise UsageError(f"no {path}; {makers} makes a file of functions")
     found: dict[str, Function] = {}
     for record in read_lines(path):
         add_function(found, record, record["p"], top=bool(record["top"]))

@@ -172,8 +172,11 @@ def examples(functions: Iterable[Function], *, packages: bool) -> list[str]:
 
 
 def has_steps(code: str) -> bool:
-    """Whether it loops or decides: what only hands something on shows no style."""
-    return re.search(r"\b(for|while|if)\b", code) is not None
+    """Whether it loops or decides, and is not mostly docstring: little else shows a style."""
+    parts = rewrite.split_function(code)
+    if parts is None or len(parts[1]) > len(code) / 2:
+        return False
+    return re.search(r"\b(for|while|if)\b", parts[2]) is not None
 
 
 def is_source(function: Function, *, packages: bool) -> bool:
