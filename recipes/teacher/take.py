@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from dgemma.errors import UsageError
 from dgemma.train import rewrite
@@ -45,12 +46,15 @@ from recipes.nano_split import Benchmarks, HeldCode, clean_functions, split_func
 from recipes.teacher.ask import SPLIT_SEED
 from recipes.teacher.names import given_names, unknown_names
 
+Reply = dict[str, Any]
+
 LINES = range(2, 41)
 MOST_DOCSTRING = 0.5  # of the characters; a longer docstring is cut to its first line
 WIDEST = 100  # characters of a docstring's line
 PER_FORM = 3  # functions that differ in the names of variables alone
 BATCH = 400  # replies that a process reads at once
 PACKAGE = "written"
+BROKEN = "replies without a whole statement"
 
 # What begins a statement of a module, and so ends the function before it.
 STATEMENT = re.compile(
@@ -77,9 +81,9 @@ class Batch:
     counts: Counter[str]  # functions, and why some were dropped
 
 
-def code_of(reply: dict[str, str]) -> str:
+def code_of(reply: Reply) -> str:
     """What stands within the fence."""
-    text = reply["begin"] + reply["text"]
+    text: str = reply["begin"] + reply["text"]
     return text.split("```")[1].split("\n", 1)[-1].replace("\r\n", "\n").replace("\f", " ")
 
 
@@ -106,12 +110,12 @@ def parsed(code: str) -> Piece | None:
         return None
 
 
-def read_reply(reply: dict[str, str]) -> Iterator[Found | str]:
+def read_reply(reply: Reply) -> Iterator[Found | str]:
     """The functions of a reply, or why one is of no use."""
     found = pieces(code_of(reply), ended=bool(reply["ended"]))
     given = frozenset(name for piece in found for name in given_names(piece.tree))
     if not found:
-        yield "replies without a whole statement"
+        yield BROKEN
     for piece in found:
         for node, top in definitions(piece.tree.body, top=True):
             yield read_function(node, piece.lines, given, top=top)
@@ -207,6 +211,7 @@ class Reader:
         functions = []
         with quiet():
             for found in (found for line in lines for found in read_reply(json.loads(line))):
+                counts["functions"] += found != BROKEN
                 if isinstance(found, Found):
                     functions.append(Function(found.code, PACKAGE, found.name, found.top))
                 else:
@@ -245,7 +250,8 @@ def reply_batches(paths: Iterable[Path], size: int = BATCH) -> Iterator[list[str
     for path in paths:
         if not path.is_file():
             raise UsageError(f"no {path}; give files of replies, as .jsonl or .jsonl.xz")
-        with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
+        opened = lzma.open if path.suffix == ".xz" else open
+        with opened(path, "rt", encoding="utf-8") as file:
             lines = (line for line in file if line.strip())
             while batch := list(islice(lines, size)):
                 yield batch
