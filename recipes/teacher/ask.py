@@ -60,6 +60,7 @@ SHARES = {"style": 20, "name": 32, "grid": 32, "several": 16}
 PACKAGE_SHARE = 0.6  # of examples and names that are of packages rather than of problems
 
 FENCE = "```python\n"
+DEF = "def"  # the blank behind a word is the next token's: given here, there would be two
 LEETCODE = "As a LeetCode solution, camelCase."
 
 
@@ -277,7 +278,7 @@ class Writer:
         other = self.rng.choice(self.grid.others)
         request = f"Write another Python function in the same style for {other}:"
         parts = [request, self.problem(), *self.theme(0.4), *self.pick(self.grid.endings)]
-        return Ask(f"{FENCE}{code}```\n{' '.join(parts)}", FENCE + "def ")
+        return Ask(f"{FENCE}{code}```\n{' '.join(parts)}", FENCE + DEF)
 
     def name(self) -> Ask:
         """By name alone, or with the signature, which only the reply's beginning needs to hold."""
@@ -297,8 +298,8 @@ class Writer:
         parts = [f"Write a Python function: {self.problem()}", *self.pick(self.grid.twists, 0.5)]
         parts += self.theme(0.4)
         if self.chance(0.15):
-            return Ask(" ".join([*parts, LEETCODE]), FENCE + "class Solution:\n    def ")
-        begin = FENCE if self.chance(0.1) else FENCE + "def "
+            return Ask(" ".join([*parts, LEETCODE]), FENCE + "class Solution:\n    " + DEF)
+        begin = FENCE if self.chance(0.1) else FENCE + DEF
         return Ask(" ".join([*parts, *self.manner()]), begin)
 
     def design(self) -> Ask:
@@ -306,7 +307,7 @@ class Writer:
         classes = self._classes
         request = f"Write a small Python class: {self.rng.choice(classes.data)}, "
         parts = [request + self.rng.choice(classes.tasks) + ".", *self.theme(0.4), *self.manner()]
-        return Ask(" ".join(parts), FENCE + "class ")
+        return Ask(" ".join(parts), FENCE + "class")
 
     def several(self) -> Ask:
         if self.chance(0.3):
@@ -319,7 +320,7 @@ class Writer:
             f"Write {count} short Python functions for {self.rng.choice(family.data)}: {jobs}."
         )
         parts = [request, *self.theme(0.5), *self.manner()]
-        return Ask(" ".join(parts), FENCE + "def ")
+        return Ask(" ".join(parts), FENCE + DEF)
 
     def variants(self) -> Ask:
         """One problem solved in two ways."""
@@ -329,7 +330,7 @@ class Writer:
             f"Given {self.rng.choice(family.data)}, {task}: write two short Python functions, "
         )
         parts = [request + ways, *self.theme(0.4), *self.manner()]
-        return Ask(" ".join(parts), FENCE + "def ")
+        return Ask(" ".join(parts), FENCE + DEF)
 
 
 def asks(writer: Writer, guard: Guard) -> Iterator[tuple[str, Ask]]:
