@@ -25,6 +25,7 @@ from dgemma.text.chat import Message
 from dgemma.text.sudoku import is_solution, prompt_text, read_reply
 from dgemma.weights.download import NANO_DIRECTORY
 from dgemma.weights.export import export
+from dgemma.weights.int8 import EIGHT
 from dgemma.weights.load import load_model
 from recipes import nano_ship
 from tests.reference import recording
@@ -78,7 +79,7 @@ def reference(exported: Path) -> DiffusionGemmaForBlockDiffusion:
 
 
 def test_it_fits_where_it_is_kept() -> None:
-    sizes = {path.name: path.stat().st_size for path in NANO_DIRECTORY.iterdir()}
+    sizes = sizes_of(NANO_DIRECTORY)
     assert {"README.md", "config.json", "tokenizer.json", "chat_template.jinja"} <= sizes.keys()
     assert sum(sizes.values()) <= 32_000_000
     assert max(sizes.values()) <= 8_000_000
@@ -91,13 +92,17 @@ def test_it_is_of_the_architecture_with_experts(engine: Engine) -> None:
     assert engine.tokenizer.vocab_size == config.vocab_size
 
 
+def sizes_of(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+
+
 def test_shipping_gives_the_same_bytes_and_keeps_the_card(exported: Path, tmp_path: Path) -> None:
     into = tmp_path / "models" / "nano"
-    sizes = nano_ship.ship(exported, into)
+    shipped = nano_ship.ship(exported, into)
     assert (into / "README.md").read_text(encoding="utf-8") == nano_ship.PLACEHOLDER
     (into / "README.md").write_text("a card", encoding="utf-8")
     before = {path.name: path.read_bytes() for path in into.iterdir()}
-    assert nano_ship.ship(into, into).keys() == sizes.keys()
+    assert nano_ship.ship(into, into) == replace(shipped, sizes=sizes_of(into))
     assert {path.name: path.read_bytes() for path in into.iterdir()} == before
     assert [path.name for path in into.parent.iterdir()] == ["nano"]
 
@@ -111,9 +116,21 @@ def test_shipping_what_is_too_large_changes_nothing(
     (into / "config.json").write_text("the model before", encoding="utf-8")
     monkeypatch.setattr(nano_ship, limit, value)
     with pytest.raises(CheckpointError, match="nothing is changed"):
-        nano_ship.ship(NANO_DIRECTORY, into)
+        nano_ship.ship(NANO_DIRECTORY, into, [EIGHT])
     assert (into / "config.json").read_text(encoding="utf-8") == "the model before"
     assert [path.name for path in tmp_path.iterdir()] == ["nano"]
+
+
+def test_shipping_takes_the_most_bits_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = nano_ship.LADDER[-1]
+    least = nano_ship.ship(NANO_DIRECTORY, tmp_path / "few", [few])
+    monkeypatch.setattr(nano_ship, "MAX_BYTES", least.total)
+    assert nano_ship.ship(NANO_DIRECTORY, tmp_path / "most") == least
+    monkeypatch.setattr(nano_ship, "MAX_BYTES", least.total - 1)
+    with pytest.raises(CheckpointError, match=f"{least.total} bytes, {few}, more than"):
+        nano_ship.ship(NANO_DIRECTORY, tmp_path / "none")
 
 
 # --- what it does

@@ -19,10 +19,12 @@ from dgemma.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = "model-*-of-*.safetensors"
-# Names of their own: no other program may take 8-bit numbers for the weights (docs/decisions/021).
+# Names of their own: no other program may take whole numbers for the weights (docs/decisions/021).
+# They hold numbers of eight bits or fewer (docs/decisions/029).
 INT8_INDEX = "int8.safetensors.index.json"
 INT8_SHARDS = "int8-*-of-*.safetensors"
 ROW_SCALE = ".row_scale"  # after the name of an 8-bit tensor: what its rows are multiplied by
+GROUP_SCALE = ".group_scale"  # after one of fewer bits: what groups of its rows are multiplied by
 ENTRY_POINTS = (SINGLE, INDEX, INT8_INDEX)  # a checkpoint has one of them
 CONFIGS = ("config.json", "generation_config.json")
 COMPANIONS = (
@@ -34,7 +36,7 @@ COMPANIONS = (
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # the types this build reads
-INT8_ITEM_BYTES = {"I8": 1, "F32": 4}  # in the 8-bit layout
+INT8_ITEM_BYTES = {"I8": 1, "U8": 1, "F16": 2, "F32": 4}  # in the 8-bit layout
 FIELDS = {"dtype", "shape", "data_offsets"}
 
 

@@ -26,12 +26,11 @@ from dgemma.weights.files import (
     INDEX,
     INT8_INDEX,
     LENGTH_BYTES,
-    ROW_SCALE,
     SINGLE,
     find_shards,
     listing,
 )
-from dgemma.weights.int8 import to_int8
+from dgemma.weights.int8 import EIGHT, Bits, to_int8
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.mapped import DTYPES, STORED_DTYPES
 from dgemma.weights.names import BUFFER_ENDINGS, TEXT_PREFIX, skeleton, stored_names
@@ -46,6 +45,7 @@ class Plan:
 
     files: Mapping[str, Mapping[str, Tensor]]
     dtype: torch.dtype | None  # of every tensor; None: each keeps its own
+    num_parameters: int
     index: str = INDEX
 
 
@@ -61,24 +61,28 @@ def save_checkpoint(
     if not overwrite:
         refuse_existing(directory)
     dtype = _dtype(checkpoint)
-    shards = split(released_tensors(checkpoint), dtype, max_shard_bytes)
+    tensors = released_tensors(checkpoint)
+    shards = split(tensors, dtype, max_shard_bytes)
     files = {SINGLE: shards[0]} if len(shards) == 1 else name_files("model", shards)
-    _save(checkpoint, Plan(files=files, dtype=dtype), directory, tokenizer_from)
+    plan = Plan(files=files, dtype=dtype, num_parameters=_count(tensors))
+    _save(checkpoint, plan, directory, tokenizer_from)
 
 
 def save_int8(
     checkpoint: Checkpoint,
     directory: Path,
     *,
+    bits: Bits = EIGHT,
     tokenizer_from: Path | None = None,
     max_shard_bytes: int = 8_000_000,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint in 8 bits, for this package alone; reading it back gives float32."""
+    """Write a checkpoint in 8 bits or fewer, for this package alone; it is read as float32."""
     if not overwrite:
         refuse_existing(directory)
-    shards = split(to_int8(released_tensors(checkpoint)), None, max_shard_bytes)
-    plan = Plan(files=name_files("int8", shards), dtype=None, index=INT8_INDEX)
+    tensors = released_tensors(checkpoint)
+    files = name_files("int8", split(to_int8(tensors, bits), None, max_shard_bytes))
+    plan = Plan(files=files, dtype=None, num_parameters=_count(tensors), index=INT8_INDEX)
     _save(checkpoint, plan, directory, tokenizer_from)
 
 
@@ -220,14 +224,17 @@ def _write_all(checkpoint: Checkpoint, plan: Plan, place: Path) -> list[str]:
     return [*CONFIGS, *plan.files, plan.index]
 
 
+def _count(tensors: Mapping[str, Tensor]) -> int:
+    """Parameters as others count them: the reference keeps some of the tensors as buffers."""
+    return sum(w.numel() for name, w in tensors.items() if not name.endswith(BUFFER_ENDINGS))
+
+
 def _index(plan: Plan) -> dict[str, Any]:
-    tensors = {name: tensor for shard in plan.files.values() for name, tensor in shard.items()}
-    apart = (*BUFFER_ENDINGS, ROW_SCALE)
-    counted = [tensor for name, tensor in tensors.items() if not name.endswith(apart)]
+    tensors = [tensor for shard in plan.files.values() for tensor in shard.values()]
     return {
         "metadata": {
-            "total_parameters": sum(tensor.numel() for tensor in counted),
-            "total_size": sum(tensor_bytes(tensor, plan.dtype) for tensor in tensors.values()),
+            "total_parameters": plan.num_parameters,
+            "total_size": sum(tensor_bytes(tensor, plan.dtype) for tensor in tensors),
         },
         "weight_map": {name: file for file, shard in plan.files.items() for name in shard},
     }

@@ -12,6 +12,7 @@ from dgemma.weights.adapter.modules import LoRALinear
 from dgemma.weights.agreement import agreement
 from dgemma.weights.cpu_int8 import Int8Experts, Int8Linear, Int8Table, pack_int8
 from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.weights.files import read_headers
 from dgemma.weights.int8 import quantize
 from dgemma.weights.load import load_model
 from dgemma.weights.served import Wanted, load_served
@@ -55,11 +56,12 @@ def test_experts_are_products_of_their_own_rows() -> None:
         assert torch.equal(row, int8_reference(x[source][None], own)[0])
 
 
-def test_the_built_in_model_loses_nothing_of_its_weights_and_little_of_its_answers() -> None:
-    plain = load_model(NANO_DIRECTORY).model
+def test_the_built_in_model_loses_little_of_its_answers_and_of_8_bit_weights_nothing() -> None:
+    plain, files = load_model(NANO_DIRECTORY).model, read_headers(NANO_DIRECTORY)
     for name, weight in plain.state_dict().items():
         if weight.dim() > 1:
-            assert torch.equal(quantize(weight).whole(), weight), name
+            lost = (quantize(weight).whole() - weight).norm() / weight.norm()
+            assert lost < (0.01 if files[f"model.decoder.{name}"].dtype == "U8" else 1e-9), name
     small = load_model(NANO_DIRECTORY, quant="int8").model
     moved = agreement(plain, small, seed=0)
     # By CPU 1.7e-3 to 3.1e-3; one layer with its gates and values swapped: 3e-2.
@@ -75,7 +77,7 @@ def test_all_products_but_the_routers_are_swapped_either_way(
     packed = pack_int8(load_model(NANO_DIRECTORY).model)
     for model in (loaded, packed):
         plain = {name for name, child in model.named_modules() if type(child) is nn.Linear}
-        assert plain == {f"layers.{number}.router.proj" for number in range(8)}
+        assert plain == {f"layers.{number}.router.proj" for number in range(len(model.layers))}
         assert isinstance(model.embed_tokens, Int8Table)
         assert all(isinstance(layer.experts, Int8Experts) for layer in model.layers)
     # Equal to the bit or not, which one short pass says as well as several.

@@ -298,7 +298,7 @@ def test_a_missing_tensor_with_its_scales_is_named(stored: Path) -> None:
 def test_other_types_are_refused_in_this_layout(stored: Path) -> None:
     change(stored, lambda tensors: tensors.update({NORM: tensors[NORM].bfloat16()}))
     message = refused(stored)
-    assert f"{NORM} is stored as BF16; this build reads I8, F32" in message
+    assert f"{NORM} is stored as BF16; this build reads I8, U8, F16, F32" in message
 
 
 def test_whole_numbers_are_refused_in_the_released_layout(stored: Path) -> None:
