@@ -1,11 +1,11 @@
-"""What 8-bit storage changes in a model's output: logits, divergence and loss against float32.
+"""What storage in few bits changes in a model's output: logits, divergence, loss against float32.
 
-    python bench/int8.py CHECKPOINT STORIES [--texts 24]
+    python bench/int8.py CHECKPOINT STORIES [--texts 24] [--bits 8,8 4,6]
 
-STORIES is a JSON Lines file with `text`. Each text is a prompt of up to 256 tokens and a canvas of
-the next 128, half of whose tokens are noise, seen with self-conditioning; and there is a Sudoku.
-Beside it stands bfloat16 arithmetic on the plain weights, which is what many machines run. The last
-line is JSON.
+Bits are those of the experts and of the rest. STORIES is a JSON Lines file with `text`. Each text
+is a prompt of up to 256 tokens and a canvas of the next 128, half of whose tokens are noise, seen
+with self-conditioning; and there is a Sudoku. Beside it stands bfloat16 arithmetic on the plain
+weights, which is what many machines run. The last line is JSON.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from dgemma.model import Gemma
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.sudoku import grid_text, prompt_text
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.weights.int8 import quantize
+from dgemma.weights.bits import quantize_groups
+from dgemma.weights.int8 import EIGHT, Bits, quantize
 from dgemma.weights.load import load_model
 
 PROMPT, CANVAS = 256, 128
@@ -47,13 +48,20 @@ def sudoku(directory: Path, tokenizer: Tokenizer) -> Case:
     return torch.tensor(prompt.ids), torch.tensor(tokenizer.encode(grid_text(SOLUTION)))
 
 
-def in_eight_bits(model: Gemma) -> Gemma:
-    """The model that loading its 8-bit files would give."""
+def stored(model: Gemma, wanted: Bits) -> Gemma:
+    """The model that loading its files in so many bits would give."""
     changed = deepcopy(model)
-    for weight in changed.state_dict().values():
+    for name, weight in changed.state_dict().items():
         if weight.dim() > 1:
-            weight.copy_(quantize(weight).whole())
+            bits = wanted.of(name, weight.shape)
+            found = quantize(weight) if bits == 8 else quantize_groups(weight, bits)
+            weight.copy_(found.whole())
     return changed
+
+
+def read_bits(text: str) -> Bits:
+    experts, rest = map(int, text.split(","))
+    return Bits(experts=experts, rest=rest)
 
 
 @torch.inference_mode()
@@ -105,6 +113,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("stories", type=Path)
     parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--bits", nargs="+", type=read_bits, default=[EIGHT], metavar="E,R")
     arguments = parser.parse_args()
     plain = load_model(arguments.checkpoint, dtype=torch.float32).model
     tokenizer = Tokenizer.load(arguments.checkpoint)
@@ -113,7 +122,8 @@ def main() -> None:
         "stories": list(stories(arguments.stories, tokenizer, bos, arguments.texts)),
         "sudoku": [sudoku(arguments.checkpoint, tokenizer)],
     }
-    models = {"int8": in_eight_bits(plain), "bfloat16": deepcopy(plain).to(torch.bfloat16)}
+    models = {f"{bits.experts},{bits.rest} bits": stored(plain, bits) for bits in arguments.bits}
+    models["bfloat16"] = deepcopy(plain).to(torch.bfloat16)
     results = {
         f"{kind} {group}": evaluate(plain, model, cases)
         for kind, model in models.items()

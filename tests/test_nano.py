@@ -121,18 +121,6 @@ def test_shipping_what_is_too_large_changes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["nano"]
 
 
-def test_shipping_takes_the_most_bits_that_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = nano_ship.LADDER[-1]
-    least = nano_ship.ship(NANO_DIRECTORY, tmp_path / "few", [few])
-    monkeypatch.setattr(nano_ship, "MAX_BYTES", least.total)
-    assert nano_ship.ship(NANO_DIRECTORY, tmp_path / "most") == least
-    monkeypatch.setattr(nano_ship, "MAX_BYTES", least.total - 1)
-    with pytest.raises(CheckpointError, match=f"{least.total} bytes, {few}, more than"):
-        nano_ship.ship(NANO_DIRECTORY, tmp_path / "none")
-
-
 # --- what it does
 
 

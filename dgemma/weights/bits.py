@@ -4,7 +4,7 @@
     planes[k, ..., i / 8]        bit k of eight numbers, the first lowest, each + 2^(bits - 1)
 
 Of a group's values the one farthest from zero takes the sign of which there is one number more, so
-factors may be negative; in four bits that leaves a fourteenth less error. A product has 8 and 11
+factors may be negative; in four bits that leaves a twentieth less error. A product has 8 and 11
 significant bits and is exact in float32. Knows numbers alone: neither names nor files.
 """
 

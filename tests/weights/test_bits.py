@@ -24,6 +24,7 @@ from dgemma.weights.int8 import EIGHT, FEW, Bits, quantize, to_int8
 from dgemma.weights.load import load_model
 from dgemma.weights.names import stored_names
 from dgemma.weights.save import save_int8
+from recipes import nano_ship
 from tests.weights.sample import CONFIG, header
 from tests.weights.test_int8 import INDEX, change, refused, shard
 
@@ -119,6 +120,17 @@ def test_cutting_off_the_largest_value_pays_where_one_stands_out() -> None:
     assert (factor.abs() < 0.5 * (1 - 1e-3)).float().mean() > 0.2
     plain = Grouped((weight / 0.5).round().clamp(-8, 7).to(torch.int8), torch.full((64, 1), 0.5))
     assert (Grouped(numbers, factor).whole() - weight).norm() < (plain.whole() - weight).norm()
+
+
+def test_a_sign_in_the_factor_pays() -> None:
+    weight = torch.randn(4096, GROUP, generator=generator(1))
+    error = (quantize_groups(weight, 4).whole() - weight).norm()
+    best_R1 = torch.full((len(weight), 1), torch.inf)
+    for steps in torch.linspace(6.5, 11, 19):  # that the largest value would be, without one
+        factor_R1 = (weight.abs().amax(-1, keepdim=True) / steps).half().float()
+        whole = (weight / factor_R1).round().clamp(-8, 7) * factor_R1
+        best_R1 = best_R1.minimum((whole - weight).norm(dim=-1, keepdim=True))
+    assert error < 0.96 * best_R1.norm()
 
 
 def test_groups_of_zeros_and_the_smallest_numbers_stay_finite() -> None:
@@ -244,6 +256,42 @@ def test_8_bit_products_round_what_the_numbers_stand_for(
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
     found = choose.choose_quant("auto", stored, torch.device("cpu"), torch.float32)
     assert found.quant == "int8"
+
+
+def test_shipping_takes_the_most_bits_that_fit(
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = [nano_ship.ship(single, tmp_path / "one", [bits]) for bits in nano_ship.LADDER]
+    sizes = [one.total for one in shipped]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+    for one in shipped:
+        monkeypatch.setattr(nano_ship, "MAX_BYTES", one.total)
+        assert nano_ship.ship(single, tmp_path / "most") == one
+    monkeypatch.setattr(nano_ship, "MAX_BYTES", sizes[-1] - 1)
+    with pytest.raises(CheckpointError, match=f"{sizes[-1]} bytes, {one.bits}, more than"):
+        nano_ship.ship(single, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--bits", "5", "--expert-bits", "4"]])
+def test_the_command_says_what_it_shipped(
+    options: list[str],
+    single: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ship", str(single), "--into", str(tmp_path / "n"), *options])
+    nano_ship.main()
+    said = "experts in 4 bits, the rest in 5" if options else "experts in 8 bits, the rest in 8"
+    assert capsys.readouterr().out.endswith(f"in all, of at most 32,000,000; {said}\n")
+    assert load_model(tmp_path / "n").model.config.num_experts == CONFIG.num_experts
+
+
+def test_half_of_the_bits_is_no_answer(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ship", str(single), "--bits", "6"])
+    with pytest.raises(UsageError, match="--bits and --expert-bits, or neither"):
+        nano_ship.main()
 
 
 # --- refusals
