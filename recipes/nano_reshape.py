@@ -1,11 +1,12 @@
-"""Give a trained `nano` another shape: more layers, narrower blocks, fewer heads of keys, values.
+"""Give a trained `nano` another shape: more layers or experts, narrower blocks, fewer heads.
 
     python -m recipes.nano_reshape nano out/nano/deep --layers 12 --experts 64
 
 Blocks that become narrower keep the neurons that say most on the data of `recipes/nano_more.toml`
-(`recipes/loudness.py`). Heads that become one are their mean. Of the last layers, as many as are
-wanted come twice: first as copies that say a tenth of what they would, then as they are. So the new
-model is nearly the old one, and is trained further (`recipes/nano_more.toml`) to be better than it.
+(`recipes/loudness.py`). Heads of keys and values that become one are their mean. Of the last
+layers, as many as are wanted come twice: first as copies that say a tenth of what they would, then
+as they are. More experts are copies, too, which routers tell apart (`recipes/more_experts.py`). So
+the new model is nearly the old one, and is trained further (`recipes/nano_more.toml`) to be better.
 
 E experts, M neurons of one, F of the dense block, D width of the stream.
 """
@@ -27,6 +28,7 @@ from dgemma.weights.load import Checkpoint, fill, load_model
 from dgemma.weights.names import skeleton
 from dgemma.weights.save import save_checkpoint
 from recipes.loudness import Loudness, loudness
+from recipes.more_experts import Heard, copied, hearing
 
 Weights = dict[str, Tensor]
 RECIPE = Path("recipes/nano_more.toml")
@@ -40,6 +42,7 @@ class Shape:
     """What is asked for; None leaves a size as it is."""
 
     dense: int | None = None  # neurons of the dense block
+    count: int | None = None  # of experts
     inner: int | None = None  # neurons of each expert
     kv_heads: int | None = None  # of both kinds of attention
     layers: int | None = None
@@ -47,6 +50,7 @@ class Shape:
     def within(self, config: ModelConfig) -> ModelConfig:
         sizes = {
             "intermediate_size": self.dense,
+            "num_experts": self.count,
             "moe_intermediate_size": self.inner,
             "num_key_value_heads": self.kv_heads,
             "num_global_key_value_heads": self.kv_heads,
@@ -64,7 +68,8 @@ class Shape:
         return more
 
 
-def reshaped(found: Checkpoint, shape: Shape, loud: Loudness) -> Checkpoint:
+def reshaped(found: Checkpoint, shape: Shape, loud: Loudness, heard: Heard) -> Checkpoint:
+    """By how loud neurons are, and what routers were given, both heard on the old model."""
     config = found.model.config
     made = shape.within(config)
     _check(config, made)
@@ -73,7 +78,10 @@ def reshaped(found: Checkpoint, shape: Shape, loud: Loudness) -> Checkpoint:
         narrow = _experts if name.endswith(".experts") else _block
         weights |= narrow(weights, f"{name}.", loud_F, made)
     for layer in range(config.num_hidden_layers):
-        weights |= _attention(weights, f"layers.{layer}.self_attn.", made.attention(layer))
+        at = f"layers.{layer}."
+        weights |= _attention(weights, f"{at}self_attn.", made.attention(layer))
+        if made.num_experts > config.num_experts:
+            weights |= copied(weights, at, made.num_experts, heard[f"{at}router"])
     weights = _deepened(weights, config.num_hidden_layers, shape.more_layers(config))
     return replace(found, model=fill(skeleton(made), weights))
 
@@ -84,6 +92,10 @@ def _check(old: ModelConfig, made: ModelConfig) -> None:
         has, wanted = getattr(old, name), getattr(made, name)
         if wanted > has:
             raise UsageError(f"{name} of {wanted}; it is {has}, and blocks and heads only shrink")
+    if made.num_experts < old.num_experts:
+        raise UsageError(
+            f"{made.num_experts} experts; there are {old.num_experts}, and they only grow in number"
+        )
     for layer in range(old.num_hidden_layers):
         heads, wanted = (c.attention(layer).num_kv_heads for c in (old, made))
         if heads % wanted:
@@ -165,6 +177,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="how many; the last come twice")
     parser.add_argument("--dense", type=int, help="neurons of the dense block")
     parser.add_argument("--experts", type=int, help="neurons of each expert")
+    parser.add_argument("--count", type=int, help="how many experts; new ones are copies")
     parser.add_argument("--kv-heads", type=int, help="heads of keys and values")
     parser.add_argument(
         "--recipe", type=Path, default=RECIPE, help="whose data neurons are heard on"
@@ -173,10 +186,16 @@ def main() -> None:
     directory = find_checkpoint(given.checkpoint)
     found = load_model(directory, dtype=torch.float32)
     shape = Shape(
-        dense=given.dense, inner=given.experts, kv_heads=given.kv_heads, layers=given.layers
+        dense=given.dense,
+        count=given.count,
+        inner=given.experts,
+        kv_heads=given.kv_heads,
+        layers=given.layers,
     )
     _check(found.model.config, shape.within(found.model.config))  # before minutes of listening
-    made = reshaped(found, shape, loudness(found.model, batches(directory, given.recipe)))
+    with hearing(found.model) as heard:
+        loud = loudness(found.model, batches(directory, given.recipe))
+    made = reshaped(found, shape, loud, heard)
     save_checkpoint(made, given.into, tokenizer_from=directory, overwrite=True)
     print(f"{given.into}: {sum(w.numel() for w in made.model.parameters()):,} weights")
 
