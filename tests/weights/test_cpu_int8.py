@@ -61,7 +61,7 @@ def test_the_built_in_model_loses_little_of_its_answers_and_of_8_bit_weights_not
     for name, weight in plain.state_dict().items():
         if weight.dim() > 1:
             lost = (quantize(weight).whole() - weight).norm() / weight.norm()
-            assert lost < (0.01 if files[f"model.decoder.{name}"].dtype == "U8" else 1e-9), name
+            assert lost < (0.02 if files[f"model.decoder.{name}"].dtype == "U8" else 1e-9), name
     small = load_model(NANO_DIRECTORY, quant="int8").model
     moved = agreement(plain, small, seed=0)
     # By CPU 1.7e-3 to 3.1e-3; one layer with its gates and values swapped: 3e-2.
