@@ -66,9 +66,10 @@ def gather(data: Path, seed: int, files: Mapping[str, Path]) -> Material:
     Random(f"{seed}/sentences").shuffle(sentences)
     split = make_split(data, seed)
     further: dict[str, list[Function]] = {}
+    benchmarks, held = Benchmarks(data), HeldCode(split.held_out.functions)
     for name, path in files.items():
-        found, held = nano_raw.further_functions(path), HeldCode(split.held_out.functions)
-        further[name], lost = clean_functions(found, Benchmarks(data), held)
+        found = nano_raw.further_functions(path)
+        further[name], lost = clean_functions(found, benchmarks, held)
         dropped = {f"{name} {rule}": count for rule, count in lost.items()}
         split = replace(split, dropped={**split.dropped, **dropped})
     return Material(

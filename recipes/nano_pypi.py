@@ -207,7 +207,9 @@ def write(data: Path, folder: Path, packages: list[Package], out: Path, workers:
         known = known_code(data)
         for package, found in zip(packages, extract_all(packages, folder, workers), strict=True):
             chosen = choose(found, known)
-            lines += [json.dumps(record(package, function)) + "\n" for function in chosen]
+            lines += [
+                json.dumps(record(plain_name(package.name), function)) + "\n" for function in chosen
+            ]
             print(f"{package.name}: {len(chosen)} of {len(found)} functions", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", encoding="utf-8", newline="\n") as file:
@@ -215,9 +217,8 @@ def write(data: Path, folder: Path, packages: list[Package], out: Path, workers:
     print(f"{len(lines)} functions of {len(packages)} packages")
 
 
-def record(package: Package, function: Found) -> dict[str, str | bool]:
-    name = plain_name(package.name)
-    return {"p": name, "n": function.name, "top": function.top, "c": function.code}
+def record(package: str, function: Found | nano_raw.Function) -> dict[str, str | bool]:
+    return {"p": package, "n": function.name, "top": function.top, "c": function.code}
 
 
 def main() -> None:

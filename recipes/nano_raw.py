@@ -189,10 +189,22 @@ def clean_code(text: str) -> str:
 
 def benchmark_code(data: Path) -> list[tuple[str, str]]:
     """Name and solution of every problem of HumanEval and MBPP."""
-    folder = data / "eval"
-    with gzip.open(folder / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
-        problems = [json.loads(line) for line in file]
-    found = [(item["entry_point"], item["canonical_solution"]) for item in problems]
-    for item in read_lines(folder / "mbpp.jsonl"):
+    human_eval, mbpp = benchmark_problems(data)
+    found = [(item["entry_point"], item["canonical_solution"]) for item in human_eval]
+    for item in mbpp:
         found += [(name, item["code"]) for name in re.findall(r"^def (\w+)", item["code"], re.M)]
     return found
+
+
+def benchmark_texts(data: Path) -> list[str]:
+    """The same problems in words."""
+    human_eval, mbpp = benchmark_problems(data)
+    return [*(item["prompt"] for item in human_eval), *(item["text"] for item in mbpp)]
+
+
+def benchmark_problems(data: Path) -> tuple[list[Any], list[Any]]:
+    """Those of HumanEval and of MBPP, as their files have them."""
+    folder = data / "eval"
+    with gzip.open(folder / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
+        human_eval = [json.loads(line) for line in file]
+    return human_eval, list(read_lines(folder / "mbpp.jsonl"))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import gzip
 import hashlib
 import json
 import lzma
@@ -49,17 +48,19 @@ from recipes.nano_split import (
     words,
 )
 from recipes.teacher.names import unknown_names
+from recipes.teacher.spell import FENCE
 
 Item = TypeVar("Item")
 
 GRID = Path(__file__).with_name("grid.toml")
+BUILT_IN = frozenset(dir(builtins))
 SPLIT_SEED = 0  # of `recipes.nano_data`: what is held out there is held out here
 EXAMPLE = range(90, 601)  # characters of a function that shows a style: about 25 to 150 tokens
 HEAD = 160  # characters of a signature worth giving
 SHARES = {"style": 20, "name": 32, "grid": 32, "several": 16}
 PACKAGE_SHARE = 0.6  # of examples and names that are of packages rather than of problems
 
-FENCE = "```python\n"
+OPENING = f"{FENCE}python\n"
 DEF = "def"  # the blank behind a word is the next token's: given here, there would be two
 LEETCODE = "As a LeetCode solution, camelCase."
 
@@ -88,7 +89,7 @@ class Guard:
         names = [function.name for function in held if "/" in function.group]
         names += [name for name, _ in nano_raw.benchmark_code(data)]
         self._names = {same_name(name) for name in names}
-        texts = [*benchmark_texts(data), *(docstring(function.code) for function in held)]
+        texts = [*nano_raw.benchmark_texts(data), *(docstring(function.code) for function in held)]
         self._windows = set().union(*(windows(words(text)) for text in texts))
 
     def refuses(self, ask: Ask) -> bool:
@@ -104,15 +105,7 @@ class Guard:
 def names_in(text: str) -> list[str]:
     """What is called or defined, and words that no prose has: plain words are no names there."""
     found = re.findall(r"(?<![.\w])\w+(?=\()|\b\w*[a-z]_\w+|\b[a-z]+[A-Z]\w*", text)
-    return [name for name in found if name not in dir(builtins)]
-
-
-def benchmark_texts(data: Path) -> Iterator[str]:
-    """The problems of HumanEval and MBPP, in words."""
-    with gzip.open(data / "eval" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
-        yield from (json.loads(line)["prompt"] for line in file)
-    for item in nano_raw.read_lines(data / "eval" / "mbpp.jsonl"):
-        yield item["text"]
+    return [name for name in found if name not in BUILT_IN]
 
 
 def docstring(code: str) -> str:
@@ -278,7 +271,7 @@ class Writer:
         other = self.rng.choice(self.grid.others)
         request = f"Write another Python function in the same style for {other}:"
         parts = [request, self.problem(), *self.theme(0.4), *self.pick(self.grid.endings)]
-        return Ask(f"{FENCE}{code}```\n{' '.join(parts)}", FENCE + DEF)
+        return Ask(f"{OPENING}{code}{FENCE}\n{' '.join(parts)}", OPENING + DEF)
 
     def name(self) -> Ask:
         """By name alone, or with the signature, which only the reply's beginning needs to hold."""
@@ -287,7 +280,7 @@ class Writer:
         parts = [request, *self.summary(wanted), *self.pick(self.grid.manners)]
         parts += [*self.looks(0.4), *self.pick(self.grid.endings)]
         head = modern(wanted.head) if self.chance(0.6) else f"def {wanted.name}("
-        return Ask(" ".join(parts), FENCE + head)
+        return Ask(" ".join(parts), OPENING + head)
 
     def summary(self, wanted: Named) -> list[str]:
         return [wanted.summary.rstrip(".") + "."] if wanted.summary else []
@@ -298,8 +291,8 @@ class Writer:
         parts = [f"Write a Python function: {self.problem()}", *self.pick(self.grid.twists, 0.5)]
         parts += self.theme(0.4)
         if self.chance(0.15):
-            return Ask(" ".join([*parts, LEETCODE]), FENCE + "class Solution:\n    " + DEF)
-        begin = FENCE if self.chance(0.1) else FENCE + DEF
+            return Ask(" ".join([*parts, LEETCODE]), OPENING + "class Solution:\n    " + DEF)
+        begin = OPENING if self.chance(0.1) else OPENING + DEF
         return Ask(" ".join([*parts, *self.manner()]), begin)
 
     def design(self) -> Ask:
@@ -307,7 +300,7 @@ class Writer:
         classes = self._classes
         request = f"Write a small Python class: {self.rng.choice(classes.data)}, "
         parts = [request + self.rng.choice(classes.tasks) + ".", *self.theme(0.4), *self.manner()]
-        return Ask(" ".join(parts), FENCE + "class")
+        return Ask(" ".join(parts), OPENING + "class")
 
     def several(self) -> Ask:
         if self.chance(0.3):
@@ -320,7 +313,7 @@ class Writer:
             f"Write {count} short Python functions for {self.rng.choice(family.data)}: {jobs}."
         )
         parts = [request, *self.theme(0.5), *self.manner()]
-        return Ask(" ".join(parts), FENCE + DEF)
+        return Ask(" ".join(parts), OPENING + DEF)
 
     def variants(self) -> Ask:
         """One problem solved in two ways."""
@@ -330,7 +323,7 @@ class Writer:
             f"Given {self.rng.choice(family.data)}, {task}: write two short Python functions, "
         )
         parts = [request + ways, *self.theme(0.4), *self.manner()]
-        return Ask(" ".join(parts), FENCE + DEF)
+        return Ask(" ".join(parts), OPENING + DEF)
 
 
 def asks(writer: Writer, guard: Guard) -> Iterator[tuple[str, Ask]]:

@@ -7,12 +7,13 @@ B places, S tokens that a place holds, V vocabulary, P tokens of a prompt.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dgemma.graph.capture import Graphs
 from recipes.teacher.qwen import Qwen
 
 LEAST_SHARE = 0.05  # of the likeliest token's probability that a drawn one must have
@@ -47,7 +48,7 @@ class Desk:
         self.over_B = torch.ones(places, dtype=torch.bool, device=device)
         self.is_end_V = torch.zeros(len(model.weights.head_VD), dtype=torch.bool, device=device)
         self.is_end_V[torch.tensor(sorted(ends), device=device)] = True
-        self.advance = captured(self._advance) if device.type == "cuda" else self._advance
+        self.graphs = Graphs()
 
     @property
     def free(self) -> list[int]:
@@ -74,9 +75,13 @@ class Desk:
         for place, request in zip(places, requests, strict=True):
             self.requests[place] = request
 
+    def advance(self) -> None:
+        """A token more for every text that has not ended."""
+        changed = [self.tokens_BS, self.at_B, self.over_B]
+        self.graphs.run("advance", self._advance, kept=changed)
+
     @torch.inference_mode()
     def _advance(self) -> None:
-        """A token more for every text that has not ended."""
         newest_B1 = self.tokens_BS.gather(1, self.at_B[:, None])
         drawn_B = draw(self.model.step(newest_B1[:, 0], self.at_B))
         next_B = torch.where(self.over_B, self.at_B, self.at_B + 1)
@@ -109,16 +114,3 @@ def draw(logits_BV: Tensor) -> Tensor:
     least_B1 = logits_BV.amax(-1, keepdim=True) + math.log(LEAST_SHARE)
     gumbel_BV = torch.empty_like(logits_BV).exponential_().log_().neg_()
     return (logits_BV + gumbel_BV).masked_fill_(logits_BV < least_B1, -math.inf).argmax(-1)
-
-
-def captured(work: Callable[[], None]) -> Callable[[], None]:
-    """The same work as one launch; what it reads and writes stays where it is."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()  # libraries make themselves ready in a first call
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay

@@ -6,12 +6,12 @@ that a place holds, P tokens of a prompt.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.ops.rope import rotate
 from recipes.teacher.gguf import Gguf
 
 ARCHITECTURE = "qwen2"
@@ -69,8 +69,7 @@ class Weights:
     head_VD: Tensor
 
 
-def read_weights(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Shape, Weights]:
-    file = Gguf(path)
+def read_weights(file: Gguf, device: torch.device, dtype: torch.dtype) -> tuple[Shape, Weights]:
     shape = Shape.of(file)
 
     def joined(*names: str) -> Tensor:
@@ -151,13 +150,13 @@ class Qwen:
 
     def _layers(self, tokens_T: Tensor, at_T: Tensor, attend: Attend) -> Tensor:
         x_TD = F.embedding(tokens_T, self.weights.table_VD)
-        turns = self.cos_SF[at_T][:, None], self.sin_SF[at_T][:, None]
+        turns = self.cos_SF[at_T], self.sin_SF[at_T]
         keys = self.shape.key_heads
         for number, layer in enumerate(self.weights.layers):
             qkv_TX = F.linear(self._normed(x_TD, layer.norm), layer.qkv, layer.qkv_bias)
             heads_TXH = qkv_TX.view(len(x_TD), -1, self.shape.head_width)
             q_TNH, k_TMH, v_TMH = torch.split(heads_TXH, [self.shape.heads, keys, keys], 1)
-            out_TD = attend(number, _turned(q_TNH, *turns), _turned(k_TMH, *turns), v_TMH)
+            out_TD = attend(number, rotate(q_TNH, *turns), rotate(k_TMH, *turns), v_TMH)
             x_TD = x_TD + F.linear(out_TD, layer.out)
             gate_up = F.linear(self._normed(x_TD, layer.ff_norm), layer.gate_up)
             gate_TI, up_TI = gate_up.chunk(2, -1)
@@ -166,8 +165,3 @@ class Qwen:
 
     def _normed(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
         return F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, self.shape.eps)
-
-
-def _turned(x_TNH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    first, second = x_TNH.chunk(2, -1)
-    return torch.cat([first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F], -1)

@@ -40,11 +40,12 @@ from recipes.nano_extract import (
     same_code,
     works,
 )
-from recipes.nano_pypi import quiet
+from recipes.nano_pypi import quiet, record
 from recipes.nano_raw import Function, clean_code
 from recipes.nano_split import Benchmarks, HeldCode, clean_functions, split_functions
 from recipes.teacher.ask import SPLIT_SEED
 from recipes.teacher.names import given_names, unknown_names
+from recipes.teacher.spell import FENCE
 
 Reply = dict[str, Any]
 
@@ -84,7 +85,7 @@ class Batch:
 def code_of(reply: Reply) -> str:
     """What stands within the fence."""
     text: str = reply["begin"] + reply["text"]
-    return text.split("```")[1].split("\n", 1)[-1].replace("\r\n", "\n").replace("\f", " ")
+    return text.split(FENCE)[1].split("\n", 1)[-1].replace("\r\n", "\n").replace("\f", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +285,7 @@ def write(paths: Sequence[Path], data: Path, out: Path, workers: int) -> Counter
     with out.open("w", encoding="utf-8", newline="\n") as file:
         batches = told(read_all(reply_batches(paths), data, held, workers))
         for f in choose(batches, known, counts):
-            file.write(json.dumps({"p": f.group, "n": f.name, "top": f.top, "c": f.code}) + "\n")
+            file.write(json.dumps(record(PACKAGE, f)) + "\n")
     return counts
 
 

@@ -129,8 +129,9 @@ def main() -> None:
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    shape, weights = read_weights(chosen.teacher, device, dtype)
-    tokenizer = read_tokenizer(Gguf(chosen.teacher))
+    file = Gguf(chosen.teacher)
+    shape, weights = read_weights(file, device, dtype)
+    tokenizer = read_tokenizer(file)
     torch.manual_seed(chosen.seed)
     model = Qwen(shape, weights, chosen.places, LONGEST_PROMPT + LONGEST)
     desk = Desk(model, stops(tokenizer), LONGEST)

@@ -167,7 +167,7 @@ def path(reference, tmp_path_factory) -> Path:
 
 
 def model(path: Path, places: int) -> Qwen:
-    shape, weights = read_weights(path, torch.device("cpu"), torch.float32)
+    shape, weights = read_weights(Gguf(path), torch.device("cpu"), torch.float32)
     assert shape == Shape(layers=2, heads=4, key_heads=2, width=32, eps=1e-6, theta=10000.0)
     return Qwen(shape, weights, places, ROOM)
 
