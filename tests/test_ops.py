@@ -22,7 +22,14 @@ from dgemma.config import AttentionShape
 from dgemma.model import Gemma
 from dgemma.ops import linear as linear_module
 from dgemma.ops.attention import Segment, attention, attention_reference, can_merge
-from dgemma.ops.experts import experts, experts_reference, grouped_linear, one_by_one
+from dgemma.ops.experts import (
+    experts,
+    experts_reference,
+    gated,
+    gated_by_sigmoid,
+    grouped_linear,
+    one_by_one,
+)
 from dgemma.ops.linear import can_pack, linear, packed_linear
 from dgemma.ops.mean import LOST, mean, mean_reference
 from dgemma.ops.norm import rms_norm
@@ -144,6 +151,19 @@ def test_experts_agree_with_one_token_and_one_expert_at_a_time(
         atol=1e-5,
         rtol=1e-4,
     )
+
+
+@pytest.mark.parametrize("inner", [1, 7, 32, 40])
+def test_the_gate_by_a_sigmoid_is_that_by_a_tanh(inner: int) -> None:
+    gate_up = normal(0, 33, 2 * inner) * torch.logspace(-3, 2, 33)[:, None]
+    have = gated_by_sigmoid(gate_up)
+    torch.testing.assert_close(have, gated(gate_up.double()).float(), atol=1e-6, rtol=1e-6)
+    rows = torch.cat([gated_by_sigmoid(row[None]) for row in gate_up])
+    assert torch.equal(have, rows), "a row depends on those beside it"
+    far = torch.tensor([[1e4, 1e20, -1e4, -1e20, 0.0] + 5 * [1.0]])
+    assert gated_by_sigmoid(far).tolist() == [[1e4, far[0, 1].item(), 0, 0, 0]]
+    half = gate_up.bfloat16()
+    assert torch.equal(gated_by_sigmoid(half), gated_by_sigmoid(half.float()))
 
 
 def test_the_experts_are_weighted_gated_products() -> None:

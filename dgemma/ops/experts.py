@@ -4,6 +4,7 @@ T tokens, K experts per token, A = T * K assignments, E experts, D width, I expe
 """
 
 from collections.abc import Callable, Sequence
+from math import pi
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from dgemma.ops.kernels.buckets import Buckets
 
 FEW = 4  # taken one at a time when compiled
+# Of gelu: 2u = SLOPE * x + CUBIC * x^3
+SLOPE = 2 * (2 / pi) ** 0.5
+CUBIC = 0.044715 * SLOPE
 
 # Rows sorted by expert, and the expert of each unsorted row, to each row's own product.
 GroupedLinear = Callable[[Tensor, Tensor], Tensor]
@@ -26,6 +30,20 @@ def gated(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, for a projection that holds the gate half first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def gated_by_sigmoid(gate_up: Tensor) -> Tensor:
+    """The same in float32, without a gradient, in about half the time a CPU takes for `tanh`.
+
+    x / 2 * (1 + tanh(u)) = x * sigmoid(2u)
+    """
+    gate_up = gate_up.float()
+    gate, up = gate_up.chunk(2, dim=-1)
+    # Rows lie apart, as the gate's: each is a loop of its own. Torch rounds the last few numbers of
+    # a loop another way, and these should not depend on how many rows there are.
+    share = torch.empty_like(gate_up).chunk(2, dim=-1)[0]
+    torch.mul(gate, gate, out=share).mul_(CUBIC).add_(SLOPE).mul_(gate).sigmoid_()
+    return share.mul_(gate).mul_(up)
 
 
 def top(p_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:

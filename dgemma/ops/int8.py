@@ -9,51 +9,71 @@ whole numbers, so a row's result never depends on the rows beside it.
 T rows, A choices, E experts, I inputs, O outputs.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from dgemma.ops.experts import GroupedLinear
+from dgemma.ops.experts import gated_by_sigmoid
 from dgemma.ops.linear import Linear
 from dgemma.ops.quantized import Quantized
 
 LARGEST = 127
 LEAST = 1e-12  # a row of zeros has a factor too
-PIECE = 1 << 18  # sums at a time; what a core's cache holds
+
+# Rounded rows in the order of their experts, and these, to each row's own product.
+Int8Grouped = Callable[[Quantized, Tensor], Tensor]
 
 
 def quantize_rows(x_TI: Tensor) -> Quantized:
     """Each row with the factor that lets its greatest be the greatest."""
     x_TI = x_TI.float()
-    factor_T1 = x_TI.abs().amax(-1, keepdim=True).clamp_(min=LEAST).div_(LARGEST)
-    return Quantized((x_TI / factor_T1).round_().to(torch.int8), factor_T1.squeeze(-1))
+    scratch_TI = x_TI.abs()
+    factor_T1 = scratch_TI.amax(-1, keepdim=True).clamp_(min=LEAST).div_(LARGEST)
+    torch.div(x_TI, factor_T1, out=scratch_TI).round_()
+    return Quantized(scratch_TI.to(torch.int8), factor_T1.squeeze(-1))
 
 
 def int8_linear(weight: Quantized) -> Linear:
     """A product of a whole weight [O, I] with rows that are rounded for it."""
+    numbers_IO = weight.numbers.t()
 
     def apply(x: Tensor) -> Tensor:
         numbers_TI, factor_T = quantize_rows(x.reshape(-1, x.shape[-1]))
-        out_TO = torch.empty(len(numbers_TI), len(weight.numbers))
-        _fill(out_TO, numbers_TI, weight)
-        return out_TO.mul_(factor_T[:, None]).view(*x.shape[:-1], -1).to(x.dtype)
+        sums_TO = torch._int_mm(numbers_TI, numbers_IO)
+        out_TO = _multiplied_out(sums_TO, weight.factor, factor_T)
+        return out_TO.view(*x.shape[:-1], -1).to(x.dtype)
 
     return apply
 
 
-def int8_grouped(weight_EOI: Quantized) -> GroupedLinear:
-    """The same for stacked experts, whose rows lie one behind the other."""
-    each = [Quantized(*pair) for pair in zip(*weight_EOI, strict=True)]
+def int8_grouped(weight_EOI: Quantized) -> Int8Grouped:
+    """The same for stacked experts, whose rows lie one behind the other and are rounded already."""
+    each_IO = [numbers_OI.t() for numbers_OI in weight_EOI.numbers]
+    outputs = weight_EOI.numbers.shape[1]
 
-    def apply(x_AI: Tensor, expert_A: Tensor) -> Tensor:
-        counts = torch.bincount(expert_A, minlength=len(each)).tolist()
-        numbers_AI, factor_A = quantize_rows(x_AI)
-        out_AO = torch.empty(len(x_AI), weight_EOI.numbers.shape[1])
-        parts = zip(torch.split(out_AO, counts), torch.split(numbers_AI, counts), each, strict=True)
-        for out, numbers, weight in parts:
-            _fill(out, numbers, weight)
-        return out_AO.mul_(factor_A[:, None]).to(x_AI.dtype)
+    def apply(rows: Quantized, expert_A: Tensor) -> Tensor:
+        counts = torch.bincount(expert_A, minlength=len(each_IO)).tolist()
+        sums_AO = torch.empty(len(expert_A), outputs, dtype=torch.int32)
+        parts = zip(
+            torch.split(rows.numbers, counts), each_IO, torch.split(sums_AO, counts), strict=True
+        )
+        for numbers, numbers_IO, sums in parts:
+            if len(numbers):
+                torch._int_mm(numbers, numbers_IO, out=sums)
+        return _multiplied_out(sums_AO, weight_EOI.factor.index_select(0, expert_A), rows.factor)
 
     return apply
+
+
+def int8_choices(x_TD: Tensor, ids_TK: Tensor, gate_up: Int8Grouped, down: Int8Grouped) -> Tensor:
+    """`choices` of `ops/experts.py`, whose tokens are rounded once, not once for each expert."""
+    expert_A, order_A = ids_TK.flatten().sort(stable=True)
+    token_A = order_A // ids_TK.shape[1]
+    rows = Quantized(*(part.index_select(0, token_A) for part in quantize_rows(x_TD)))
+    hidden_AI = gated_by_sigmoid(gate_up(rows, expert_A))
+    out_AD = down(quantize_rows(hidden_AI), expert_A).to(x_TD.dtype)
+    return out_AD.index_select(0, order_A.argsort())
 
 
 def int8_reference(x_TI: Tensor, weight: Quantized) -> Tensor:
@@ -63,9 +83,7 @@ def int8_reference(x_TI: Tensor, weight: Quantized) -> Tensor:
     return (sums_TO.float() * weight.factor * factor_T[:, None]).to(x_TI.dtype)
 
 
-def _fill(out_TO: Tensor, numbers_TI: Tensor, weight: Quantized) -> None:
-    """Write the products of whole rows with a weight, its factors applied."""
-    rows = max(1, PIECE // max(1, out_TO.shape[1]))
-    for out, numbers in zip(torch.split(out_TO, rows), torch.split(numbers_TI, rows), strict=True):
-        if len(out):
-            out.copy_(torch._int_mm(numbers, weight.numbers.t())).mul_(weight.factor)
+def _multiplied_out(sums_TO: Tensor, of_outputs: Tensor, of_rows_T: Tensor) -> Tensor:
+    """What sums stand for, by both kinds of factors; in their memory, since floats fit there."""
+    out_TO = sums_TO.view(torch.float32).copy_(sums_TO)
+    return out_TO.mul_(of_outputs).mul_(of_rows_T[:, None])

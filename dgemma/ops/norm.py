@@ -15,12 +15,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return layer.norm(x, weight, eps)
     scale = None if weight is None else weight.float()
     if x.device.type == "cpu" and not torch.is_grad_enabled():
-        return _in_place(x, scale, eps)
+        return _on_cpu(x, scale, eps)
     return F.rms_norm(x.float(), x.shape[-1:], scale, eps).to(x.dtype)
 
 
-def _in_place(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+def _on_cpu(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
     """The same numbers, in fewer passes than a CPU's `F.rms_norm` takes."""
-    y = x.to(torch.float32, copy=True)
-    y.mul_(y.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
+    y = x.float()
+    y = y * y.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (y if scale is None else y.mul_(scale)).to(x.dtype)

@@ -4,18 +4,36 @@ import pytest
 import torch
 from torch import nn
 
+from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.engine import Engine, Options
-from dgemma.ops.int8 import int8_grouped, int8_linear, int8_reference, quantize_rows
+from dgemma.model import Attention, Experts, Gemma, Router
+from dgemma.ops.experts import gated, gated_by_sigmoid
+from dgemma.ops.int8 import (
+    int8_choices,
+    int8_grouped,
+    int8_linear,
+    int8_reference,
+    quantize_rows,
+)
 from dgemma.ops.quantized import Quantized
-from dgemma.weights.adapter import new_adapter
+from dgemma.weights.adapter import attach, new_adapter
 from dgemma.weights.adapter.modules import LoRALinear
 from dgemma.weights.agreement import agreement
-from dgemma.weights.cpu_int8 import Int8Experts, Int8Linear, Int8Table, pack_int8
+from dgemma.weights.cpu_int8 import (
+    Int8Attention,
+    Int8Experts,
+    Int8FeedForward,
+    Int8Linear,
+    Int8Table,
+    pack_int8,
+)
 from dgemma.weights.download import NANO_DIRECTORY
 from dgemma.weights.files import read_headers
 from dgemma.weights.int8 import quantize
 from dgemma.weights.load import load_model
+from dgemma.weights.random import random_model
 from dgemma.weights.served import Wanted, load_served
+from tests.tiny import CPU, TINY
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -49,11 +67,74 @@ def test_experts_are_products_of_their_own_rows() -> None:
     weight = quantize(draw(5, 24, 32))
     expert_A = torch.tensor([4, 0, 0, 2, 4, 4, 0])
     x = draw(7, 32, seed=2)
-    order = expert_A.argsort(stable=True)
-    have = int8_grouped(weight)(x[order], expert_A)
-    for row, source in zip(have, order.tolist(), strict=True):
-        own = Quantized(*(part[expert_A[source]] for part in weight))
+    expert_A, order = expert_A.sort(stable=True)
+    have = int8_grouped(weight)(quantize_rows(x[order]), expert_A)
+    for row, source, expert in zip(have, order.tolist(), expert_A, strict=True):
+        own = Quantized(*(part[expert] for part in weight))
         assert torch.equal(row, int8_reference(x[source][None], own)[0])
+
+
+@pytest.mark.parametrize("inner", [7, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choices_are_products_of_one_token_with_one_expert(inner: int, dtype: torch.dtype) -> None:
+    up, down = quantize(draw(5, 2 * inner, 32)), quantize(draw(5, 32, inner, seed=1))
+    x, ids = draw(37, 32, seed=2).to(dtype), draw(37, 4, seed=3).topk(2).indices  # none to the last
+    products = int8_grouped(up), int8_grouped(down)
+    have_AD = int8_choices(x, ids, *products)
+    assert have_AD.dtype == dtype
+    for choice, expert in enumerate(ids.flatten().tolist()):
+        both = [Quantized(*(part[expert] for part in weight)) for weight in (up, down)]
+        row = x[choice // 2][None].float()
+        for weight, hidden in zip(both, (gated_by_sigmoid, lambda out: out), strict=True):
+            row = hidden(int8_reference(row, weight))
+        assert torch.equal(have_AD[choice], row[0].to(dtype))
+    # A token alone gives what it gave among others.
+    assert torch.equal(int8_choices(x[5:6], ids[5:6], *products), have_AD[10:12])
+
+
+def canvas_logits(model: Gemma) -> torch.Tensor:
+    """Of a canvas behind a prompt."""
+    cache = KVCache(model.config, Room(tokens=24), torch.float32, CPU)
+    with torch.inference_mode():
+        run = Pass([Span(cache, 9, commit=True)])
+        model.encode(torch.arange(9), run)
+        run.close()
+        tokens_T = torch.arange(20, 28)
+        run = Pass([Span(cache, 8, commit=False)])
+        return model.logits(model.denoise(tokens_T, model.embed(tokens_T), run))
+
+
+def swap_apart(module: nn.Module) -> None:
+    """The plain way: one module for each product, between them what the model has there."""
+    for parent in [m for m in module.modules() if not isinstance(m, Router)]:
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear | Experts):
+                is_linear = isinstance(child, nn.Linear)
+                setattr(parent, name, Int8Linear(child) if is_linear else Int8Experts(child))
+
+
+def test_joined_products_give_the_bits_of_those_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {TINY.attention(layer).has_value for layer in range(2)} == {True, False}
+    monkeypatch.setattr("dgemma.weights.cpu_int8.gated_by_sigmoid", gated)
+    joined, apart = pack_int8(random_model(TINY, seed=3)), random_model(TINY, seed=3)
+    apart.embed_tokens = Int8Table(apart.embed_tokens)
+    swap_apart(apart)
+    for layer in joined.layers:
+        assert isinstance(layer.self_attn, Int8Attention)
+        assert isinstance(layer.mlp, Int8FeedForward)
+    assert torch.equal(canvas_logits(joined), canvas_logits(apart))
+
+
+def test_what_is_adapted_is_not_joined_and_gives_the_same_bits() -> None:
+    plain, adapted = random_model(TINY, seed=3), random_model(TINY, seed=3)
+    # Of a new adapter, which changes nothing yet.
+    targets = ["layers.0.self_attn.k_proj", "layers.1.self_attn.o_proj", "router.proj"]
+    pack_int8(attach(adapted, new_adapter(adapted, targets, 4, 8.0, seed=0)))
+    for layer in adapted.layers:
+        assert isinstance(layer.self_attn, Attention)
+        assert isinstance(layer.mlp, Int8FeedForward)
+        assert isinstance(layer.router.proj.base, nn.Linear)
+    assert torch.equal(canvas_logits(adapted), canvas_logits(pack_int8(plain)))
 
 
 def test_the_built_in_model_loses_little_of_its_answers_and_of_8_bit_weights_nothing() -> None:
