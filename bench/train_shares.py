@@ -52,7 +52,7 @@ def in_holes(rows: Ints) -> int:
     sequence, _ = np.nonzero(is_canvas)
     fields = rows[EXAMPLE][is_canvas], rows[CANVAS][is_canvas]
     _, which = np.unique(np.stack([sequence, *fields]), axis=1, return_inverse=True)
-    has_given = np.zeros(which.max() + 1, bool)
+    has_given = np.zeros(len(which), bool)
     has_given[which[rows[PINNED][is_canvas] > 0]] = True
     is_asked = rows[TARGET][is_canvas] > NOTHING
     return int(rows[WEIGHT][is_canvas][is_asked & has_given[which]].sum())
@@ -68,7 +68,10 @@ class Group:
 
 
 def names_of(sources: Sequence[DataSource]) -> list[str]:
-    return [source.puzzle or Path(source.file or "").stem for source in sources]
+    return [
+        source.puzzle or Path(source.file or "").stem + (" as fill" if source.as_fill else "")
+        for source in sources
+    ]
 
 
 def groups_of(recipe: Recipe, mixture: Mixture | Beside) -> list[Group]:

@@ -47,6 +47,11 @@ class Shape:
     kv_heads: int | None = None  # of both kinds of attention
     layers: int | None = None
 
+    @property
+    def wants_data(self) -> bool:
+        """Whether neurons are chosen or routers parted, by what is heard on data."""
+        return (self.dense, self.count, self.inner) != (None, None, None)
+
     def within(self, config: ModelConfig) -> ModelConfig:
         sizes = {
             "intermediate_size": self.dense,
@@ -194,7 +199,8 @@ def main() -> None:
     )
     _check(found.model.config, shape.within(found.model.config))  # before minutes of listening
     with hearing(found.model) as heard:
-        loud = loudness(found.model, batches(directory, given.recipe))
+        some = batches(directory, given.recipe) if shape.wants_data else ()
+        loud = loudness(found.model, some)
     made = reshaped(found, shape, loud, heard)
     save_checkpoint(made, given.into, tokenizer_from=directory, overwrite=True)
     print(f"{given.into}: {sum(w.numel() for w in made.model.parameters()):,} weights")

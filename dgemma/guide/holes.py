@@ -15,6 +15,7 @@ from dgemma.text.stream import StopStrings
 from dgemma.text.tokenizer import Tokenizer, refuse_surrogates
 
 MARK = "<|fill|>"  # in files; plain text that the reader splits on, never a token
+REQUEST = "Complete the document."  # what an instruct model is told before one with marks
 SHORTEST_OVERLAP = 12  # characters of the text behind a hole that are not repeated by chance
 BREAKS = ("\n", "\r")
 Span = tuple[int, int]

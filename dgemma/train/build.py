@@ -17,7 +17,9 @@ from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.average import Average
 from dgemma.train.carry import Beside
 from dgemma.train.distributed import ALONE, Group, shard
+from dgemma.train.fill_source import FillSource
 from dgemma.train.fresh import fresh_model
+from dgemma.train.lines import LineTokens
 from dgemma.train.loop import RunSettings, Trainer
 from dgemma.train.lora import add_adapter, trained
 from dgemma.train.mix import Ingredient, Mixture, Source, StoreSource, room_notes
@@ -291,17 +293,10 @@ def _ingredient(
             line_share=data.line_share,
             canvas_weight=data.canvas_weight,
             hole_weight=data.hole_weight,
-            breaks=_breaks(base) if data.line_share else (),
+            lines=LineTokens.of(Tokenizer.load(base.tokenizer)) if data.line_share else None,
             rolls=data.rollout,
         ),
     )
-
-
-def _breaks(base: Base) -> tuple[int, ...]:
-    """Tokens that break a line."""
-    words = Tokenizer.load(base.tokenizer)
-    every = range(words.vocab_size)
-    return tuple(i for i in every if not words.is_control(i) and b"\n" in words.token_bytes(i))
 
 
 def _lengths(given: Mapping[str, float], longest: int) -> dict[int, float]:
@@ -323,10 +318,13 @@ def _source(data: DataSource, recipe: Recipe, place: Place, base: Base, notes: l
         store, dropped = load_tokens(place.path(data.file), limit, shelf)
         if dropped:
             notes.append(f"{data.file}: {dropped} examples over {limit} tokens were left out")
-        return StoreSource(store)
-    assert data.bank is not None
+        if not data.as_fill:
+            return StoreSource(store)
     words = Tokenizer.load(base.tokenizer)
     template = ChatTemplate.load(base.tokenizer, words)
+    if data.as_fill:
+        return FillSource(store, words, template)
+    assert data.bank is not None
     if data.puzzle == "sudoku":
         from dgemma.train.puzzles.sudoku import SudokuBank, SudokuSource
 

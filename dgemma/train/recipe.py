@@ -98,10 +98,12 @@ class DataSource:
     file: str | None = None  # tokens (.npz), or text, pairs or chats (.jsonl)
     puzzle: Literal["sudoku", "colouring"] | None = None
     bank: str | None = None  # of a puzzle
+    as_fill: bool = False  # plain texts shown with holes and then told: see train/fill_source.py
     weight: float = 1.0
     learn_prompt: bool = True
     causal_share: float = 1.0  # of its examples, those that the causal pass is asked for
-    copies: int | None = None  # None here and below: as [canvas] says
+    # None here and below: as [canvas] says; 0 copies: no canvases, the causal pass alone learns it
+    copies: int | None = None
     hole_share: float | None = None
     fill_share: float | None = None
     lengths: Mapping[str, float] | None = None
@@ -117,6 +119,8 @@ class DataSource:
             self.bank is None
         ):
             raise ConfigError("[[data]] needs either file, or puzzle with its bank")
+        if self.as_fill and self.file is None:
+            raise ConfigError("[[data]] as_fill opens lines of a file's texts; a puzzle has none")
         if self.max_tokens is not None and not (self.file or "").endswith(".jsonl"):
             raise ConfigError(
                 f"[[data]] max_tokens is {self.max_tokens}; it is for a .jsonl file, the only data "
@@ -125,7 +129,8 @@ class DataSource:
         if self.level_power <= 0:
             raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
         weights = {"canvas_weight": self.canvas_weight, "hole_weight": self.hole_weight}
-        _check_counts("[[data]]", 1, **weights, copies=self.copies)
+        _check_counts("[[data]]", 1, **weights)
+        _check_counts("[[data]]", 0, copies=self.copies)
         names = ("causal_share", "hole_share", "fill_share", "line_share")
         _check_shares("[[data]]", **{name: getattr(self, name) for name in names})
 

@@ -18,8 +18,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dgemma.train.lines import LineTokens, Span
+
 Ints = NDArray[np.int32]
 NOTHING = -1  # asked for nothing; belongs to no canvas; belongs to no example
+MOST_OPENED = 2 / 3  # of a canvas's lines
 
 
 class Example(NamedTuple):
@@ -70,7 +73,7 @@ class Corruption:
     line_share: float = 0.0  # of these, those whose holes are lines, as code is filled
     canvas_weight: int = 1  # of what is asked in any canvas
     hole_weight: int = 1  # times that, of what is asked in a hole: a canvas with holes asks little
-    breaks: tuple[int, ...] = ()  # tokens that break a line
+    lines: LineTokens | None = None  # what lines are, where any are to be opened
     level_power: float = 1.0  # of the level, drawn evenly; below 1 high levels are oftener
     fill_share: float = 1.0  # of what fills a last canvas, that is asked for: it is soon learned
     rolls: bool = True  # whether steps of the sampler may change a canvas (`train/rollout.py`)
@@ -82,7 +85,7 @@ class Layout:
 
     canvas_length: int
     max_rows: int
-    copies: int = 1  # of each canvas, noised apart: the clean text serves them all
+    copies: int = 1  # of each canvas, noised apart: the clean text serves them all; 0: it alone
     learn_prompt: bool = True  # whether the causal pass is asked for the prompt's own tokens
     causal_share: float = 1.0  # of the examples, those that the causal pass is asked for at all
 
@@ -92,13 +95,23 @@ class Layout:
         return (1 + self.copies) * self.canvas_length
 
 
+class Reply(NamedTuple):
+    """What canvases are made of."""
+
+    clean_CL: Ints
+    held_C: NDArray[np.integer]  # tokens of the text in each; what fills it up comes behind them
+    lines: list[Span]  # where lines of code stand, counted from the first canvas; some before it
+
+
 def lay_out(
     example: Example, layout: Layout, corruption: Corruption, rng: np.random.Generator
 ) -> Ints | None:
     """The rows of an example, or None where not one canvas can be made of it."""
     prompt, reply = example
+    lines = [] if corruption.lines is None else corruption.lines.spans(reply)
     if not len(prompt):
-        prompt, reply = cut_text(reply, layout, corruption.breaks, rng)
+        prompt, reply = cut_text(reply, layout, lines, rng)
+        lines = [(start - len(prompt), stop - len(prompt)) for start, stop in lines]
     length = layout.canvas_length
     is_whole = len(reply) > 0 and ends(reply, example)
     count = -(-len(reply) // length) if is_whole else len(reply) // length
@@ -111,10 +124,8 @@ def lay_out(
     filled_CL = np.full(count * length, corruption.fill, np.int32)
     filled_CL[: len(reply)] = reply[: count * length]
     held_C = np.minimum(length, len(reply) - length * np.arange(count))
-    canvases = [
-        _canvas_rows(len(prompt), filled_CL.reshape(count, length), held_C, corruption, rng)
-        for _ in range(layout.copies)
-    ]
+    shown = Reply(filled_CL.reshape(count, length), held_C, lines)
+    canvases = [_canvas_rows(len(prompt), shown, corruption, rng) for _ in range(layout.copies)]
     for number, rows in enumerate(canvases):
         rows[CANVAS] += number * count
         if corruption.fill_share < 1:
@@ -133,19 +144,18 @@ def ends(reply: NDArray[np.integer], example: Example) -> bool:
 
 
 def cut_text(
-    text: NDArray[np.integer], layout: Layout, breaks: Sequence[int], rng: np.random.Generator
+    text: NDArray[np.integer], layout: Layout, lines: Sequence[Span], rng: np.random.Generator
 ) -> Example:
     """Cut a plain text in two, so that canvases begin anywhere in it.
 
-    With `breaks` half of them begin where a line does, or behind the token that indents it: so does
-    the canvas of somebody who asks for a line.
+    Where it has lines of code, half of them begin with one: so does the canvas of somebody who asks
+    for a line.
     """
-    most = max(1, min(layout.canvas_length, len(text) - 1))
-    first = 1 + int(rng.integers(most))
-    if breaks and rng.random() < 0.5:
-        starts = 1 + np.flatnonzero(np.isin(text[:most], breaks))
-        if len(starts):
-            first = min(most, int(rng.choice(starts)) + int(rng.random() < 0.5))
+    starts = [start for start, _ in lines if start > 0]
+    if starts and rng.random() < 0.5:
+        first = starts[int(rng.integers(len(starts)))]
+    else:
+        first = 1 + int(rng.integers(max(1, min(layout.canvas_length, len(text) - 1))))
     return Example(text[:first], text[first:])
 
 
@@ -164,15 +174,11 @@ def _clean_rows(prompt: NDArray[np.integer], reply: NDArray[np.integer], layout:
 
 
 def _canvas_rows(
-    begin: int,
-    clean_CL: Ints,
-    held_C: NDArray[np.integer],
-    corruption: Corruption,
-    rng: np.random.Generator,
+    begin: int, reply: Reply, corruption: Corruption, rng: np.random.Generator
 ) -> Ints:
-    """`held_C`: tokens of the text in each canvas; what fills it up comes behind them."""
+    clean_CL = reply.clean_CL
     count, length = clean_CL.shape
-    level_CL, pinned_CL = _levels(clean_CL, held_C, corruption, rng)
+    level_CL, pinned_CL = _levels(reply, corruption, rng)
     noise_CL = rng.integers(corruption.vocab_size, size=clean_CL.shape, dtype=np.int32)
     is_noise_CL = rng.random(clean_CL.shape) < level_CL
     number_CL = np.repeat(np.arange(count, dtype=np.int32)[:, None], length, axis=1)
@@ -193,43 +199,47 @@ def _canvas_rows(
 
 
 def _levels(
-    clean_CL: Ints, held_C: NDArray[np.integer], corruption: Corruption, rng: np.random.Generator
+    reply: Reply, corruption: Corruption, rng: np.random.Generator
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The probability of noise at each position, and the positions that are given."""
-    count, length = clean_CL.shape
+    count, length = reply.clean_CL.shape
     level_C = rng.uniform(corruption.lowest, corruption.highest, count) ** corruption.level_power
     level_CL = np.repeat(level_C[:, None], length, axis=1)
     pinned_CL = np.zeros((count, length), bool)
     for canvas in np.flatnonzero(rng.random(count) < corruption.hole_share):
-        # Not behind the text: of short ones a quarter of what is open would be mere fill.
         is_hole_L = np.zeros(length, bool)
-        text = clean_CL[canvas, : held_C[canvas]]
-        is_lines = corruption.line_share > 0 and rng.random() < corruption.line_share
-        found = _lines(text, corruption.breaks, rng) if is_lines else _holes(len(text), rng)
-        is_hole_L[: len(text)] = found
+        if corruption.line_share > 0 and rng.random() < corruption.line_share:
+            for start, stop in _opened(lines_of(reply, int(canvas)), rng):
+                is_hole_L[start:stop] = True
+        else:
+            # Not behind the text: of short ones a quarter of what is open would be mere fill.
+            held = reply.held_C[canvas]
+            is_hole_L[:held] = _holes(held, rng)
+        if not is_hole_L.any():
+            continue
         # A hole begins as noise alone, so high levels matter more than in a whole canvas.
         level_CL[canvas] = np.where(is_hole_L, np.sqrt(level_C[canvas]), 0.0)
         pinned_CL[canvas] = ~is_hole_L
     return level_CL, pinned_CL
 
 
-def _lines(text: Ints, breaks: Sequence[int], rng: np.random.Generator) -> NDArray[np.bool_]:
-    """One to four lines without their breaks, half of them without the token that indents them.
+def lines_of(reply: Reply, canvas: int) -> list[Span]:
+    """Those that end on a canvas, which holds the last tokens of one that began before it."""
+    first, length = canvas * reply.clean_CL.shape[1], reply.clean_CL.shape[1]
+    own = [(max(0, start - first), stop - first) for start, stop in reply.lines]
+    return [(start, stop) for start, stop in own if start + 1 < stop <= length]
 
-    One is what is asked for; more of them teach more in as many rows. Half of the canvases begin
-    with one. Where a text has no line to open, spans as elsewhere.
+
+def _opened(lines: Sequence[Span], rng: np.random.Generator) -> list[Span]:
+    """Up to two thirds of the lines; the first is one of them for half of the canvases.
+
+    One is what is asked for, more of them teach more in as many rows. None where there are none.
     """
-    stops = np.flatnonzero(np.isin(text, breaks))
-    starts = np.concatenate([[0], stops[:-1] + 1]).astype(int) if len(stops) else stops
-    lines = [(a, b) for a, b in zip(starts, stops, strict=True) if b - a > 1]
-    if not lines:
-        return _holes(len(text), rng)
-    is_hole_L = np.zeros(len(text), bool)
-    for number in range(int(rng.integers(1, 5))):
-        at_start = number == 0 and rng.random() < 0.5
-        start, stop = lines[0 if at_start else int(rng.integers(len(lines)))]
-        is_hole_L[start + int(start > 0 and rng.random() < 0.5) : stop] = True
-    return is_hole_L
+    count = min(len(lines), 1 + int(rng.random() * MOST_OPENED * len(lines)))
+    chosen = rng.permutation(len(lines))[:count]
+    if count and rng.random() < 0.5:
+        chosen[0] = 0  # twice, perhaps: it is opened once
+    return [lines[int(number)] for number in chosen]
 
 
 def _holes(length: int, rng: np.random.Generator) -> NDArray[np.bool_]:

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dgemma.errors import UsageError
+from dgemma.train.lines import LineTokens
 from dgemma.train.mix import Source, StoreSource
 from dgemma.train.rows import (
     CANVAS,
@@ -24,9 +26,11 @@ from dgemma.train.rows import (
     Example,
     Ints,
     Layout,
+    Reply,
     Tally,
     cut_text,
     lay_out,
+    lines_of,
     real_rows,
 )
 from dgemma.train.store import Store
@@ -178,40 +182,77 @@ def test_holes_lie_in_the_text_and_not_behind_it() -> None:
     assert not given[:, 100:110].all(1).any()  # the last canvas has holes too
 
 
+def flags(*tokens: int) -> NDArray[np.bool_]:
+    found = np.zeros(1000, bool)
+    found[list(tokens)] = True
+    return found
+
+
+LINES = LineTokens(
+    breaks_V=flags(7, 8), blank_V=flags(51), quotes_V=flags(9), other_V=flags(60)
+)  # tokens of a language of lines
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_holes_may_be_lines(share: float) -> None:
-    corruption = Corruption(vocab_size=1000, hole_share=1.0, line_share=share, breaks=(7, 8))
-    line = [51, 52, 53, 54, 55, 56]
-    example = Example(ids(2), ids(*[*line, 7, *line, 8] * 7))
-    made = laid(example, corruption, canvas_length=98, max_rows=99999, copies=60)
-    given = made[PINNED, made[CANVAS] > NOTHING].reshape(60, 14, 7) > 0
-    is_open = ~given[..., :6]
-    whole = is_open[..., 1:].all(-1) | given.all(-1)  # the token that indents may be given
-    assert (whole & given[..., 6]).all() == (share == 1.0)
+    corruption = Corruption(vocab_size=1000, hole_share=1.0, line_share=share, lines=LINES)
+    line, other = [51, 52, 53, 54, 55, 56], [51, 60, 61, 62, 63, 64]
+    example = Example(ids(2), ids(*[*line, 7, *line, 8] * 6, *other, 7, *line, 7))
+    made = laid(example, corruption, canvas_length=98, max_rows=99999, copies=90)
+    given = made[PINNED, made[CANVAS] > NOTHING].reshape(90, 14, 7) > 0
+    is_open = ~given[..., 1:6]
+    whole = is_open.all(-1) | given.all(-1)
+    # Neither what indents a line nor what breaks it.
+    assert (whole & given[..., 0] & given[..., 6]).all() == (share == 1.0)
     if share:
-        assert set(is_open[:, :, 1].sum(1)) == {1, 2, 3, 4}
-        assert 20 < is_open[:, 0, 0].sum() < 50  # half of the canvases begin with one
-        assert not is_open[:, 1:, 0].all() and is_open[:, 1:, 0].any()
+        assert not is_open[:, 12].any()
+        assert set(is_open[:, :, 0].sum(1)) == set(range(1, 10))  # of 13
+        assert 45 <= is_open[:, 0, 0].sum() <= 80  # half of the canvases begin with one, and more
+
+
+def test_a_canvas_without_a_line_of_code_has_no_holes() -> None:
+    corruption = Corruption(
+        vocab_size=1000, hole_share=1.0, line_share=1.0, lines=LINES, hole_weight=5
+    )
+    line, text = [51, *[52] * 8, 7], [51, *[61] * 8, 7]
+    # What stands in quotes is no code, also where they opened on a canvas before.
+    reply = ids(*line * 4, 9, 7, *[70] * 8, *text * 7, 9, 7, *[70] * 8)
+    made = laid(Example(ids(2), reply), corruption, canvas_length=40, max_rows=99999, copies=20)
+    is_canvas = made[CANVAS] > NOTHING
+    pinned, weight = (made[f, is_canvas].reshape(20, 4, 40) for f in (PINNED, WEIGHT))
+    has_hole = (pinned > 0).any(-1)
+    assert has_hole[:, 0].all() and not has_hole[:, 1:].any()
+    assert (weight == np.where(has_hole, 5, 1)[..., None]).all()
+    assert (made[TARGET, is_canvas].reshape(20, 4, 40)[:, 1:] > NOTHING).all()
+
+
+def test_a_line_that_began_before_its_canvas_is_opened_from_there() -> None:
+    reply = Reply(np.zeros((2, 10), np.int32), np.array([10, 10]), [(-3, 4), (6, 12), (15, 20)])
+    assert lines_of(reply, 0) == [(0, 4)]
+    assert lines_of(reply, 1) == [(0, 2), (5, 10)]
 
 
 def test_half_of_the_texts_are_cut_where_a_line_begins() -> None:
-    """Or behind what indents it: so a canvas begins that is asked for a line."""
-    line = [51, 52, 53, 54, 55, 56, 57, 58, 59]
-    text = ids(*[*line, 7] * 20)
+    """So a canvas begins that is asked for a line."""
+    text = ids(*[51, *range(52, 60), 7] * 20)
     layout = Layout(canvas_length=100, max_rows=99999)
-    ends: dict[tuple[int, ...], list[int]] = {}
-    for breaks in ((), (7,)):
-        rng = np.random.default_rng(0)
-        cuts = [cut_text(text, layout, breaks, rng) for _ in range(600)]
-        assert all(1 <= len(cut.prompt) <= 100 for cut in cuts)
-        assert all([*cut.prompt, *cut.reply] == [*text] for cut in cuts)
-        ends[breaks] = [int(cut.prompt[-1]) for cut in cuts]
-    # One of ten tokens breaks a line, one indents it: half of all cuts, and a tenth of the others.
-    assert ends[()].count(7) == pytest.approx(60, abs=25)
-    assert ends[(7,)].count(7) == pytest.approx(180, abs=40)
-    assert ends[(7,)].count(51) == pytest.approx(180, abs=40)
-    alone = cut_text(ids(50, 50, 50), layout, (7,), np.random.default_rng(0))
-    assert len(alone.prompt) in (1, 2)  # no line begins in it
+    lines = LINES.spans(text)
+    cuts = [cut_text(text, layout, lines, rng(seed)) for seed in range(600)]
+    assert all([*cut.prompt, *cut.reply] == [*text] for cut in cuts)
+    begun = [cut for cut in cuts if cut.reply[0] == 52]
+    assert len(begun) == pytest.approx(330, abs=40)  # half of all, and a tenth of the others
+    assert {len(cut.prompt) for cut in begun} == set(range(1, 200, 10))
+    plain = [cut_text(text, layout, [], rng(seed)) for seed in range(600)]
+    assert all(1 <= len(cut.prompt) <= 100 for cut in plain)
+    assert sum(cut.reply[0] == 52 for cut in plain) == pytest.approx(60, abs=25)
+    alone = cut_text(ids(50, 50, 50), layout, [], rng())
+    assert len(alone.prompt) in (1, 2)
+
+
+def test_without_copies_the_clean_rows_stand_alone() -> None:
+    both = laid(PAIR, CLEAN, canvas_length=4, max_rows=99, copies=1)
+    alone = laid(PAIR, CLEAN, canvas_length=4, max_rows=99, copies=0)
+    assert (alone == both[:, both[CANVAS] == NOTHING]).all() and alone.shape[1] == 9
 
 
 @pytest.mark.parametrize("other", [1, 3])
@@ -227,12 +268,6 @@ def test_a_source_and_its_canvases_with_holes_may_count_for_more(other: int) -> 
     assert (made[WEIGHT, ~is_canvas] == 1).all()
     asked = made[WEIGHT][is_canvas & is_asked]
     assert Tally.of(made).canvas == asked.sum() > len(asked)
-
-
-def test_a_text_without_lines_has_spans() -> None:
-    corruption = Corruption(vocab_size=1000, hole_share=1.0, line_share=1.0, breaks=(7,))
-    made = laid(Example(ids(2), ids(*[50] * 100)), corruption, canvas_length=100, max_rows=999)
-    assert (made[PINNED, made[CANVAS] > NOTHING] == 0).sum() > 0
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
