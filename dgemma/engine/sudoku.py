@@ -18,6 +18,7 @@ from dgemma.engine.events import Done, Draft
 from dgemma.engine.job import FAULT, Job
 from dgemma.engine.options import Mode, Options, Plan
 from dgemma.errors import UsageError
+from dgemma.sampler import careful
 from dgemma.text import sudoku as text
 from dgemma.text.slots import Slots
 from dgemma.text.sudoku_forms import AS_IT_IS, Form, random_form
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 SEEDS = 1 << 64
 CANVAS_UNIT = 32  # a canvas is as many times so long as holds the reply
-# Steps of an attempt. A canvas that settles does so within a dozen; waiting longer for the others
-# costs three times as much and brings next to nothing, which a new attempt does.
-STEPS = 16
+# Steps of an attempt. Nearly all canvases that settle do so within a dozen: a new attempt brings
+# more than to wait for the others. Behind the last attempt is none, so it is waited for.
+STEPS, LAST_STEPS = 16, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,9 @@ class Attempt:
         """Whether there is to be another attempt."""
         return not self.settled and how.mode != "ar" and self.restarts < how.restarts
 
+    def max_steps(self, how: How) -> int:
+        return STEPS if self.restarts < how.restarts else LAST_STEPS
+
     def begin_again(self, how: How) -> None:
         self.restarts += 1
         self.form = random_form(Random(f"{how.seed} {self.puzzle} {self.restarts}"))
@@ -184,10 +188,10 @@ def plan(engine: "Engine", attempt: Attempt, layout: Slots, how: How) -> Plan:
         pins=givens(puzzle, layout) if how.pinned else NO_PINS,
         # A canvas told more than the model believes settles on wrong answers too.
         sampler=replace(
-            engine.sampler,
+            careful(engine.sampler),
             first_heat=1.0,
             last_heat=1.0,
-            max_steps=min(STEPS, engine.sampler.max_steps),
+            max_steps=min(attempt.max_steps(how), engine.sampler.max_steps),
         ),
         retries=0,  # attempts are counted here
         drafts=how.drafts,

@@ -14,9 +14,10 @@ from dgemma.bench.tasks import TASKS
 from dgemma.bench.tasks.fix import check, text_of
 from dgemma.bench.tasks.infill import is_trivial, parses
 from dgemma.bench.tasks.stories import distinct, prompt
-from dgemma.bench.tasks.sudoku import measures_of, read_puzzles
+from dgemma.bench.tasks.sudoku import is_soon, measures_of, read_puzzles
 from dgemma.config import GenerationConfig
 from dgemma.engine import Engine
+from dgemma.engine.sudoku import STEPS
 from dgemma.weights.random import random_model
 from tests.bench.conftest import (
     CHATS,
@@ -306,6 +307,12 @@ def test_sudoku_counts_what_is_right_and_what_settled() -> None:
         "right if settled": 0.5,
         "steps": 10.0,
     }
+
+
+def test_a_late_puzzle_counts_as_restarted_where_restarts_are_made() -> None:
+    assert is_soon(solved(SOLUTION, settled=True, steps=STEPS))
+    assert not is_soon(solved(SOLUTION, settled=True, steps=STEPS + 1))
+    assert not is_soon(solved(SOLUTION, settled=False, steps=STEPS))
 
 
 def test_sudoku_runs_every_set_in_every_way(data: Data) -> None:
