@@ -37,7 +37,11 @@ def fill(
     stop: Annotated[list[str] | None, typer.Option(help="A hole ends before this text.")] = None,
     candidates: Annotated[int, typer.Option(help="How many ways to fill it; the best first.")] = 1,
     form: Annotated[
-        str | None, typer.Option(help="How the model is asked: base, the default, or instruct.")
+        str | None,
+        typer.Option(
+            help="How the model is asked: base, by the text alone; instruct, by a request that "
+            "shows the whole text; both, the default where there is a chat template."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     in_place: Annotated[

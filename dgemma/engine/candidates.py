@@ -26,6 +26,11 @@ class Candidate:
     hole_scores: tuple[float, ...] = ()  # its mean over each hole's own tokens, in nats
 
 
+def given(fills: tuple[str, ...], sizes: tuple[int, ...]) -> Candidate:
+    """One that no canvas wrote."""
+    return Candidate(fills=fills, sizes=sizes, settled=True, is_sound=True)
+
+
 def scored(
     one: Candidate,
     score: Score,

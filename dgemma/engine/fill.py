@@ -18,6 +18,7 @@ from dgemma.engine.trials import SharedPrefix
 from dgemma.errors import PromptTooLong, UsageError
 from dgemma.guide.holes import (
     MARK,
+    REQUEST,
     Holed,
     Rules,
     characters,
@@ -29,15 +30,14 @@ from dgemma.guide.holes import (
     tail,
 )
 from dgemma.guide.seams import is_whole
-from dgemma.sampler import Sampler
+from dgemma.sampler import Sampler, careful
 from dgemma.text.chat import Message
 
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
 
-Form = Literal["base", "instruct"]
-FORMS: tuple[Form, ...] = ("base", "instruct")
-REQUEST = "Complete the document."
+Form = Literal["base", "instruct", "both"]
+FORMS: tuple[Form, ...] = ("base", "instruct", "both")
 PROPOSALS = 16  # texts of the causal mode that compete with the canvases' own
 TYPICAL = 8  # tokens of a hole whose length is not known, while others are searched
 EDGE = 256  # characters of the text before a hole that the rules look at
@@ -158,11 +158,21 @@ class Filling:
 
     def run(self) -> Generator[Draft, None, None]:
         for holes in self._groups():
-            search = Search(self.engine, self._sheet(holes), self._tuning())
-            found = yield from search.run(self._sizes(holes))
+            told = self._told(holes) if self.form == "both" and len(holes) == 1 else []
+            form: Form = "instruct" if self.form == "instruct" else "base"
+            search = Search(self.engine, self._sheet(holes, form), self._tuning())
+            found = yield from search.run(self._sizes(holes), told)
             self.steps += search.steps
             self.canvases += search.canvases
             self.filled.append(found or [self._likeliest(holes)])
+
+    def _told(self, holes: range) -> list[Candidate]:
+        """What the causal mode proposes when it has been told the whole text, both sides of a hole.
+
+        How likely it is there and what follows after it, is for the plain text to say.
+        """
+        search = Search(self.engine, self._sheet(holes, "instruct"), self._tuning())
+        return search.proposals(self._sizes(holes))
 
     def results(self) -> list[FilledText]:
         """The n-th best text has each group's n-th best fills, or its last where it has fewer."""
@@ -216,7 +226,7 @@ class Filling:
         return Tuning(
             rules=self.rules,
             seed=self.seed,
-            sampler=self.options.sampler or self.engine.sampler,
+            sampler=self.options.sampler or careful(self.engine.sampler),
             end=end_id(self.engine),
             drafts=self.options.drafts,
             candidates=self.options.candidates,
@@ -227,21 +237,21 @@ class Filling:
 
     # --- what the model sees
 
-    def _sheet(self, holes: range) -> Sheet:
+    def _sheet(self, holes: range, form: Form) -> Sheet:
         before = self._before(holes.start)
         rest = self.holed.pieces[holes.start + 1 :]
         pieces = rest[: len(holes)]
         piece_ids = [self._encode_head(piece) for piece in pieces]
         is_end = len(rest) == len(holes) and len(piece_ids[-1]) <= self.length
         last = self.engine.tokenizer.decode_bytes(piece_ids[-1]).decode("utf-8", "ignore")
-        header, shown = self._context(before, rest)
+        header, shown = self._context(before, rest, form)
         return Sheet(
             header=header,
             before=tuple(self.engine.tokenizer.encode(shown)),
             edge=before[-EDGE:],
             pieces=(*pieces[:-1], last),
             piece_ids=tuple(piece_ids),
-            closing=self._closing() if is_end else (),
+            closing=closing_ids(self.engine, is_turn=form == "instruct") if is_end else (),
         )
 
     def _before(self, hole: int) -> str:
@@ -260,13 +270,10 @@ class Filling:
             shown *= 2  # few tokens of many characters, such as long rows of spaces
         return tuple(ids[: self.length + 1])
 
-    def _closing(self) -> tuple[int, ...]:
-        return closing_ids(self.engine, is_turn=self.form == "instruct")
-
-    def _context(self, before: str, rest: Sequence[str]) -> tuple[tuple[int, ...], str]:
+    def _context(self, before: str, rest: Sequence[str], form: Form) -> tuple[tuple[int, ...], str]:
         """What stands before the text, and as much of the text before the hole as fits."""
         room = self._room()
-        if self.form == "base":
+        if form == "base":
             shown = tail(self.engine.tokenizer, before, room - 1)
             return (self.engine.model.config.bos_token_id,), shown
         encode, count, after = self.engine.tokenizer.encode, room, MARK.join(rest)
@@ -300,7 +307,7 @@ class Filling:
     def _likeliest(self, holes: range) -> Candidate:
         """For each hole the causal mode's likeliest token that is allowed."""
         fills: list[str] = []
-        sheet = self._sheet(holes)
+        sheet = self._sheet(holes, "base" if self.form == "both" else self.form)
         for hole in holes:
             between = "".join(
                 fill + piece for fill, piece in zip(fills, sheet.pieces, strict=False)
@@ -334,12 +341,12 @@ class Filling:
 def choose_form(engine: "Engine", wanted: Form | None) -> Form:
     """How the model is asked to fill.
 
-    Without a choice the plain text is given, for instruct models too: which is better for the
-    released one has not been measured.
+    Without a choice both are used: the built-in model fills more lines as they stood that way.
+    Which is best for the released one has not been measured.
     """
-    if wanted == "instruct" and engine.template is None:
-        raise UsageError("this checkpoint has no chat template; use the base form")
-    return wanted or "base"
+    if engine.template is None and wanted in ("instruct", "both"):
+        raise UsageError(f"this checkpoint has no chat template for form {wanted}; use base")
+    return wanted or ("base" if engine.template is None else "both")
 
 
 def end_id(engine: "Engine") -> int:

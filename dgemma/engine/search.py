@@ -7,11 +7,11 @@ and from there holes grow and shrink while that helps. What the causal mode itse
 hole (`engine.proposals`) competes with what the canvases say.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dgemma.engine.candidates import Candidate, rank, scored
+from dgemma.engine.candidates import Candidate, given, rank, scored
 from dgemma.engine.events import Draft
 from dgemma.engine.proposals import Hole, propose
 from dgemma.engine.trials import SharedPrefix, Trial, with_steps
@@ -96,20 +96,19 @@ class Search:
         self.steps = self.canvases = 0
 
     def run(
-        self, sizes: Sizes, known: Sequence[tuple[str, ...]] = ()
+        self, sizes: Sizes, known: Sequence[Candidate] = ()
     ) -> Generator[Draft, None, list[Candidate]]:
         """The candidates, the best first; none where no canvas said anything that is allowed.
 
-        `known`: fills that no canvas wrote and that are candidates too.
+        `known`: what no canvas wrote and is a candidate too.
         """
         try:
-            if known:
-                self._consider(known, sizes.first)
+            self._remember(known)
             swept = [one for one in sweep(sizes.first, sizes.choices) if self._fits(one)]
             if (nothing := (0,) * len(sizes.first)) in swept:  # needs no canvas
-                self._consider([("",) * len(nothing)], nothing)
+                self._remember([given(("",) * len(nothing), nothing)])
             usual = self.seams.usual
-            self._propose(sizes)
+            self._remember(self.proposed(sizes))
             if len(swept) > 1:
                 steps = SEARCH_STEPS
                 yield from self._try([Attempt(variant=usual, sizes=s, steps=steps) for s in swept])
@@ -129,15 +128,17 @@ class Search:
     def _best(self) -> Candidate:
         return max(self.found.values(), key=rank)
 
-    def _consider(self, texts: Iterable[tuple[str, ...]], sizes: tuple[int, ...]) -> None:
-        self._remember(
-            [Candidate(fills=fills, sizes=sizes, settled=True, is_sound=True) for fills in texts]
-        )
+    def proposals(self, sizes: Sizes) -> list[Candidate]:
+        """What is proposed, where the search goes no further."""
+        try:
+            return self.proposed(sizes)
+        finally:
+            self.shared.close()
 
-    def _propose(self, sizes: Sizes) -> None:
-        """Consider what the causal mode writes where one hole has the canvas for itself."""
+    def proposed(self, sizes: Sizes) -> list[Candidate]:
+        """What the causal mode writes where one hole has the canvas for itself; not scored yet."""
         if len(sizes.first) > 1:
-            return
+            return []
         lengths, usual = (*sizes.choices[0], sizes.first[0]), self.seams.usual
         hole = Hole(
             variant=usual,
@@ -153,7 +154,7 @@ class Search:
             self._read(Attempt(variant=usual, sizes=(len(ids),), steps=0), (ids,), settled=True)
             for ids in propose(self.shared, hole, self.tuning.proposals)
         ]
-        self._remember([one for one in said if one is not None])
+        return [one for one in said if one is not None]
 
     def _refine(self, sizes: Sizes) -> Generator[Draft, None, None]:
         """Sizes around the best, and the best with other seams and other noise, all steps taken."""

@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dgemma.engine.candidates import given
 from dgemma.engine.doubt import preference, surprise
 from dgemma.engine.events import Draft
 from dgemma.engine.fill import closing_ids, end_id
@@ -166,7 +167,7 @@ class Windows:
         proposed = self._propose(search, b - a)
         known = [old] if proposed is None else [old, proposed]
         sizes = self._sizes(b - a, None if proposed is None else len(self._encode(proposed)))
-        found = yield from search.run(sizes, [(text,) for text in known])
+        found = yield from search.run(sizes, [given((text,), sizes.first) for text in known])
         self.steps += search.steps
         self.canvases += search.canvases
         return found[0].fills[0]

@@ -39,7 +39,7 @@ options = st.builds(
     single_line=st.booleans(),
     candidates=st.integers(1, 2),
     proposals=st.sampled_from([0, 3]),
-    form=st.sampled_from(["base", "instruct"]),
+    form=st.sampled_from(["base", "instruct", "both"]),
     seed=st.integers(0, 1 << 60),
     sampler=st.just(QUICK),
 )
@@ -129,7 +129,7 @@ def test_other_requests_in_the_same_passes_change_nothing(
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("form", ["base", "instruct"])
+@pytest.mark.parametrize("form", ["base", "instruct", "both"])
 def test_odd_texts_keep_the_promise(text: str, form: str) -> None:
     chosen = FillOptions(seed=1, sampler=QUICK, form=form, max_tokens=8)  # type: ignore[arg-type]
     filled = random_engine(1).fill(text, chosen)
@@ -140,7 +140,7 @@ def test_odd_texts_keep_the_promise(text: str, form: str) -> None:
 def test_a_long_text_is_filled_within_a_window() -> None:
     engine = random_engine(1, 12, 160)
     text = "a line of text\n" * 300 + f"x = {MARK}\n" + "more of it\n" * 300
-    for form in ("base", "instruct"):
+    for form in ("base", "instruct", "both"):
         filled = engine.fill(text, FillOptions(seed=1, sampler=QUICK, form=form, max_tokens=4))  # type: ignore[arg-type]
         assert_kept(Holed.read(text), filled)
 
@@ -178,7 +178,7 @@ def test_a_known_text_is_found_with_its_length() -> None:
     [hole] = filled.holes
     assert (hole.text, hole.start, hole.end) == (HOLE, len(BEFORE), len(BEFORE + HOLE))
     assert hole.settled and hole.score > -0.5 and hole.tokens == length
-    assert filled.canvases == DRAWS and filled.form == "base"
+    assert filled.canvases == DRAWS and filled.form == "both"
 
 
 @pytest.mark.parametrize("seed", range(3))
