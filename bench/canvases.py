@@ -1,11 +1,11 @@
-"""What short last canvases, and means without products, are worth to the built-in model's stories.
+"""What short canvases, and means without products, are worth to the built-in model's stories.
 
     python bench/canvases.py [--stories 8] [--threads N] [--dtype auto] [--tokens 200]
 
 Every story is written in each way, one after the other, so that a busy machine disturbs all alike:
 
     whole   all canvases are whole, and every soft embedding is a product
-    short   the last canvas is no longer than what may still be written
+    short   canvases are short once a first step has seen no end
     sure    the same, and positions that are sure need no product: as it is shipped
 
 Seconds are the processor's, of all threads; ratios are beside `whole`. The last line is JSON.

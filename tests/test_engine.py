@@ -309,22 +309,51 @@ def shrinking(wild: Engine) -> Engine:
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (1, [16]),  # the first is whole
-        (CANVAS, [16]),
-        (CANVAS + 1, [16, 8]),
-        (CANVAS + 8, [16, 8]),
-        (CANVAS + 9, [16, 16]),
-        (2 * CANVAS + 7, [16, 16, 8]),
+        (1, [8]),
+        (CANVAS - 8, [8]),
+        (CANVAS, [8, 8]),
+        (CANVAS + 1, [8, 8, 8]),
+        (2 * CANVAS, [8, 8, 8, 8]),
     ],
 )
-def test_the_last_canvas_is_as_short_as_the_model_was_trained_for(
+def test_canvases_of_a_long_reply_are_as_short_as_the_model_was_trained_for(
     shrinking: Engine, wild: Engine, limit: int, expected: list[int]
 ) -> None:
     assert (CANVAS, LENGTHS_APART) == (16, 8)
-    options = Options(seed=2, max_tokens=limit)
+    options = Options(seed=2, max_tokens=limit, drafts=True)
+    first = next(event for event in shrinking.stream("x", options) if isinstance(event, Draft))
+    assert len(first.ids) == CANVAS, "a whole one tells whether the reply is long"
     assert lengths(shrinking, options) == expected
-    assert lengths(wild, options) == [CANVAS] * len(expected), "the model does not say so"
+    assert set(lengths(wild, options)) == {CANVAS}, "the model does not say so"
     assert shrinking.generate("x", options).tokens == wild.generate("x", options).tokens == limit
+
+
+def test_what_is_left_of_a_long_reply_is_rather_one_canvas_than_a_remnant(wild: Engine) -> None:
+    model = random_model(replace(taught_config(), min_canvas_length=6), seed=3)
+    engine = Engine(model, wild.tokenizer, wild.template, wild.generation)
+    assert lengths(engine, Options(seed=2, max_tokens=14)) == [6, 8]
+    assert lengths(engine, Options(seed=2, max_tokens=15)) == [6, 6, 4], (
+        "no more than there is room for"
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(1, [16]), (CANVAS, [16]), (CANVAS + 1, [16, 8]), (CANVAS + 9, [16, 16])],
+)
+def test_a_reply_that_seems_to_end_in_its_first_canvas_has_it_whole(
+    shrinking: Engine, limit: int, expected: list[int]
+) -> None:
+    options = Options(seed=2, max_tokens=limit, drafts=True)
+    first = next(event for event in shrinking.stream("x", options) if isinstance(event, Draft))
+    # A token that is seen in the first step and does not stay, so that the reply goes on.
+    stays = shrinking.generate(
+        "x", replace(options, max_tokens=3 * CANVAS, canvas_length=CANVAS)
+    ).ids
+    end = next(token for token in first.guess if token not in stays)
+    generation = replace(shrinking.generation, stop_ids=(end,))
+    engine = Engine(shrinking.model, shrinking.tokenizer, shrinking.template, generation)
+    assert lengths(engine, options) == expected
 
 
 @pytest.mark.parametrize("options", [{"canvas_length": CANVAS}, {"canvas": (5, -1, 5)}])

@@ -55,7 +55,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = 30.0
     max_position_embeddings: int = 262_144
     canvas_length: int = 256
-    min_canvas_length: int | None = None  # a reply's last canvas may be so short; None: it is whole
+    min_canvas_length: int | None = None  # of long replies' canvases; None: all are whole
     pad_token_id: int = 0
     bos_token_id: int = 2
     dtype: str = "bfloat16"

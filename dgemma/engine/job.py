@@ -37,6 +37,7 @@ GPU_CHUNKS = ((40e9, LONGEST), (20e9, 1024), (0, PREFILL_CHUNK))
 AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
 LENGTHS_APART = 8  # canvases that shrink differ by so much: each length is captured by itself
+LONGEST_LAST = 1.5  # times a short canvas: what is left beyond it takes another one
 FAULT = "fault"
 
 
@@ -60,6 +61,7 @@ class Job:
         self.events: deque[Event] = deque()
         self.blocks = self.steps = self.unsettled = self.retries = 0
         self.retry = 0  # attempts at the present block that went wrong
+        self.is_long = False  # found to need several canvases, which are then short
         self.logprobs: list[float] = []
         self.begun = time.perf_counter()
         self.prefilled = 0.0
@@ -140,6 +142,20 @@ class Job:
             self.events.append(draft(row.canvas, self.blocks, self.tokenizer))
         if row.is_done:
             self._end_block(row.canvas)
+        elif self._turns_out_long(row.canvas):
+            self.is_long, self.row = True, None
+
+    def _turns_out_long(self, canvas: Canvas) -> bool:
+        """Whether the first step of a first canvas sees no end in it, so that short ones do better.
+
+        A reply that ends in its first canvas is left there: its parts may depend on each other, as
+        a grid's do.
+        """
+        plan = self.plan
+        can_shrink = plan.shortest_canvas < plan.canvas_length and not plan.options.pins.positions
+        if not can_shrink or self.is_long or self.blocks or canvas.num_steps > 1:
+            return False
+        return not self.ends.intersection(canvas.guess_L.tolist())
 
     def _end_block(self, canvas: Canvas) -> None:
         if self.guided is not None and self.guided.fault:
@@ -252,16 +268,20 @@ class Job:
         return start(plan.sampler, noise, pins, walker)
 
     def _canvas_length(self) -> int:
-        """Of the next canvas: behind the first, what may still be written, or a little more.
+        """Of the next canvas: whole, unless the plan lets it be short and the reply is long.
 
-        So it is where the plan lets canvases be short. The first is what most answers are.
+        The last holds what may still be written, or a little more: rather that than a remnant.
         """
         plan = self.plan
-        if not self.blocks:
+        if not self.blocks and not self.is_long:
             return plan.canvas_length
         left = plan.max_tokens - len(self.reader.ids)
-        wanted = -(-left // LENGTHS_APART) * LENGTHS_APART
-        return min(plan.canvas_length, max(plan.shortest_canvas, wanted))
+        wanted = max(plan.shortest_canvas, -(-left // LENGTHS_APART) * LENGTHS_APART)
+        if not self.is_long:
+            return min(plan.canvas_length, wanted)
+        if wanted > plan.shortest_canvas * LONGEST_LAST:
+            return plan.shortest_canvas
+        return min(wanted, plan.room - len(self.committed) - len(self.pending))
 
     def _old_version(self) -> tuple[int, ...]:
         """What the present canvas starts from instead of noise: the old version's next tokens.

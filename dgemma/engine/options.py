@@ -50,7 +50,7 @@ class Plan:
     mode: Mode
     max_tokens: int
     canvas_length: int
-    shortest_canvas: int  # behind the first, where little is left; the same: none is shorter
+    shortest_canvas: int  # those of a long reply; the same: none is shorter
     sampler: Sampler
     noise: Noise
     options: Options
