@@ -145,9 +145,9 @@ def test_the_built_in_model_loses_little_of_its_answers_and_of_8_bit_weights_not
             assert lost < (0.02 if files[f"model.decoder.{name}"].dtype == "U8" else 1e-9), name
     small = load_model(NANO_DIRECTORY, quant="int8").model
     moved = agreement(plain, small, seed=0)
-    # By CPU 1.7e-3 to 3.1e-3; one layer with its gates and values swapped: 3e-2.
-    assert moved.kl < 6e-3
-    assert moved.top_1 > 0.99
+    # On an AVX2 CPU 5.6e-3; one layer with its gates and values swapped: 1.1e-2 to 9.8e-2.
+    assert moved.kl < 9e-3
+    assert moved.top_1 > 0.95
     assert moved.worst_kl > 0, "nothing was rounded"
 
 

@@ -180,17 +180,17 @@ def test_agreement_of_a_model_with_itself_is_full_and_with_another_is_not() -> N
 
 @pytest.mark.skipif(not NANO_DIRECTORY.is_dir(), reason="the built-in model is not here")
 @pytest.mark.parametrize(
-    ("layout", "top_1", "loss"), [("fp8", 0.99, 0.0265), ("nvfp4", 0.985, 0.0955)]
+    ("layout", "kl", "loss"), [("fp8", 0.022, 0.0275), ("nvfp4", 0.035, 0.0955)]
 )
 def test_the_built_in_model_is_quantized_and_says_how_far_it_moved(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     layout: str,
-    top_1: float,
+    kl: float,
     loss: float,
 ) -> None:
-    """Divergences are 0.009 nats in both; one layer's experts in a wrong order would be 0.1."""
+    """0.014 and 0.028 nats; experts of one layer in a wrong order would be 0.037 to 0.15."""
     out = tmp_path / "out"
     call = ["dgemma", "quantize", "nano", str(out), "--to", layout, "--json"]
     monkeypatch.setattr(sys, "argv", call)
@@ -199,7 +199,7 @@ def test_the_built_in_model_is_quantized_and_says_how_far_it_moved(
     assert not caught.value.code
     report = json.loads(capsys.readouterr().out)
     found = report["agreement"]
-    assert found["kl"] < 0.015 and found["top_1"] > top_1
+    assert 0 < found["kl"] < kl and found["top_1"] > 0.9
     assert all(0.9 * loss < each["relative"] < loss for each in report["losses"])
     assert report["bytes"] == sum(len(kind[2]) for kind in tensor_bytes(out).values())
     assert (out / "tokenizer.json").read_bytes() == (NANO_DIRECTORY / "tokenizer.json").read_bytes()
