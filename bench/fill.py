@@ -30,7 +30,7 @@ from dgemma.bench.measure import Case, Measure
 from dgemma.bench.report import table
 from dgemma.bench.sandbox import passing
 from dgemma.device import describe_device
-from dgemma.engine.fill import Filled, FillOptions, Form
+from dgemma.engine.fill import FORMS, Filled, FillOptions, Form
 from dgemma.train.rewrite import make_hole
 
 HUMANEVAL = "HumanEval-SingleLineInfilling.jsonl.gz"
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--sets", default=",".join(SETS))
-    parser.add_argument("--form", choices=["base", "instruct"])
+    parser.add_argument("--form", choices=FORMS)
     parser.add_argument("--heldout", type=Path, default=HELDOUT)
     parser.add_argument("--data", type=Path, default=SHARED)
     parser.add_argument("--seed", type=int, default=0)

@@ -27,9 +27,9 @@ def mean(first: Checkpoint, second: Checkpoint, share: float) -> Checkpoint:
         raise UsageError(f"a share of {share}; it is from 0, the first alone, to 1, the second")
     if first.config != second.config:
         raise UsageError("the two checkpoints have other shapes; a mean needs the same")
-    pairs: Mapping[str, Tensor] = second.model.state_dict()
+    others: Mapping[str, Tensor] = second.model.state_dict()
     weights = {
-        name: torch.lerp(weight, pairs[name], share)
+        name: torch.lerp(weight, others[name], share)
         for name, weight in first.model.state_dict().items()
     }
     return replace(first, model=fill(skeleton(first.config), weights))

@@ -149,6 +149,8 @@ class Filling:
     def __init__(self, engine: "Engine", holed: Holed, options: FillOptions, seed: int) -> None:
         self.engine, self.holed, self.options, self.seed = engine, holed, options, seed
         self.form = choose_form(engine, options.form)
+        # By which canvases are asked and texts scored.
+        self.own_form: Form = "base" if self.form == "both" else self.form
         self.rules = Rules(
             stop=options.stop, single_line=options.single_line, allow_empty=options.allow_empty
         )
@@ -159,8 +161,7 @@ class Filling:
     def run(self) -> Generator[Draft, None, None]:
         for holes in self._groups():
             told = self._told(holes) if self.form == "both" and len(holes) == 1 else []
-            form: Form = "instruct" if self.form == "instruct" else "base"
-            search = Search(self.engine, self._sheet(holes, form), self._tuning())
+            search = Search(self.engine, self._sheet(holes, self.own_form), self._tuning())
             found = yield from search.run(self._sizes(holes), told)
             self.steps += search.steps
             self.canvases += search.canvases
@@ -307,7 +308,7 @@ class Filling:
     def _likeliest(self, holes: range) -> Candidate:
         """For each hole the causal mode's likeliest token that is allowed."""
         fills: list[str] = []
-        sheet = self._sheet(holes, "base" if self.form == "both" else self.form)
+        sheet = self._sheet(holes, self.own_form)
         for hole in holes:
             between = "".join(
                 fill + piece for fill, piece in zip(fills, sheet.pieces, strict=False)

@@ -108,7 +108,7 @@ class Search:
             if (nothing := (0,) * len(sizes.first)) in swept:  # needs no canvas
                 self._remember([given(("",) * len(nothing), nothing)])
             usual = self.seams.usual
-            self._remember(self.proposed(sizes))
+            self._remember(self._proposed(sizes))
             if len(swept) > 1:
                 steps = SEARCH_STEPS
                 yield from self._try([Attempt(variant=usual, sizes=s, steps=steps) for s in swept])
@@ -131,11 +131,11 @@ class Search:
     def proposals(self, sizes: Sizes) -> list[Candidate]:
         """What is proposed, where the search goes no further."""
         try:
-            return self.proposed(sizes)
+            return self._proposed(sizes)
         finally:
             self.shared.close()
 
-    def proposed(self, sizes: Sizes) -> list[Candidate]:
+    def _proposed(self, sizes: Sizes) -> list[Candidate]:
         """What the causal mode writes where one hole has the canvas for itself; not scored yet."""
         if len(sizes.first) > 1:
             return []
