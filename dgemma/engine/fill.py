@@ -342,8 +342,8 @@ class Filling:
 def choose_form(engine: "Engine", wanted: Form | None) -> Form:
     """How the model is asked to fill.
 
-    Without a choice both are used: the built-in model fills more lines as they stood that way.
-    Which is best for the released one has not been measured.
+    Without a choice both are used, as the built-in model was measured; it gains little by it
+    (LOG.md, 2026-11-17). Which is best for the released one has not been measured.
     """
     if engine.template is None and wanted in ("instruct", "both"):
         raise UsageError(f"this checkpoint has no chat template for form {wanted}; use base")
