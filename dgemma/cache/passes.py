@@ -57,15 +57,18 @@ class Pass:
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
         """Store the new keys and values, and let each query see what its span allows."""
+        if len(self.spans) == 1:
+            return self._attend(0, layer, q_TNH, k_TMH, v_TMH)
         counts = [span.count for span in self.spans]
-        outs = []
-        for index, (q_LNH, k_LMH, v_LMH) in enumerate(
-            zip(*(torch.split(x, counts) for x in (q_TNH, k_TMH, v_TMH)), strict=True)
-        ):
-            span, start = self.spans[index], self.starts[index]
-            span.cache.buffers[layer].write(start, k_LMH, v_LMH)
-            outs.append(attention(q_LNH, self._visible(index, layer)))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        parts = zip(*(torch.split(x, counts) for x in (q_TNH, k_TMH, v_TMH)), strict=True)
+        return torch.cat([self._attend(index, layer, *part) for index, part in enumerate(parts)])
+
+    def _attend(
+        self, index: int, layer: int, q_LNH: Tensor, k_LMH: Tensor, v_LMH: Tensor
+    ) -> Tensor:
+        span, start = self.spans[index], self.starts[index]
+        span.cache.buffers[layer].write(start, k_LMH, v_LMH)
+        return attention(q_LNH, self._visible(index, layer))
 
     def places(self) -> list[list[list[int]]] | None:
         """`KVCache.places` of each span; None if there are none. Holds until a row is changed."""

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from dgemma.ops.kernels.buckets import Buckets
 
 FEW = 4  # taken one at a time when compiled
-# Of gelu: 2u = SLOPE * x + CUBIC * x^3
-SLOPE = 2 * (2 / pi) ** 0.5
-CUBIC = 0.044715 * SLOPE
+# Of gelu: 2u = SLOPE * x + CUBIC * x^3; the first as a tensor, which a pass can begin with.
+SLOPE = torch.tensor(2 * (2 / pi) ** 0.5)
+CUBIC = 0.044715 * SLOPE.item()
 
 # Rows sorted by expert, and the expert of each unsorted row, to each row's own product.
 GroupedLinear = Callable[[Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ def gated_by_sigmoid(gate_up: Tensor) -> Tensor:
     # Rows lie apart, as the gate's: each is a loop of its own. Torch rounds the last few numbers of
     # a loop another way, and these should not depend on how many rows there are.
     share = torch.empty_like(gate_up).chunk(2, dim=-1)[0]
-    torch.mul(gate, gate, out=share).mul_(CUBIC).add_(SLOPE).mul_(gate).sigmoid_()
+    torch.addcmul(SLOPE, gate, gate, value=CUBIC, out=share).mul_(gate).sigmoid_()
     return share.mul_(gate).mul_(up)
 
 

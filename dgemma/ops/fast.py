@@ -31,7 +31,7 @@ _NONE: frozenset[Family] = frozenset()
 
 def is_on(x: Tensor, family: Family = "layer") -> bool:
     """Whether kernels of a family run on this tensor's device, now: nobody wants gradients."""
-    if torch.compiler.is_compiling() or not _on or torch.is_grad_enabled():
+    if not _on or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
     # What was decided was found of a model in 16 bits; another on the same device may have 32.
     if x.dtype == torch.float32 and x.device.type == "cuda" and family != "row_stats":

@@ -18,8 +18,9 @@ from dgemma.ops.experts import gated_by_sigmoid
 from dgemma.ops.linear import Linear
 from dgemma.ops.quantized import Quantized
 
-LARGEST = 127
-LEAST = 1e-12  # a row of zeros has a factor too
+# As tensors, which small passes take several times as fast as plain numbers.
+STEP = torch.tensor(1 / 127)  # of the greatest number in a row
+LEAST = torch.tensor(1e-12)  # a row of zeros has a factor too
 
 # Rounded rows in the order of their experts, and these, to each row's own product.
 Int8Grouped = Callable[[Quantized, Tensor], Tensor]
@@ -29,7 +30,7 @@ def quantize_rows(x_TI: Tensor) -> Quantized:
     """Each row with the factor that lets its greatest be the greatest."""
     x_TI = x_TI.float()
     scratch_TI = x_TI.abs()
-    factor_T1 = scratch_TI.amax(-1, keepdim=True).clamp_(min=LEAST).div_(LARGEST)
+    factor_T1 = torch.maximum(scratch_TI.amax(-1, keepdim=True), LEAST).mul_(STEP)
     torch.div(x_TI, factor_T1, out=scratch_TI).round_()
     return Quantized(scratch_TI.to(torch.int8), factor_T1.squeeze(-1))
 
@@ -66,14 +67,22 @@ def int8_grouped(weight_EOI: Quantized) -> Int8Grouped:
     return apply
 
 
-def int8_choices(x_TD: Tensor, ids_TK: Tensor, gate_up: Int8Grouped, down: Int8Grouped) -> Tensor:
-    """`choices` of `ops/experts.py`, whose tokens are rounded once, not once for each expert."""
+def int8_experts(
+    x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor, gate_up: Int8Grouped, down: Int8Grouped
+) -> Tensor:
+    """`experts` of `ops/experts.py`, whose tokens are rounded once, not once for each expert.
+
+    Shares are multiplied into the factors of what comes last: one number for a row.
+    """
     expert_A, order_A = ids_TK.flatten().sort(stable=True)
     token_A = order_A // ids_TK.shape[1]
     rows = Quantized(*(part.index_select(0, token_A) for part in quantize_rows(x_TD)))
-    hidden_AI = gated_by_sigmoid(gate_up(rows, expert_A))
-    out_AD = down(quantize_rows(hidden_AI), expert_A).to(x_TD.dtype)
-    return out_AD.index_select(0, order_A.argsort())
+    hidden = quantize_rows(gated_by_sigmoid(gate_up(rows, expert_A)))
+    share_A = share_TK.flatten().index_select(0, order_A)
+    out_AD = down(Quantized(hidden.numbers, hidden.factor * share_A), expert_A)
+    # In the order of each token's choices, so that sums do not depend on others'.
+    out_TKD = out_AD.index_select(0, order_A.argsort()).view(*ids_TK.shape, -1)
+    return out_TKD.sum(1).to(x_TD.dtype)
 
 
 def int8_reference(x_TI: Tensor, weight: Quantized) -> Tensor:

@@ -1,6 +1,6 @@
 """The mean vector under each position's distribution, on a CPU: sure positions need no product.
 
-A position whose likeliest token has all the probability but what the weights' type loses anyway is
+A position whose likeliest token has all the probability but what the products' type loses anyway is
 told of that token's vector alone. Each is judged by itself, so that what it is told never depends
 on the rows beside it.
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from dgemma.ops.linear import Linear
 
 # What a mean over a vocabulary loses by rounding, of 1.
-LOST = {torch.float32: 1e-6, torch.bfloat16: 2e-3}
+LOST = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.int8: 2e-3}
 
 
-def mean(p_TV: Tensor, weight_VD: Tensor, product: Linear) -> Tensor:
+def mean(p_TV: Tensor, weight_VD: Tensor, product: Linear, lost: float) -> Tensor:
     """The mean of the weight's rows; `product`: p @ weight, for positions that are not sure."""
     dtype = weight_VD.dtype
-    is_sure_T = p_TV.amax(-1) >= 1 - LOST[dtype]  # what is not a number is not sure
+    is_sure_T = p_TV.amax(-1) >= 1 - lost  # what is not a number is not sure
     sure_S, open_O = is_sure_T.nonzero()[:, 0], is_sure_T.logical_not().nonzero()[:, 0]
     if not len(sure_S):
         return product(p_TV.to(dtype))

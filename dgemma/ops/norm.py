@@ -1,5 +1,7 @@
 """Root-mean-square norm: statistics and weight in float32, result in the input's type."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +22,15 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _on_cpu(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
-    """The same numbers, in fewer passes than a CPU's `F.rms_norm` takes."""
+    """The same numbers, in fewer and shorter passes than a CPU's `F.rms_norm` takes."""
     y = x.float()
-    y = y * y.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    y = y * torch.addcmul(_number(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
     return (y if scale is None else y.mul_(scale)).to(x.dtype)
+
+
+@cache
+@torch.inference_mode(False)
+def _number(value: float) -> Tensor:
+    """As a tensor, which small passes add several times as fast as a plain number."""
+    return torch.tensor(value)

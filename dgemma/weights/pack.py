@@ -9,16 +9,8 @@ from torch import Tensor, nn
 from dgemma.model import Experts, Gemma, TokenTable
 from dgemma.ops.experts import experts, one_by_one
 from dgemma.ops.linear import can_pack, packed_linear
-from dgemma.ops.mean import mean
-
-
-class PackedLinear(nn.Module):
-    def __init__(self, source: nn.Linear) -> None:
-        super().__init__()
-        self.product = packed_linear(source.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
+from dgemma.ops.mean import LOST, mean
+from dgemma.weights.joined import joined, swap
 
 
 class PackedExperts(nn.Module):
@@ -42,7 +34,7 @@ class PackedTable(TokenTable):
         return self.product(hidden_TD)
 
     def mean(self, p_TV: Tensor) -> Tensor:
-        return mean(p_TV, self.weight, self.transposed) * self.scale
+        return mean(p_TV, self.weight, self.transposed, LOST[self.weight.dtype]) * self.scale
 
 
 def pack(model: Gemma) -> Gemma:
@@ -51,20 +43,11 @@ def pack(model: Gemma) -> Gemma:
         return model
     model.requires_grad_(False)
     model.embed_tokens = PackedTable(model.embed_tokens)
-    # Names, not modules: each weight must be free to go once its packed form stands.
-    places = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.Linear | Experts)
-    ]
-    for parent, name in places:
-        setattr(parent, name, _packed(parent.get_submodule(name)))
+    swap(model, _packed)
     return model
 
 
-def _packed(module: nn.Module) -> nn.Module:
+def _packed(module: nn.Module) -> nn.Module | None:
     if isinstance(module, Experts):
         return PackedExperts(module)
-    assert isinstance(module, nn.Linear)
-    return PackedLinear(module)
+    return joined(module, packed_linear)

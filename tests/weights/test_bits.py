@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgemma.engine import Engine, Options
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.ops.int8 import int8_choices, int8_grouped
+from dgemma.ops.int8 import int8_experts, int8_grouped
 from dgemma.weights import choose
 from dgemma.weights.bits import GROUP, Grouped, pack, quantize_groups, unpack
 from dgemma.weights.cpu_int8 import Int8Experts
@@ -250,7 +250,9 @@ def test_8_bit_products_round_what_the_numbers_stand_for(
     ids_TK = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]])
     whole = plain.layers[1].experts
     products = [int8_grouped(quantize(weight)) for weight in (whole.gate_up_proj, whole.down_proj)]
-    assert torch.equal(experts.choices(x_TD, ids_TK), int8_choices(x_TD, ids_TK, *products))
+    share_TK = torch.rand(6, 2, generator=generator(1))
+    want_TD = int8_experts(x_TD, ids_TK, share_TK, *products)
+    assert torch.equal(experts(x_TD, ids_TK, share_TK), want_TD)
     monkeypatch.setattr(choose, "time_int8", lambda *_: choose.Timing(1.0, 3.0))
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
     found = choose.choose_quant("auto", stored, torch.device("cpu"), torch.float32)

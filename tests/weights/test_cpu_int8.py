@@ -9,7 +9,7 @@ from dgemma.engine import Engine, Options
 from dgemma.model import Attention, Experts, Gemma, Router
 from dgemma.ops.experts import gated, gated_by_sigmoid
 from dgemma.ops.int8 import (
-    int8_choices,
+    int8_experts,
     int8_grouped,
     int8_linear,
     int8_reference,
@@ -20,16 +20,15 @@ from dgemma.weights.adapter import attach, new_adapter
 from dgemma.weights.adapter.modules import LoRALinear
 from dgemma.weights.agreement import agreement
 from dgemma.weights.cpu_int8 import (
-    Int8Attention,
     Int8Experts,
-    Int8FeedForward,
-    Int8Linear,
     Int8Table,
+    lay_int8,
     pack_int8,
 )
 from dgemma.weights.download import NANO_DIRECTORY
 from dgemma.weights.files import read_headers
 from dgemma.weights.int8 import quantize
+from dgemma.weights.joined import JoinedAttention, JoinedFeedForward, Product
 from dgemma.weights.load import load_model
 from dgemma.weights.random import random_model
 from dgemma.weights.served import Wanted, load_served
@@ -76,20 +75,26 @@ def test_experts_are_products_of_their_own_rows() -> None:
 
 @pytest.mark.parametrize("inner", [7, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_choices_are_products_of_one_token_with_one_expert(inner: int, dtype: torch.dtype) -> None:
+def test_experts_are_weighted_products_of_one_token_with_one_expert(
+    inner: int, dtype: torch.dtype
+) -> None:
     up, down = quantize(draw(5, 2 * inner, 32)), quantize(draw(5, 32, inner, seed=1))
     x, ids = draw(37, 32, seed=2).to(dtype), draw(37, 4, seed=3).topk(2).indices  # none to the last
+    share = draw(37, 2, seed=4).softmax(-1)
     products = int8_grouped(up), int8_grouped(down)
-    have_AD = int8_choices(x, ids, *products)
-    assert have_AD.dtype == dtype
+    have_TD = int8_experts(x, ids, share, *products)
+    assert have_TD.dtype == dtype
+    want_TD = torch.zeros(37, 32)
     for choice, expert in enumerate(ids.flatten().tolist()):
         both = [Quantized(*(part[expert] for part in weight)) for weight in (up, down)]
         row = x[choice // 2][None].float()
         for weight, hidden in zip(both, (gated_by_sigmoid, lambda out: out), strict=True):
             row = hidden(int8_reference(row, weight))
-        assert torch.equal(have_AD[choice], row[0].to(dtype))
+        want_TD[choice // 2] += share.flatten()[choice] * row[0]
+    near = {"rtol": 1e-5, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.1}
+    torch.testing.assert_close(have_TD, want_TD.to(dtype), **near)
     # A token alone gives what it gave among others.
-    assert torch.equal(int8_choices(x[5:6], ids[5:6], *products), have_AD[10:12])
+    assert torch.equal(int8_experts(x[5:6], ids[5:6], share[5:6], *products), have_TD[5:6])
 
 
 def canvas_logits(model: Gemma) -> torch.Tensor:
@@ -110,18 +115,18 @@ def swap_apart(module: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Experts):
                 is_linear = isinstance(child, nn.Linear)
-                setattr(parent, name, Int8Linear(child) if is_linear else Int8Experts(child))
+                setattr(parent, name, Product(lay_int8, child) if is_linear else Int8Experts(child))
 
 
 def test_joined_products_give_the_bits_of_those_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {TINY.attention(layer).has_value for layer in range(2)} == {True, False}
-    monkeypatch.setattr("dgemma.weights.cpu_int8.gated_by_sigmoid", gated)
+    monkeypatch.setattr("dgemma.weights.joined.gated_by_sigmoid", gated)
     joined, apart = pack_int8(random_model(TINY, seed=3)), random_model(TINY, seed=3)
     apart.embed_tokens = Int8Table(apart.embed_tokens)
     swap_apart(apart)
     for layer in joined.layers:
-        assert isinstance(layer.self_attn, Int8Attention)
-        assert isinstance(layer.mlp, Int8FeedForward)
+        assert isinstance(layer.self_attn, JoinedAttention)
+        assert isinstance(layer.mlp, JoinedFeedForward)
     assert torch.equal(canvas_logits(joined), canvas_logits(apart))
 
 
@@ -132,7 +137,7 @@ def test_what_is_adapted_is_not_joined_and_gives_the_same_bits() -> None:
     pack_int8(attach(adapted, new_adapter(adapted, targets, 4, 8.0, seed=0)))
     for layer in adapted.layers:
         assert isinstance(layer.self_attn, Attention)
-        assert isinstance(layer.mlp, Int8FeedForward)
+        assert isinstance(layer.mlp, JoinedFeedForward)
         assert isinstance(layer.router.proj.base, nn.Linear)
     assert torch.equal(canvas_logits(adapted), canvas_logits(pack_int8(plain)))
 
@@ -174,7 +179,7 @@ def test_an_adapter_stands_beside_whole_numbers() -> None:
     for name in adapter.targets:
         module = found.get_submodule(name)
         assert isinstance(module, LoRALinear)
-        assert isinstance(module.base, Int8Linear)
+        assert isinstance(module.base, Product)
 
 
 def test_the_engine_answers_with_it() -> None:

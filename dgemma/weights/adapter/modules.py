@@ -112,13 +112,16 @@ def _linears(model: Gemma, adapter: Adapter) -> dict[str, nn.Linear]:
         raise CheckpointError(
             f"the adapter is for a {adapter.family}, but the model is a {model.config.family}"
         )
-    missing = [name for name in adapter.targets if name not in modules]
+    # Those of its shape: once packed it has fewer, since several are one.
+    known = {name for name, _ in skeleton(model.config).named_modules()}
+    missing = [name for name in adapter.targets if name not in known]
     if missing:
         raise CheckpointError(
             f"the adapter is for {listing(missing)}, which the model does not have; it belongs to "
             "a model of another shape"
         )
-    linears = {name: m for name in adapter.targets if isinstance(m := modules[name], nn.Linear)}
+    found = {name: modules.get(name) for name in adapter.targets}
+    linears = {name: module for name, module in found.items() if isinstance(module, nn.Linear)}
     others = sorted(adapter.pairs.keys() - linears.keys())
     if others:
         raise UsageError(
