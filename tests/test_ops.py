@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,7 +37,7 @@ from dgemma.ops.norm import rms_norm
 from dgemma.ops.philox import WORD, philox, philox_on_host
 from dgemma.ops.rope import frequencies, rotate, turns
 from dgemma.ops.row_stats import Query, row_stats, row_stats_reference
-from dgemma.weights.joined import JoinedAttention, JoinedFeedForward
+from dgemma.weights.joined import JoinedAttention, JoinedFeedForward, joined, swap
 from dgemma.weights.pack import pack
 from dgemma.weights.random import random_model
 from tests.tiny import CPU, TINY
@@ -473,6 +474,16 @@ def test_a_packed_model_gives_the_same_logits(dtype: torch.dtype, tolerance: flo
         assert isinstance(layer.mlp, JoinedFeedForward)
     torch.testing.assert_close(canvas_logits(model), plain, atol=tolerance, rtol=0)
     assert plain.std() > 0.5, "logits this small would agree whatever happens"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_products_give_what_those_apart_do(dtype: torch.dtype) -> None:
+    plain, model = (random_model(TINY, 7, dtype=dtype) for _ in range(2))
+    swap(model, partial(joined, lay=linear))
+    assert isinstance(model.layers[0].self_attn, JoinedAttention)
+    apart, together = canvas_logits(plain), canvas_logits(model)
+    torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
+    assert dtype == torch.float32 or torch.equal(together, apart), "roundings are the same"
 
 
 def test_a_model_whose_weights_cannot_be_packed_stays_as_it_is(
