@@ -4,8 +4,8 @@
 
 Every story is written in each way, one after the other, so that a busy machine disturbs all alike:
 
-    whole   all canvases are whole, and every soft embedding is a product
-    short   canvases are short once a first step has seen no end
+    whole   all canvases are whole, as any other reply's, and every soft embedding is a product
+    short   canvases are short, and move as the model says, once a first step has seen no end
     sure    the same, and positions that are sure need no product: as it is shipped
 
 Seconds are the processor's, of all threads; ratios are beside `whole`. The last line is JSON.

@@ -20,8 +20,6 @@ from dgemma.config import GenerationConfig
 from dgemma.errors import UsageError
 from dgemma.ops.row_stats import RowStats
 
-CAREFUL_BOUND = 1.0  # nats
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -125,15 +123,6 @@ class Sampler:
         """The temperature when so many steps are left, this one included."""
         share = steps_left / self.max_steps
         return self.last_heat + (self.first_heat - self.last_heat) * share
-
-
-def careful(sampler: Sampler) -> Sampler:
-    """The same with a bound of one nat at most: where one text is right, a wrong token costs more
-    than a step. What goes on with a text may have a looser one, for speed."""
-    rule = sampler.rule
-    if not isinstance(rule, EntropyBound) or rule.bound <= CAREFUL_BOUND:
-        return sampler
-    return replace(sampler, rule=replace(rule, bound=CAREFUL_BOUND))
 
 
 def released_sampler(config: GenerationConfig) -> Sampler:

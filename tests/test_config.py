@@ -17,6 +17,7 @@ from dgemma.config import (
     FULL,
     SLIDING,
     GenerationConfig,
+    LongReply,
     ModelConfig,
     config_to_json,
     generation_config_to_json,
@@ -235,18 +236,44 @@ def test_a_size_that_is_no_positive_number_is_refused_by_name(
         read_config(raw)
 
 
-def test_a_canvas_shorter_than_the_models_own_is_read_and_written(raw: Raw) -> None:
-    assert "min_canvas_length" not in raw
-    raw["min_canvas_length"] = TINY.canvas_length
+LONG: Raw = {
+    "canvas_length": TINY.canvas_length,
+    "entropy_bound": 4.0,
+    "t_max": 0.9,
+    "t_min": 0.3,
+    "max_denoising_steps": 32,
+}
+
+
+def test_how_long_replies_are_written_is_read_and_written(raw: Raw) -> None:
+    assert "long_reply" not in raw
+    raw["long_reply"] = LONG
     config = read_config(raw)
-    assert config == replace(TINY, min_canvas_length=TINY.canvas_length)
+    assert config == replace(TINY, long_reply=LongReply(**LONG))
     assert config_to_json(config) == raw
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", TINY.canvas_length + 1])
-def test_a_shortest_canvas_that_is_none_is_refused(value: Any, raw: Raw) -> None:
-    raw["min_canvas_length"] = value
-    with pytest.raises(ConfigError, match=f"min_canvas_length is {value!r}; it must be a whole"):
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        *[("canvas_length", value, "a whole number") for value in (2.0, True, "8")],
+        *[("canvas_length", value, "from 1 to") for value in (0, -1, TINY.canvas_length + 1)],
+        ("max_denoising_steps", 2.5, "a whole number"),
+        ("t_max", "hot", "a number"),
+    ],
+)
+def test_a_way_to_write_long_replies_that_is_none_is_refused(
+    name: str, value: Any, allowed: str, raw: Raw
+) -> None:
+    raw["long_reply"] = {**LONG, name: value}
+    with pytest.raises(ConfigError, match=f"long_reply: {name} is {value!r}; it must be {allowed}"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize("value", [64, [], {}, {**LONG, "heat": 1}])
+def test_a_way_to_write_long_replies_is_whole(value: Any, raw: Raw) -> None:
+    raw["long_reply"] = value
+    with pytest.raises(ConfigError, match="long_reply"):
         read_config(raw)
 
 

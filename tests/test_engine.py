@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dgemma.canvas import Pins
+from dgemma.config import LongReply
 from dgemma.engine import Done, Draft, Engine, Options, Text
 from dgemma.engine.job import LENGTHS_APART
 from dgemma.errors import CheckpointError, DgemmaError, PromptTooLong, UsageError
@@ -299,10 +300,17 @@ def lengths(engine: Engine, options: Options) -> list[int]:
     return [length for _, length in sorted(seen.items())]
 
 
+def in_short_canvases(length: int) -> LongReply:
+    return LongReply(
+        canvas_length=length, entropy_bound=4.0, t_max=0.9, t_min=0.3, max_denoising_steps=5
+    )
+
+
 @pytest.fixture(scope="session")
 def shrinking(wild: Engine) -> Engine:
-    """The same model, which says that it was trained with canvases of half its length."""
-    model = random_model(replace(taught_config(), min_canvas_length=CANVAS // 2), seed=3)
+    """The same model, which says that long replies have canvases of half its length."""
+    long = in_short_canvases(CANVAS // 2)
+    model = random_model(replace(taught_config(), long_reply=long), seed=3)
     return Engine(model, wild.tokenizer, wild.template, wild.generation)
 
 
@@ -328,8 +336,25 @@ def test_canvases_of_a_long_reply_are_as_short_as_the_model_was_trained_for(
     assert shrinking.generate("x", options).tokens == wild.generate("x", options).tokens == limit
 
 
+def test_a_long_reply_moves_as_its_model_says_unless_the_request_does(shrinking: Engine) -> None:
+    options = Options(seed=2, max_tokens=CANVAS, drafts=True)
+    free = shrinking.plan("x", options).long_sampler
+    assert free.rule == EntropyBound(bound=4.0) and free != shrinking.sampler
+    assert (free.first_heat, free.last_heat, free.max_steps) == (0.9, 0.3, 5)
+
+    def most_steps(options: Options) -> int:
+        """Of a canvas that is not the first to be tried; noise does not settle."""
+        events = [e for e in shrinking.stream("x", options) if isinstance(e, Draft)]
+        return max(event.step for event in events if len(event.ids) < CANVAS)
+
+    assert most_steps(options) == 5
+    own = replace(options, sampler=Sampler(max_steps=7))
+    assert shrinking.plan("x", own).long_sampler == own.sampler
+    assert most_steps(own) == 7
+
+
 def test_what_is_left_of_a_long_reply_is_rather_one_canvas_than_a_remnant(wild: Engine) -> None:
-    model = random_model(replace(taught_config(), min_canvas_length=6), seed=3)
+    model = random_model(replace(taught_config(), long_reply=in_short_canvases(6)), seed=3)
     engine = Engine(model, wild.tokenizer, wild.template, wild.generation)
     assert lengths(engine, Options(seed=2, max_tokens=14)) == [6, 8]
     assert lengths(engine, Options(seed=2, max_tokens=15)) == [6, 6, 4], (

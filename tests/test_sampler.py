@@ -27,7 +27,6 @@ from dgemma.sampler import (
     EntropyBound,
     Sampler,
     advance,
-    careful,
     keepers,
     released_sampler,
 )
@@ -415,10 +414,3 @@ def test_the_released_generation_config_gives_the_default_sampler() -> None:
         first_heat=0.8,
         last_heat=0.4,
     )
-
-
-def test_a_careful_sampler_leaves_no_more_than_a_nat_open_at_once() -> None:
-    loose = Sampler(rule=EntropyBound(bound=2.0, settle_steps=3), max_steps=7)
-    assert careful(loose) == replace(loose, rule=EntropyBound(bound=1.0, settle_steps=3))
-    for own in (Sampler(), Sampler(rule=EntropyBound(bound=1.0)), Sampler(rule=Confidence())):
-        assert careful(own) is own

@@ -15,7 +15,6 @@ from dgemma.engine.options import Plan
 from dgemma.engine.trials import first_canvases, last_canvas
 from dgemma.guide.holes import lay_out
 from dgemma.guide.seams import Gap
-from dgemma.sampler import careful
 from dgemma.text.chat import Prompt
 
 NEWLINE = "\n"
@@ -84,7 +83,6 @@ def _plan(engine: Engine, hole: Hole, size: int, seed: int) -> Plan:
         max_tokens=length,
         pins=lay_out([gap], [size], length, end_id(engine)).pins,
         seed=seed,
-        sampler=careful(engine.sampler),
         retries=0,
     )
     return engine.plan(Prompt(text=hole.prefix, ids=_prefix(engine, hole, length)), options)

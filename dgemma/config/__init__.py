@@ -17,6 +17,7 @@ from dgemma.config.shape import (
     Family,
     GenerationConfig,
     LayerType,
+    LongReply,
     ModelConfig,
 )
 from dgemma.config.write import config_to_json, generation_config_to_json
@@ -28,6 +29,7 @@ __all__ = [
     "Family",
     "GenerationConfig",
     "LayerType",
+    "LongReply",
     "ModelConfig",
     "config_to_json",
     "generation_config_to_json",

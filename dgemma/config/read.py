@@ -16,6 +16,7 @@ from dgemma.config.shape import (
     Family,
     GenerationConfig,
     LayerType,
+    LongReply,
     ModelConfig,
 )
 from dgemma.errors import CheckpointError, ConfigError
@@ -69,7 +70,7 @@ TEXT_KEYS = frozenset(
     per_layer_config rms_norm_eps rope_parameters sliding_window top_k_experts vocab_size""".split()
 )
 TOP_KEYS = frozenset(
-    """boi_token_id canvas_length dtype eoi_token_id image_token_id min_canvas_length model_type
+    """boi_token_id canvas_length dtype eoi_token_id image_token_id long_reply model_type
     text_config tie_word_embeddings vision_config""".split()
 )
 VISION_KEYS = frozenset(
@@ -144,11 +145,21 @@ def read_config(raw: Mapping[str, Any], source: str = "config") -> ModelConfig:
         text,
         f"{source}: text_config",
         canvas_length=raw.get("canvas_length", 256),
-        min_canvas_length=raw.get("min_canvas_length"),
+        long_reply=_long_reply(raw.get("long_reply"), source),
         dtype=raw.get("dtype") or text.get("dtype") or "float32",
         vision=vision,
         media_ids={k: raw[k] for k in media if raw.get(k) is not None},
     )
+
+
+def _long_reply(raw: Mapping[str, Any] | None, source: str) -> LongReply | None:
+    if raw is None:
+        return None
+    source = f"{source}: long_reply"
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{source} is {raw!r}; it must be an object, or left out")
+    _refuse_unknown(raw, frozenset(LongReply.__slots__), source)
+    return LongReply(**{name: _need(raw, name, source) for name in LongReply.__slots__})
 
 
 def _read_text(family: Family, text: Mapping[str, Any], source: str, **top: Any) -> ModelConfig:

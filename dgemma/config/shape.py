@@ -1,7 +1,7 @@
 """The shape of a model and its defaults for generating, checked as they are made."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from dgemma.errors import ConfigError
@@ -55,7 +55,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = 30.0
     max_position_embeddings: int = 262_144
     canvas_length: int = 256
-    min_canvas_length: int | None = None  # of long replies' canvases; None: all are whole
+    long_reply: "LongReply | None" = None  # None: as any other
     pad_token_id: int = 0
     bos_token_id: int = 2
     dtype: str = "bfloat16"
@@ -73,7 +73,8 @@ class ModelConfig:
             raise ConfigError(f"sizes must be positive whole numbers, but the config says {bad}")
         self._check_heads()
         self._check_layers()
-        self._check_canvas()
+        if self.long_reply is not None:
+            self.long_reply.check(self.canvas_length)
 
     def _check_heads(self) -> None:
         for kv_heads in (self.num_key_value_heads, self.num_global_key_value_heads):
@@ -93,16 +94,6 @@ class ModelConfig:
             raise ConfigError(f"layer_types may hold {SLIDING} and {FULL}, not {sorted(unknown)}")
         if self.layer_types[-1] != FULL:
             raise ConfigError(f"the last layer must be {FULL}: the reference silently forces it")
-
-    def _check_canvas(self) -> None:
-        shortest = self.min_canvas_length
-        if shortest is None:
-            return
-        if type(shortest) is not int or not 1 <= shortest <= self.canvas_length:
-            raise ConfigError(
-                f"min_canvas_length is {shortest!r}; it must be a whole number from 1 to "
-                f"canvas_length, {self.canvas_length}, or left out"
-            )
 
     @property
     def num_hidden_layers(self) -> int:
@@ -131,6 +122,40 @@ class ModelConfig:
             rotary_fraction=self.full_rotary_fraction,
             has_value=False,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongReply:
+    """How a model writes what does not end in one canvas: in shorter ones, and more freely.
+
+    The names are those of `generation_config.json`.
+    """
+
+    canvas_length: int
+    entropy_bound: float
+    t_max: float
+    t_min: float
+    max_denoising_steps: int
+
+    def applied(self, generation: "GenerationConfig") -> "GenerationConfig":
+        """The defaults of such a reply."""
+        same = [name for name in self.__slots__ if name != "canvas_length"]
+        return replace(generation, **{name: getattr(self, name) for name in same})
+
+    def check(self, whole: int) -> None:
+        """Refuse what a model with so long a canvas cannot do."""
+        for name in ("canvas_length", "max_denoising_steps"):
+            _require(type(getattr(self, name)) is int, name, getattr(self, name), "a whole number")
+        for name in ("entropy_bound", "t_max", "t_min"):
+            is_number = type(getattr(self, name)) in (int, float)
+            _require(is_number, name, getattr(self, name), "a number")
+        is_within = 1 <= self.canvas_length <= whole
+        _require(is_within, "canvas_length", self.canvas_length, f"from 1 to the model's, {whole}")
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"long_reply: {name} is {value!r}; it must be {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The released spelling of configs, which every known reader of these files accepts."""
 
+from dataclasses import asdict
 from typing import Any
 
 from dgemma.config.shape import ARCHITECTURES, FULL, SLIDING, GenerationConfig, ModelConfig
@@ -19,8 +20,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         top["vision_config"] = dict(config.vision)
     if config.family == "diffusion_gemma":
         top["canvas_length"] = config.canvas_length
-        if config.min_canvas_length is not None:
-            top["min_canvas_length"] = config.min_canvas_length
+        if config.long_reply is not None:
+            top["long_reply"] = asdict(config.long_reply)
     return top
 
 

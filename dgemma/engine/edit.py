@@ -37,7 +37,7 @@ from dgemma.guide.edits import (
     whole_words,
 )
 from dgemma.guide.holes import Span, check_spans, tail
-from dgemma.sampler import Sampler, careful
+from dgemma.sampler import Sampler
 from dgemma.text.chat import Message, Prompt
 from dgemma.text.tokenizer import refuse_surrogates
 
@@ -165,7 +165,7 @@ class Editing:
         self.manner = Manner(
             is_told=instruction is not None,
             seed=seed,
-            sampler=options.sampler or careful(engine.sampler),
+            sampler=options.sampler or engine.sampler,
             drafts=options.drafts,
         )
         self.threshold = self._threshold(STRENGTH if options.strength is None else options.strength)

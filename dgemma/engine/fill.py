@@ -30,7 +30,7 @@ from dgemma.guide.holes import (
     tail,
 )
 from dgemma.guide.seams import is_whole
-from dgemma.sampler import Sampler, careful
+from dgemma.sampler import Sampler
 from dgemma.text.chat import Message
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Filling:
         return Tuning(
             rules=self.rules,
             seed=self.seed,
-            sampler=self.options.sampler or careful(self.engine.sampler),
+            sampler=self.options.sampler or self.engine.sampler,
             end=end_id(self.engine),
             drafts=self.options.drafts,
             candidates=self.options.candidates,

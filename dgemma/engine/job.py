@@ -252,9 +252,10 @@ class Job:
 
     def _fresh_row(self) -> Row:
         plan, config = self.plan, self.cache.config
+        sampler = plan.long_sampler if self.is_long else plan.sampler
         noise = replace(plan.noise, retry=self.retry).block(
             self.blocks,
-            plan.sampler.max_steps,
+            sampler.max_steps,
             self._canvas_length(),
             config.vocab_size,
             self.cache.device,
@@ -263,9 +264,9 @@ class Job:
             if token >= 0:
                 noise.tokens_NL[0, place] = token
         if self.guided is None:
-            return start(plan.sampler, noise, self._pins())
-        walker, pins = self.guided.begin_block(plan.sampler.max_steps)
-        return start(plan.sampler, noise, pins, walker)
+            return start(sampler, noise, self._pins())
+        walker, pins = self.guided.begin_block(sampler.max_steps)
+        return start(sampler, noise, pins, walker)
 
     def _canvas_length(self) -> int:
         """Of the next canvas: whole, unless the plan lets it be short and the reply is long.

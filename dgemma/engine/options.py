@@ -8,7 +8,7 @@ from dgemma.canvas import NO_PINS, Noise, Pins
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.errors import PromptTooLong, UsageError
 from dgemma.guide.matcher import Guide
-from dgemma.sampler import Sampler
+from dgemma.sampler import Sampler, released_sampler
 from dgemma.text.chat import Prompt
 from dgemma.text.stream import StopStrings
 
@@ -52,6 +52,7 @@ class Plan:
     canvas_length: int
     shortest_canvas: int  # those of a long reply; the same: none is shorter
     sampler: Sampler
+    long_sampler: Sampler  # of short canvases
     noise: Noise
     options: Options
     room: int  # tokens the request may come to, its last canvas included
@@ -89,6 +90,7 @@ def make_plan(
         canvas_length=length,
         shortest_canvas=_shortest_canvas(options, config, length),
         sampler=options.sampler or sampler,
+        long_sampler=options.sampler or _long_sampler(config, generation, sampler),
         noise=Noise(seed=seed, choice=options.choice),
         options=options,
     )
@@ -144,7 +146,13 @@ def _canvas_length(wanted: int | None, config: ModelConfig) -> int:
 def _shortest_canvas(options: Options, config: ModelConfig, length: int) -> int:
     """What a canvas may shrink to: what the model was trained for, unless the request has a say."""
     has_say = options.canvas_length is not None or options.canvas or options.guide is not None
-    return length if has_say else min(length, config.min_canvas_length or length)
+    long = config.long_reply
+    return length if has_say or long is None else min(length, long.canvas_length)
+
+
+def _long_sampler(config: ModelConfig, generation: GenerationConfig, usual: Sampler) -> Sampler:
+    long = config.long_reply
+    return usual if long is None else released_sampler(long.applied(generation))
 
 
 def _check_pins(pins: Pins, length: int, max_tokens: int, vocab: int) -> None:

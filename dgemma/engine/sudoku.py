@@ -18,7 +18,6 @@ from dgemma.engine.events import Done, Draft
 from dgemma.engine.job import FAULT, Job
 from dgemma.engine.options import Mode, Options, Plan
 from dgemma.errors import UsageError
-from dgemma.sampler import careful
 from dgemma.text import sudoku as text
 from dgemma.text.slots import Slots
 from dgemma.text.sudoku_forms import AS_IT_IS, Form, random_form
@@ -188,7 +187,7 @@ def plan(engine: "Engine", attempt: Attempt, layout: Slots, how: How) -> Plan:
         pins=givens(puzzle, layout) if how.pinned else NO_PINS,
         # A canvas told more than the model believes settles on wrong answers too.
         sampler=replace(
-            careful(engine.sampler),
+            engine.sampler,
             first_heat=1.0,
             last_heat=1.0,
             max_steps=min(attempt.max_steps(how), engine.sampler.max_steps),
