@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.cache import Pass
-from dgemma.model import Attention, Context, Gemma, Layer, Turns
+from dgemma.model import Attention, Context, FeedForward, Gemma, Layer, Turns
 from dgemma.ops.dense import Fp8Linear, Rows, Weight, gated_product, is_few, product, reads_8
 from dgemma.ops.fast import is_on
 from dgemma.ops.fp8 import quantize
@@ -295,6 +295,9 @@ def can_fuse(model: Gemma) -> bool:
 
 
 def can_join(layer: Layer) -> bool:
+    parts: list[nn.Module] = [layer.self_attn, layer.mlp]
+    if not all(isinstance(part, Attention | FeedForward) for part in parts):
+        return False  # laid out for a CPU
     groups = (_qkv(layer), _gate_up(layer), [layer.self_attn.o_proj], [layer.mlp.down_proj])
     kinds = [{type(module) for module in group} for group in groups]
     is_known = all(kind in ({nn.Linear}, {Fp8Linear}) for kind in kinds)

@@ -535,13 +535,13 @@ def test_the_norm_scales_to_unit_mean_square() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_without_gradients_is_the_same_and_leaves_its_input_alone(
+def test_a_norm_that_infers_is_the_same_and_leaves_its_input_alone(
     dtype: torch.dtype,
 ) -> None:
     x, weight = normal(9, 3, 5, 64).to(dtype), normal(10, 64).to(dtype)
     before = x.clone()
     for scale in (None, weight):
-        with torch.no_grad():
+        with torch.inference_mode():
             got = rms_norm(x, scale, 1e-6)
         torch.testing.assert_close(got, rms_norm(x, scale, 1e-6))
     assert torch.equal(x, before)
@@ -580,10 +580,10 @@ def test_rotation_turns_pairs_as_complex_numbers(
     torch.testing.assert_close(ours.norm(dim=-1), x.norm(dim=-1))
 
 
-def test_a_rotation_without_gradients_is_the_same_and_leaves_its_input_alone() -> None:
+def test_a_rotation_that_infers_is_the_same_and_leaves_its_input_alone() -> None:
     x, cos, sin = normal(1, 7, 5, 64), normal(2, 7, 32), normal(3, 7, 32)
     heads, before = x[:, :3], x.clone()  # part of a row, as of queries, keys and values in one
-    with torch.no_grad():
+    with torch.inference_mode():
         got = rotate(heads, cos, sin)
     torch.testing.assert_close(got, rotate(heads, cos, sin))
     assert torch.equal(x, before)

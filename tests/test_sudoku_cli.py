@@ -23,7 +23,6 @@ from dgemma.engine import Draft, Engine
 from dgemma.engine.sudoku import LAST_STEPS
 from dgemma.engine.sudoku import STEPS as SOON
 from dgemma.errors import UsageError
-from dgemma.sampler import EntropyBound
 from dgemma.text import sudoku as text
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.tokenizer import Tokenizer
@@ -215,13 +214,6 @@ def test_only_the_last_attempt_may_take_long(engine: Engine) -> None:
     brief = Engine(engine.model, engine.tokenizer, engine.template, engine.generation)
     brief.sampler = replace(engine.sampler, max_steps=5)
     assert plan(brief, Try(0, PUZZLE), layout, How()).sampler.max_steps == 5
-
-
-def test_a_loose_bound_is_for_texts_and_not_for_puzzles(engine: Engine) -> None:
-    loose = Engine(engine.model, engine.tokenizer, engine.template, engine.generation)
-    loose.sampler = replace(engine.sampler, rule=EntropyBound(bound=2.0))
-    rule = plan(loose, Try(0, PUZZLE), text.reply_slots(engine.tokenizer), How()).sampler.rule
-    assert rule == EntropyBound(bound=1.0)
 
 
 def test_the_canvas_of_a_new_attempt_is_shown_as_the_puzzle_is_written(engine: Engine) -> None:

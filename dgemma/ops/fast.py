@@ -39,6 +39,14 @@ def is_on(x: Tensor, family: Family = "layer") -> bool:
     return family in _on.get(x.device, _NONE)
 
 
+def infers_on_cpu(x: Tensor) -> bool:
+    """Whether plain code may take fewer passes over this, and round in another order: on a CPU,
+    where neither a gradient nor a graph is made of it. A training run's guess is not such a one."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return torch.is_inference_mode_enabled()
+
+
 def has_all(device: torch.device) -> bool:
     """Whether every family is on: what a captured pass needs."""
     return len(decided(device)) == len(FAMILIES)

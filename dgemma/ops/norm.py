@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.ops.fast import is_on
+from dgemma.ops.fast import infers_on_cpu, is_on
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
         return layer.norm(x, weight, eps)
     scale = None if weight is None else weight.float()
-    if x.device.type == "cpu" and not torch.is_grad_enabled():
+    if infers_on_cpu(x):
         return _on_cpu(x, scale, eps)
     return F.rms_norm(x.float(), x.shape[-1:], scale, eps).to(x.dtype)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dgemma.config import AttentionShape, ModelConfig
+from dgemma.ops.fast import infers_on_cpu
 
 
 @cache
@@ -50,8 +51,7 @@ def rotate(x_TNH: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
     """Turn each pair by its angle."""
     first, second = x_TNH.chunk(2, dim=-1)
     cos_T1P, sin_T1P = cos_TP[:, None].to(x_TNH.dtype), sin_TP[:, None].to(x_TNH.dtype)
-    is_cpu = x_TNH.device.type == "cpu" and x_TNH.dtype == torch.float32
-    if is_cpu and not torch.is_grad_enabled():
+    if x_TNH.dtype == torch.float32 and infers_on_cpu(x_TNH):
         # Half the time: no pass joins the halves. In 16 bits each product is rounded, as elsewhere.
         turned_TNH = torch.empty_like(x_TNH)
         first_out, second_out = turned_TNH.chunk(2, dim=-1)

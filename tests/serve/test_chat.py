@@ -163,7 +163,7 @@ def test_temperature_scales_the_draw(shared: Running) -> None:
 
     assert text(temperature=1) == text()
     assert text(temperature=0) == text(temperature=0.01), "near zero is zero"
-    hot = [text(temperature=t) for t in (0, 1, 2)]
+    hot = [tuple(text(temperature=t, seed=seed) for seed in (7, 8, 9)) for t in (0, 1, 2)]
     assert len(set(hot)) > 1
     assert chat(shared, LONG, seed=7, temperature=0).choices[0].message.content == ANSWERS[LONG]
     ar = {"dgemma": {"mode": "ar"}}
