@@ -39,7 +39,7 @@ class Int8Table(TokenTable):
     def __init__(self, source: TokenTable) -> None:
         super().__init__(*source.weight.shape)
         self.weight = source.weight
-        self.product = int8_linear(quantize(source.weight))
+        self.product = lay_int8(source.weight)
         self.transposed = _mean_product(source.weight)
 
     def score(self, hidden_TD: Tensor) -> Tensor:
@@ -74,8 +74,7 @@ def _int8(module: nn.Module) -> nn.Module | None:
 
 def _mean_product(weight_VD: Tensor) -> Linear:
     """p @ weight, in bfloat16 where the CPU multiplies it, which is twice as fast."""
-    whole_DV, half_DV = weight_VD.T, weight_VD.T.to(torch.bfloat16)
-    if has_bfloat16(weight_VD.device) and can_pack(half_DV):
-        product = packed_linear(half_DV)
-        return lambda p_TV: product(p_TV.to(half_DV.dtype)).to(weight_VD.dtype)
-    return packed_linear(whole_DV) if can_pack(weight_VD) else linear(whole_DV)
+    if has_bfloat16(weight_VD.device) and can_pack(weight_VD[:1].to(torch.bfloat16)):
+        product = packed_linear(weight_VD.T.to(torch.bfloat16))
+        return lambda p_TV: product(p_TV.to(torch.bfloat16)).to(weight_VD.dtype)
+    return packed_linear(weight_VD.T) if can_pack(weight_VD) else linear(weight_VD.T)
