@@ -290,6 +290,7 @@ def _ingredient(
             hole_share=canvas.hole_share if data.hole_share is None else data.hole_share,
             fill_share=canvas.fill_share if data.fill_share is None else data.fill_share,
             level_power=data.level_power,
+            echo_share=data.echo_share,
             line_share=data.line_share,
             canvas_weight=data.canvas_weight,
             hole_weight=data.hole_weight,

@@ -111,6 +111,7 @@ class DataSource:
     canvas_weight: int = 1  # rows that one of its canvases counts for, beside other sources'
     hole_weight: int = 1  # times that, of one in a hole: a canvas with holes asks few
     level_power: float = 1.0  # of noise levels; below 1 a canvas is oftener almost all noise
+    echo_share: float = 0.0  # of its noise, tokens that stand near it instead of any at all
     rollout: bool = True  # whether [loss] rollout is for it: where one reply alone is right
     max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows
 
@@ -131,7 +132,7 @@ class DataSource:
         weights = {"canvas_weight": self.canvas_weight, "hole_weight": self.hole_weight}
         _check_counts("[[data]]", 1, **weights)
         _check_counts("[[data]]", 0, copies=self.copies)
-        names = ("causal_share", "hole_share", "fill_share", "line_share")
+        names = ("causal_share", "hole_share", "fill_share", "line_share", "echo_share")
         _check_shares("[[data]]", **{name: getattr(self, name) for name in names})
 
 

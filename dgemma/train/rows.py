@@ -23,6 +23,7 @@ from dgemma.train.lines import LineTokens, Span
 Ints = NDArray[np.int32]
 NOTHING = -1  # asked for nothing; belongs to no canvas; belongs to no example
 MOST_OPENED = 2 / 3  # of a canvas's lines
+ECHO_REACH = 4  # positions
 
 
 class Example(NamedTuple):
@@ -76,6 +77,7 @@ class Corruption:
     lines: LineTokens | None = None  # what lines are, where any are to be opened
     level_power: float = 1.0  # of the level, drawn evenly; below 1 high levels are oftener
     fill_share: float = 1.0  # of what fills a last canvas, that is asked for: it is soon learned
+    echo_share: float = 0.0  # of the noise, tokens that stand near it: a sampler's doubled words
     rolls: bool = True  # whether steps of the sampler may change a canvas (`train/rollout.py`)
 
 
@@ -181,6 +183,8 @@ def _canvas_rows(
     level_CL, pinned_CL = _levels(reply, corruption, rng)
     noise_CL = rng.integers(corruption.vocab_size, size=clean_CL.shape, dtype=np.int32)
     is_noise_CL = rng.random(clean_CL.shape) < level_CL
+    if corruption.echo_share > 0:
+        noise_CL = _echoed(noise_CL, clean_CL, is_noise_CL, corruption.echo_share, rng)
     number_CL = np.repeat(np.arange(count, dtype=np.int32)[:, None], length, axis=1)
     rows = np.empty((len(FIELDS), count * length), np.int32)
     rows[TOKEN] = np.where(is_noise_CL, noise_CL, clean_CL).ravel()
@@ -196,6 +200,26 @@ def _canvas_rows(
     weight_C = corruption.canvas_weight * np.where(has_hole_C, corruption.hole_weight, 1)
     rows[WEIGHT] = np.repeat(weight_C, length)
     return rows
+
+
+def _echoed(
+    noise_CL: Ints,
+    clean_CL: Ints,
+    is_noise_CL: NDArray[np.bool_],
+    share: float,
+    rng: np.random.Generator,
+) -> Ints:
+    """Noise that in part repeats a token near it. Only tokens that stand there clean are repeated:
+    others would tell of a text that is not to be seen.
+    """
+    length = clean_CL.shape[1]
+    side_CL = 2 * rng.integers(2, size=clean_CL.shape) - 1
+    source_CL = np.arange(length) + side_CL * rng.integers(1, ECHO_REACH + 1, size=clean_CL.shape)
+    is_inside_CL = (source_CL >= 0) & (source_CL < length)
+    source_CL = source_CL.clip(0, length - 1)
+    is_seen_CL = is_inside_CL & ~np.take_along_axis(is_noise_CL, source_CL, axis=1)
+    is_echo_CL = is_seen_CL & (rng.random(clean_CL.shape) < share)
+    return np.where(is_echo_CL, np.take_along_axis(clean_CL, source_CL, axis=1), noise_CL)
 
 
 def _levels(

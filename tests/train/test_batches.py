@@ -12,6 +12,7 @@ from dgemma.train.lines import LineTokens
 from dgemma.train.mix import Source, StoreSource
 from dgemma.train.rows import (
     CANVAS,
+    ECHO_REACH,
     EXAMPLE,
     FIELDS,
     LOT,
@@ -279,6 +280,24 @@ def test_a_share_of_what_fills_the_last_canvas_is_asked_for(share: float) -> Non
     assert (target[:, :150] == 50).all()
     assert set(np.unique(target[:, 150:])) <= {corruption.fill, NOTHING}
     assert (target[:, 150:] == corruption.fill).mean() == pytest.approx(share, abs=0.03)
+
+
+def test_a_share_of_the_noise_repeats_a_token_that_stands_near_it() -> None:
+    text = np.arange(100, 200)  # each token once: an echo is known by where its like stands
+    copies = 200
+    for share in (0.0, 0.5, 1.0):
+        corruption = Corruption(vocab_size=1_000_000, hole_share=0.0, echo_share=share)
+        example = Example(ids(2), ids(*text))
+        made = laid(example, corruption, canvas_length=100, max_rows=99_999, copies=copies)
+        token = made[TOKEN, made[CANVAS] > NOTHING].reshape(copies, 100)
+        is_noise = token != text
+        away = np.where((token >= 100) & (token < 200), token - text, 100)
+        is_echo = is_noise & (np.abs(away) <= ECHO_REACH)
+        where, place = np.nonzero(is_echo)
+        # What is repeated is to be seen, but for noise that happens to look like an echo.
+        assert is_noise[where, place + away[is_echo]].sum() <= 2
+        light = is_noise.mean(1) < 0.1  # elsewhere there is often nothing near it to repeat
+        assert is_echo[light].sum() / is_noise[light].sum() == pytest.approx(share, abs=0.12)
 
 
 def test_a_share_of_the_examples_is_asked_for_causally() -> None:

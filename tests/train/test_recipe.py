@@ -87,6 +87,7 @@ def test_the_recipes_of_the_repository_can_be_read() -> None:
         ("[run]", "[loss]\nrollout_steps = 0\n[run]", "rollout_steps is 0"),
         ("[run]", "[loss]\nrollout_steps = 2\n[run]", "rollout_steps is 2, but rollout is 0"),
         ('file = "chats.jsonl"', 'file = "x"\nfill_share = 1.5', "[[data]] fill_share is 1.5"),
+        ('file = "chats.jsonl"', 'file = "x"\necho_share = -1.0', "[[data]] echo_share is -1.0"),
         ('file = "chats.jsonl"', 'file = "x"\ncausal_share = 2', "[[data]] causal_share is 2"),
         ('file = "chats.jsonl"', 'file = "x"\nhole_share = -0.1', "[[data]] hole_share is -0.1"),
         ('file = "chats.jsonl"', 'file = "x.npz"\nmax_tokens = 9', "it is for a .jsonl file"),
@@ -189,13 +190,19 @@ def test_a_shape_that_cannot_be_read_is_named(content: bytes, recipe: Path) -> N
 def test_a_source_is_noised_as_the_canvas_settings_say_or_as_it_says_itself(recipe: Path) -> None:
     shares = ("canvas.hole_share=0.3", "canvas.fill_share=0.5")
     own = ("data.0.hole_share=0.0", "data.0.level_power=0.5", "data.0.rollout=false")
+    own = (*own, "data.0.echo_share=0.2")
     vocab = taught_config().vocab_size
     for changes, expected in (
         (shares, Corruption(vocab_size=vocab, hole_share=0.3, fill_share=0.5)),
         (
             (*shares, *own),
             Corruption(
-                vocab_size=vocab, hole_share=0.0, fill_share=0.5, level_power=0.5, rolls=False
+                vocab_size=vocab,
+                hole_share=0.0,
+                fill_share=0.5,
+                level_power=0.5,
+                echo_share=0.2,
+                rolls=False,
             ),
         ),
     ):
