@@ -21,12 +21,13 @@ if TYPE_CHECKING:
         Text,
     )
     from dgemma.errors import DgemmaError
-    from dgemma.sampler import Confidence, EntropyBound, Sampler
+    from dgemma.sampler import Apart, Confidence, EntropyBound, Sampler
     from dgemma.text.chat import Message, Tool
 
 __version__ = "0.1.0"
 
 HOMES = {
+    "Apart": "dgemma.sampler",
     "Confidence": "dgemma.sampler",
     "DgemmaError": "dgemma.errors",
     "Done": "dgemma.engine",
@@ -47,6 +48,7 @@ HOMES = {
     "Tool": "dgemma.text.chat",
 }
 __all__ = [
+    "Apart",
     "Confidence",
     "DgemmaError",
     "Done",

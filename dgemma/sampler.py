@@ -10,7 +10,7 @@ L canvas length.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +65,33 @@ class EntropyBound:
         mean = (stats.entropy_T * open_L).sum() / open_L.sum().clamp(min=1)
         steady = steady_steps(canvas, stats.top_T) >= self.settle_steps
         return Decision(kept_L, stats.draw_T, stats.top_T, steady & (mean < self.settle_entropy))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart(EntropyBound):
+    """The entropy rule for a loose bound: what is decided together is sure, or stands apart.
+
+    The bound counts how much is open and not where, but positions that draw side by side, each for
+    itself, contradict each other: where one word would fit two places, both take it ("the frog
+    frog"). Here of doubtful positions near each other only the surest is decided in a step, and
+    none beside its own like. The others are noise for one more step, in which they see it.
+    """
+
+    doubt: float = 0.1  # nats of entropy above which a position is in doubt
+    reach: int = 2  # positions to either side that are near
+
+    def __post_init__(self) -> None:
+        EntropyBound.__post_init__(self)
+        _require(self.doubt >= 0, "doubt", self.doubt, "0 or more")
+        _require(self.reach >= 1, "reach", self.reach, "1 or more")
+
+    def decide(self, canvas: Canvas, stats: RowStats) -> Decision:
+        together = EntropyBound.decide(self, canvas, stats)
+        entropy_L = stats.entropy_T.masked_fill(~together.kept_L, torch.inf)
+        is_doubtful_L = entropy_L > self.doubt
+        disturbs_LL = is_doubtful_L | (together.tokens_L == together.tokens_L[:, None])
+        is_late_L = (near_and_surer(entropy_L, self.reach) & disturbs_LL).any(1)
+        return replace(together, kept_L=together.kept_L & ~(is_doubtful_L & is_late_L))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +152,15 @@ class Sampler:
         return self.last_heat + (self.first_heat - self.last_heat) * share
 
 
-def released_sampler(config: GenerationConfig) -> Sampler:
-    """The sampler a checkpoint's generation_config describes."""
+def released_sampler(config: GenerationConfig, *, reach: int = 0) -> Sampler:
+    """The sampler a checkpoint's generation_config describes; with a reach, its rule is `Apart`."""
+    limits: dict[str, Any] = {
+        "bound": config.entropy_bound,
+        "settle_entropy": config.confidence_threshold,
+        "settle_steps": config.stability_threshold,
+    }
     return Sampler(
-        rule=EntropyBound(
-            bound=config.entropy_bound,
-            settle_entropy=config.confidence_threshold,
-            settle_steps=config.stability_threshold,
-        ),
+        rule=Apart(**limits, reach=reach) if reach else EntropyBound(**limits),
         max_steps=config.max_denoising_steps,
         first_heat=config.t_max,
         last_heat=config.t_min,
@@ -149,6 +177,18 @@ def keepers(entropy_L: Tensor, bound: float) -> Tensor:
     sorted_L, order_L = entropy_L.sort(stable=True)
     within_L = sorted_L.cumsum(0) - sorted_L <= bound
     return torch.zeros_like(within_L).scatter(0, order_L, within_L)
+
+
+def near_and_surer(entropy_L: Tensor, reach: int) -> Tensor:
+    """For each position, [L, L], which others are within reach of it and surer than it.
+
+    Of equally sure ones the first is the surer.
+    """
+    place_L = torch.arange(len(entropy_L), device=entropy_L.device)
+    before_LL = place_L < place_L[:, None]
+    is_near_LL = (place_L - place_L[:, None]).abs() <= reach
+    own_L1 = entropy_L[:, None]
+    return is_near_LL & ((entropy_L < own_L1) | ((entropy_L == own_L1) & before_LL))
 
 
 def steady_steps(canvas: Canvas, guess_L: Tensor) -> Tensor:

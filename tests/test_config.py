@@ -250,7 +250,10 @@ def test_how_long_replies_are_written_is_read_and_written(raw: Raw) -> None:
     raw["long_reply"] = LONG
     config = read_config(raw)
     assert config == replace(TINY, long_reply=LongReply(**LONG))
-    assert config_to_json(config) == raw
+    assert config.long_reply is not None and config.long_reply.reach == 0
+    raw["long_reply"] = {**LONG, "reach": 2}
+    assert read_config(raw) == replace(TINY, long_reply=LongReply(**LONG, reach=2))
+    assert config_to_json(read_config(raw)) == raw
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,13 @@ def test_how_long_replies_are_written_is_read_and_written(raw: Raw) -> None:
         *[("canvas_length", value, "a whole number") for value in (2.0, True, "8")],
         *[("canvas_length", value, "from 1 to") for value in (0, -1, TINY.canvas_length + 1)],
         ("max_denoising_steps", 2.5, "a whole number"),
-        ("t_max", "hot", "a number"),
+        ("max_denoising_steps", 0, "1 or more"),
+        ("reach", 2.0, "a whole number"),
+        ("reach", -1, "0 or more"),
+        *[("entropy_bound", value, "a number above 0") for value in (0, -1.0, float("inf"))],
+        *[("t_max", value, "a number above 0") for value in ("hot", float("nan"), True)],
+        ("t_min", 0.0, "a number above 0"),
+        ("t_max", 0.2, "t_min, 0.3, or more"),
     ],
 )
 def test_a_way_to_write_long_replies_that_is_none_is_refused(

@@ -15,7 +15,7 @@ from dgemma.config import ModelConfig
 from dgemma.denoise import READ_OUT_ELEMENTS, Row, commit, denoise, read_out, start
 from dgemma.model import Gemma
 from dgemma.ops.row_stats import Query, row_stats
-from dgemma.sampler import Confidence, EntropyBound, Sampler
+from dgemma.sampler import Apart, Confidence, EntropyBound, Sampler
 from dgemma.weights.random import random_model
 from tests.taught import ANSWERS, CANVAS, LONG, SHORT, answer_ids, ask, taught_model
 from tests.tiny import CPU, TINY, configs
@@ -145,7 +145,9 @@ def test_a_canvas_of_pins_alone_settles_after_one_step(sampler: Sampler) -> None
     assert steps[0].canvas.settled and steps[0].canvas.guess_L.tolist() == list(range(20, 28))
 
 
-@pytest.mark.parametrize("rule", [EntropyBound(), Confidence()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "rule", [EntropyBound(), Apart(), Confidence()], ids=lambda r: type(r).__name__
+)
 def test_a_pin_against_the_answer_stands_and_the_rest_settles_around_it(rule: Any) -> None:
     model, expected = taught_model(), answer_ids(SHORT)
     expected[2] = (expected[2] + 40) % model.config.vocab_size

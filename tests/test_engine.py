@@ -14,7 +14,7 @@ from dgemma.config import LongReply
 from dgemma.engine import Done, Draft, Engine, Options, Text
 from dgemma.engine.job import LENGTHS_APART
 from dgemma.errors import CheckpointError, DgemmaError, PromptTooLong, UsageError
-from dgemma.sampler import Confidence, EntropyBound, Sampler
+from dgemma.sampler import Apart, Confidence, EntropyBound, Sampler
 from dgemma.text.chat import ChatTemplate, Message, Prompt
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.random import random_model
@@ -302,7 +302,12 @@ def lengths(engine: Engine, options: Options) -> list[int]:
 
 def in_short_canvases(length: int) -> LongReply:
     return LongReply(
-        canvas_length=length, entropy_bound=4.0, t_max=0.9, t_min=0.3, max_denoising_steps=5
+        canvas_length=length,
+        entropy_bound=4.0,
+        t_max=0.9,
+        t_min=0.3,
+        max_denoising_steps=5,
+        reach=3,
     )
 
 
@@ -328,7 +333,7 @@ def test_canvases_of_a_long_reply_are_as_short_as_the_model_was_trained_for(
     shrinking: Engine, wild: Engine, limit: int, expected: list[int]
 ) -> None:
     assert (CANVAS, LENGTHS_APART) == (16, 8)
-    options = Options(seed=2, max_tokens=limit, drafts=True)
+    options = Options(seed=3, max_tokens=limit, drafts=True)
     first = next(event for event in shrinking.stream("x", options) if isinstance(event, Draft))
     assert len(first.ids) == CANVAS, "a whole one tells whether the reply is long"
     assert lengths(shrinking, options) == expected
@@ -339,7 +344,7 @@ def test_canvases_of_a_long_reply_are_as_short_as_the_model_was_trained_for(
 def test_a_long_reply_moves_as_its_model_says_unless_the_request_does(shrinking: Engine) -> None:
     options = Options(seed=2, max_tokens=CANVAS, drafts=True)
     free = shrinking.plan("x", options).long_sampler
-    assert free.rule == EntropyBound(bound=4.0) and free != shrinking.sampler
+    assert free.rule == Apart(bound=4.0, reach=3) and free != shrinking.sampler
     assert (free.first_heat, free.last_heat, free.max_steps) == (0.9, 0.3, 5)
 
     def most_steps(options: Options) -> int:
@@ -393,7 +398,7 @@ def test_a_canvas_that_is_held_to_a_grammar_does_not_shrink(shrinking: Engine) -
     assert lengths(shrinking, Options(seed=2, max_tokens=7, guide=guide)) == [CANVAS]
 
 
-@pytest.mark.parametrize("rule", [EntropyBound(bound=0.5), Confidence()])
+@pytest.mark.parametrize("rule", [EntropyBound(bound=0.5), Apart(bound=4.0), Confidence()])
 def test_a_sampler_of_ones_own_can_be_chosen(engine: Engine, rule: Any) -> None:
     done = engine.generate(SHORT, Options(seed=1, sampler=Sampler(rule=rule, max_steps=20)))
     assert done.text == ANSWERS[SHORT] and done.steps <= 20

@@ -23,6 +23,7 @@ from dgemma.config import GenerationConfig, load_generation_config
 from dgemma.errors import UsageError
 from dgemma.ops.row_stats import RowStats
 from dgemma.sampler import (
+    Apart,
     Confidence,
     EntropyBound,
     Sampler,
@@ -229,7 +230,7 @@ def test_the_first_step_is_hottest_and_the_last_not_quite_at_the_end() -> None:
 
 
 PINS = Pins((1, 3), (7, 8))
-RULES = [EntropyBound(bound=0.1), Confidence()]
+RULES = [EntropyBound(bound=0.1), Apart(bound=9.0), Confidence()]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -280,6 +281,78 @@ def test_a_canvas_of_pins_alone_settles_at_once(rule: Any) -> None:
     seen = stats([1, 2], [9.0, 9.0], top_p=[0.1, 0.1], held_p=[0.0, 0.0])
     moved = advance(canvas, seen, torch.tensor([70, 71]), rule)
     assert moved.settled and moved.guess_L.tolist() == [7, 8]
+
+
+# --- apart
+
+
+@pytest.mark.parametrize(
+    ("draw", "entropy", "reach", "kept"),
+    [
+        # Sure ones stand side by side, doubtful ones do not, the surest of them is decided.
+        ([1, 2, 3], [0.0, 0.1, 0.05], 2, [True, True, True]),
+        ([1, 2, 3], [0.4, 0.3, 0.5], 2, [False, True, False]),
+        ([1, 2, 3], [0.3, 0.4, 0.5], 1, [True, False, False]),
+        ([1, 2, 3], [0.3, 0.5, 0.4], 1, [True, False, True]),
+        ([1, 2, 3], [0.3, 0.5, 0.4], 2, [True, False, False]),
+        # A sure neighbour does no harm, unless it is the same.
+        ([1, 2, 3], [0.0, 0.5, 0.0], 2, [True, True, True]),
+        ([1, 1, 3], [0.0, 0.5, 0.0], 2, [True, False, True]),
+        ([1, 2, 1], [0.0, 0.1, 0.5], 2, [True, True, False]),
+        ([1, 2, 1], [0.0, 0.1, 0.5], 1, [True, True, True]),
+        ([1, 1, 1], [0.0, 0.1, 0.0], 2, [True, True, True]),
+        # Of equals the first.
+        ([1, 2, 3], [0.5, 0.5, 0.5], 1, [True, False, False]),
+    ],
+)
+def test_what_is_in_doubt_is_decided_apart(
+    draw: list[int], entropy: list[float], reach: int, kept: list[bool]
+) -> None:
+    canvas, noise = fresh(torch.tensor([50, 51, 52])), torch.tensor([70, 71, 72])
+    seen = stats(top=[4, 5, 6], draw=draw, entropy=entropy)
+    moved = advance(canvas, seen, noise, Apart(bound=9.0, doubt=0.1, reach=reach))
+    assert moved.kept_L.tolist() == kept
+    assert moved.tokens_L.tolist() == torch.where(torch.tensor(kept), seen.draw_T, noise).tolist()
+    assert moved.guess_L.tolist() == [4, 5, 6]
+
+
+@settings(QUICK, max_examples=100)
+@given(
+    cells=st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.2, 0.7, 3.0]),
+            st.sampled_from([False, False, True]),
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    bound=st.sampled_from([0.1, 1.0, 30.0]),
+    reach=st.integers(1, 4),
+)
+def test_the_rule_apart_takes_from_the_entropy_rule_what_is_near_a_surer_one(
+    cells: list[tuple[int, float, bool]], bound: float, reach: int
+) -> None:
+    draw, entropy, pinned = (list(column) for column in zip(*cells, strict=True))
+    pins = Pins(
+        tuple(i for i, is_pinned in enumerate(pinned) if is_pinned),
+        tuple(9 for is_pinned in pinned if is_pinned),
+    )
+    canvas = fresh(torch.full((len(draw),), 50), pins)
+    seen = stats(top=draw, entropy=entropy)
+    loose = EntropyBound(bound=bound).decide(canvas, seen)
+    rule = Apart(bound=bound, reach=reach)
+    decided = rule.decide(canvas, seen)
+    for i, was_kept in enumerate(loose.kept_L.tolist()):
+        late = entropy[i] > rule.doubt and any(
+            loose.kept_L[j]
+            and (entropy[j], j) < (entropy[i], i)
+            and (entropy[j] > rule.doubt or draw[j] == draw[i])
+            for j in range(max(0, i - reach), min(len(draw), i + reach + 1))
+        )
+        assert bool(decided.kept_L[i]) == (was_kept and not late)
+    assert bool(decided.kept_L.any()) == bool(loose.kept_L.any()), "every step moves"
+    assert bool(decided.settled) == bool(loose.settled)
 
 
 # --- the confidence rule
@@ -366,6 +439,9 @@ def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
         (EntropyBound, {"settle_entropy": 0.0}, "settle entropy is 0.0; it must be above 0"),
         (EntropyBound, {"settle_entropy": NAN}, "settle entropy is nan"),
         (EntropyBound, {"settle_steps": -1}, "settle steps is -1; it must be 0 or more"),
+        (Apart, {"bound": 0.0}, "entropy bound is 0.0; it must be above 0"),
+        (Apart, {"doubt": -0.1}, "doubt is -0.1; it must be 0 or more"),
+        (Apart, {"reach": 0}, "reach is 0; it must be 1 or more"),
         (Confidence, {"threshold": 1.1}, "confidence threshold is 1.1; it must be from 0 to 1"),
         (Confidence, {"edit": -0.1}, "confidence edit is -0.1"),
         (Confidence, {"drop": NAN}, "confidence drop is nan"),

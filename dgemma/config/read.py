@@ -6,6 +6,7 @@ ignored with the reason. Anything else is refused by name: a new architecture fl
 
 import json
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -159,7 +160,8 @@ def _long_reply(raw: Mapping[str, Any] | None, source: str) -> LongReply | None:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{source} is {raw!r}; it must be an object, or left out")
     _refuse_unknown(raw, frozenset(LongReply.__slots__), source)
-    return LongReply(**{name: _need(raw, name, source) for name in LongReply.__slots__})
+    needed = [field.name for field in fields(LongReply) if field.default is MISSING]
+    return LongReply(**{**raw, **{name: _need(raw, name, source) for name in needed}})
 
 
 def _read_text(family: Family, text: Mapping[str, Any], source: str, **top: Any) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import Any, Literal
 
 from dgemma.errors import ConfigError
@@ -128,7 +129,7 @@ class ModelConfig:
 class LongReply:
     """How a model writes what does not end in one canvas: in shorter ones, and more freely.
 
-    The names are those of `generation_config.json`.
+    The names are those of `generation_config.json`, but for `reach`, which is `sampler.Apart`'s.
     """
 
     canvas_length: int
@@ -136,21 +137,27 @@ class LongReply:
     t_max: float
     t_min: float
     max_denoising_steps: int
+    reach: int = 0  # of two doubtful positions so near only one is decided in a step; 0: both are
 
     def applied(self, generation: "GenerationConfig") -> "GenerationConfig":
         """The defaults of such a reply."""
-        same = [name for name in self.__slots__ if name != "canvas_length"]
+        same = [name for name in self.__slots__ if name not in ("canvas_length", "reach")]
         return replace(generation, **{name: getattr(self, name) for name in same})
 
     def check(self, whole: int) -> None:
         """Refuse what a model with so long a canvas cannot do."""
-        for name in ("canvas_length", "max_denoising_steps"):
+        for name in ("canvas_length", "max_denoising_steps", "reach"):
             _require(type(getattr(self, name)) is int, name, getattr(self, name), "a whole number")
         for name in ("entropy_bound", "t_max", "t_min"):
-            is_number = type(getattr(self, name)) in (int, float)
-            _require(is_number, name, getattr(self, name), "a number")
+            value = getattr(self, name)
+            is_number = type(value) in (int, float) and 0 < value < inf
+            _require(is_number, name, value, "a number above 0")
         is_within = 1 <= self.canvas_length <= whole
         _require(is_within, "canvas_length", self.canvas_length, f"from 1 to the model's, {whole}")
+        steps = self.max_denoising_steps
+        _require(steps >= 1, "max_denoising_steps", steps, "1 or more")
+        _require(self.reach >= 0, "reach", self.reach, "0 or more")
+        _require(self.t_max >= self.t_min, "t_max", self.t_max, f"t_min, {self.t_min}, or more")
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -152,7 +152,9 @@ def _shortest_canvas(options: Options, config: ModelConfig, length: int) -> int:
 
 def _long_sampler(config: ModelConfig, generation: GenerationConfig, usual: Sampler) -> Sampler:
     long = config.long_reply
-    return usual if long is None else released_sampler(long.applied(generation))
+    if long is None:
+        return usual
+    return released_sampler(long.applied(generation), reach=long.reach)
 
 
 def _check_pins(pins: Pins, length: int, max_tokens: int, vocab: int) -> None:

@@ -13,7 +13,7 @@ from dgemma.bench.sudoku import Solved
 from dgemma.bench.tasks import TASKS
 from dgemma.bench.tasks.fix import check, text_of
 from dgemma.bench.tasks.infill import is_trivial, parses
-from dgemma.bench.tasks.stories import distinct, prompt
+from dgemma.bench.tasks.stories import distinct, doubled, prompt
 from dgemma.bench.tasks.sudoku import is_soon, measures_of, read_puzzles
 from dgemma.config import GenerationConfig
 from dgemma.engine import Engine
@@ -198,6 +198,9 @@ def test_distinct_2_counts_pairs_of_words() -> None:
     assert distinct(case, ["a b c", "a b d"]).value == pytest.approx(3 / 4)
     assert distinct(case, ["a b", "a b", "a b", "a b"]).value == 0.25
     assert distinct(case, [""]).value is None
+    told = ["The frog, frog saw the frog.", "Bye bye!", "", "one"]
+    assert doubled(case, told).value == pytest.approx(2 / 6)
+    assert doubled(case, [""]).value is None
     varied = distinct(case, ["a b a b a b a b", "c d e f g h"])
     assert varied.low is not None and varied.value is not None and varied.low < varied.value
 

@@ -18,7 +18,7 @@ from dgemma.graph.token import Teller
 from dgemma.model import Gemma
 from dgemma.ops.fp8 import LARGEST, quantize
 from dgemma.ops.linear import can_pack
-from dgemma.sampler import Confidence, EntropyBound, Rule, Sampler
+from dgemma.sampler import Apart, Confidence, EntropyBound, Rule, Sampler
 from dgemma.stack import ByContext, Places, Stack, can_fuse
 from dgemma.weights.fp8 import Fp8Experts
 from dgemma.weights.pack import pack
@@ -128,7 +128,9 @@ def test_a_past_is_one_place_more_and_a_past_of_a_past_is_too_many() -> None:
     assert Places.of(Pass([Span(twig, 4, commit=False)])) is None
 
 
-@pytest.mark.parametrize("rule", [EntropyBound(), EntropyBound(bound=3.0), Confidence()])
+@pytest.mark.parametrize(
+    "rule", [EntropyBound(), EntropyBound(bound=3.0), Apart(bound=3.0), Confidence()]
+)
 def test_steps_on_fixed_memory_are_the_steps(rule: Rule) -> None:
     """Blocks with and without pins, one behind the other, each committed."""
     of, sampler = small.model(sharpness=12.0), Sampler(max_steps=6, rule=rule)

@@ -1,10 +1,12 @@
 """Stories written to fixed prompts: how likely a story model finds them, and how varied they are.
 
 Low perplexity alone is no merit (a dull story is likely), so distinct-2 stands beside it: the share
-of different ones among all pairs of neighbouring words.
+of different ones among all pairs of neighbouring words. Doubled words ("the frog frog") are those
+of such pairs that are twice the same: what a canvas does that decides both in one step.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -37,8 +39,9 @@ def stories(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Me
         losses[mode] = judge.losses(texts)
         case, note = Case(TASK, mode), f"heat {AR_HEAT}" if mode == "ar" else "the model's sampler"
         measures += [
-            _perplexity(case, losses[mode], note),
+            perplexity(case, losses[mode], note),
             distinct(case, texts),
+            doubled(case, texts),
             case.share("not empty", [bool(text.strip()) for text in texts]),
         ]
     return [*measures, _ratio(losses["diffusion"], losses["ar"])]
@@ -77,7 +80,7 @@ class Judge:
         return [(nats, float(n)) for nats, n in likelihood(self.model, self.tokenizer, told)]
 
 
-def _perplexity(case: Case, losses: Sequence[tuple[float, float]], note: str) -> Measure:
+def perplexity(case: Case, losses: Sequence[tuple[float, float]], note: str) -> Measure:
     if not losses:
         return case.nothing("perplexity", note)
     estimate = Estimate.around(*ratio(losses), len(losses)).exp()
@@ -93,6 +96,12 @@ def _ratio(diffusion: Sequence[tuple[float, float]], ar: Sequence[tuple[float, f
     error = math.hypot(first_error, second_error)
     estimate = Estimate.around(first - second, error, min(len(diffusion), len(ar))).exp()
     return case.estimate(name, estimate, "times")
+
+
+def doubled(case: Case, texts: Sequence[str]) -> Measure:
+    """How often a word is the one before it, but for marks between them."""
+    told = [re.findall(r"[a-z']+", text.lower()) for text in texts]
+    return case.share("doubled words", [a == b for words in told for a, b in pairwise(words)])
 
 
 def distinct(case: Case, texts: Sequence[str]) -> Measure:
