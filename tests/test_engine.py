@@ -356,6 +356,11 @@ def test_a_long_reply_moves_as_its_model_says_unless_the_request_does(shrinking:
     own = replace(options, sampler=Sampler(max_steps=7))
     assert shrinking.plan("x", own).long_sampler == own.sampler
     assert most_steps(own) == 7
+    cold = shrinking.plan("x", replace(options, temperature=0.5))
+    assert cold.long_sampler == replace(free, temperature=0.5), "a temperature changes draws alone"
+    assert cold.sampler == replace(shrinking.sampler, temperature=0.5)
+    with pytest.raises(UsageError, match=r"temperature is -1; it must be 0 or more"):
+        shrinking.plan("x", replace(options, temperature=-1))
 
 
 def test_what_is_left_of_a_long_reply_is_rather_one_canvas_than_a_remnant(wild: Engine) -> None:

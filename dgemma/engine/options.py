@@ -1,7 +1,7 @@
 """What a request may choose, and the same checked and complete: a plan."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dgemma.canvas import NO_PINS, Noise, Pins
@@ -20,8 +20,8 @@ MODES: tuple[Mode, ...] = ("diffusion", "ar", "hybrid")
 class Options:
     """What a request may choose. None: as the checkpoint says, or no limit where one is meant.
 
-    What a mode cannot honour is refused: heat is AR's; pins, canvas length, sampler and drafts
-    belong to canvases.
+    What a mode cannot honour is refused: heat is AR's; pins, canvas length, sampler, temperature
+    and drafts belong to canvases.
     """
 
     mode: Mode = "diffusion"  # hybrid: the thought in AR, the answer in diffusion
@@ -29,6 +29,7 @@ class Options:
     seed: int | None = None  # None draws one, reported when done
     choice: int = 0  # which of several answers to the same prompt and seed
     sampler: Sampler | None = None
+    temperature: float | None = None  # of draws on canvases, whatever the sampler says of it
     canvas_length: int | None = None  # up to the model's own
     heat: float = 0.0  # AR: temperature of the draw; 0 takes the likeliest token
     stop: tuple[str, ...] = ()
@@ -89,8 +90,10 @@ def make_plan(
         room=len(prompt.ids) + answer,
         canvas_length=length,
         shortest_canvas=_shortest_canvas(options, config, length),
-        sampler=options.sampler or sampler,
-        long_sampler=options.sampler or _long_sampler(config, generation, sampler),
+        sampler=_tempered(options.sampler or sampler, options),
+        long_sampler=_tempered(
+            options.sampler or _long_sampler(config, generation, sampler), options
+        ),
         noise=Noise(seed=seed, choice=options.choice),
         options=options,
     )
@@ -111,6 +114,7 @@ def check_options(options: Options) -> None:
     for name, limit in limits.items():
         _require(limit is None or limit > 0, name, limit, "above 0")
     _require(options.heat >= 0, "heat", options.heat, "0 or more")
+    _tempered(Sampler(), options)  # refuses what cannot be a temperature
     _require(options.retries >= 0, "retries", options.retries, "0 or more")
 
 
@@ -129,6 +133,7 @@ def _check_mode(options: Options) -> None:
         "a first canvas": bool(options.canvas),
         "canvas length": options.canvas_length is not None,
         "a sampler": options.sampler is not None,
+        "temperature": options.temperature is not None,
         "drafts": options.drafts,
     }
     given = [name for name, is_given in of_canvases.items() if is_given]
@@ -155,6 +160,11 @@ def _long_sampler(config: ModelConfig, generation: GenerationConfig, usual: Samp
     if long is None:
         return usual
     return released_sampler(long.applied(generation), reach=long.reach)
+
+
+def _tempered(sampler: Sampler, options: Options) -> Sampler:
+    given = options.temperature
+    return sampler if given is None else replace(sampler, temperature=given)
 
 
 def _check_pins(pins: Pins, length: int, max_tokens: int, vocab: int) -> None:

@@ -202,7 +202,8 @@ def _options(engine: "Engine", body: Body) -> "Options":
         mode=asked.mode,
         seed=body.seed,
         stop=tuple(body.stop),
-        sampler=sampler_for(engine, body),
+        sampler=_chosen_sampler(engine, body),
+        temperature=body.temperature if has_canvas else None,
         heat=_heat(body),
         canvas_length=asked.canvas_length,
         drafts=asked.drafts or (body.diffusing and has_canvas),
@@ -223,18 +224,25 @@ def _heat(body: Body) -> float:
 
 def sampler_for(engine: "Engine", body: Body) -> "Sampler | None":
     """The checkpoint's sampler with what was asked for changed; None if nothing was."""
-    asked, temperature = body.dgemma, body.temperature
+    chosen, temperature = _chosen_sampler(engine, body), body.temperature
+    if temperature is None:
+        return chosen
+    return replace(chosen or engine.sampler, temperature=temperature)
+
+
+def _chosen_sampler(engine: "Engine", body: Body) -> "Sampler | None":
+    """The same but for the temperature, which leaves the model's own way with long replies."""
+    asked = body.dgemma
     changes = {
         name: value
         for name in ("max_steps", "first_heat", "last_heat")
         if (value := getattr(asked, name)) is not None
     }
     rule = _rule(engine, body)
-    if rule is None and not changes and (temperature in (None, 1.0) or asked.mode == "ar"):
+    if rule is None and not changes:
         return None
     sampler = replace(engine.sampler, **changes)
-    sampler = sampler if rule is None else replace(sampler, rule=rule)
-    return sampler if temperature is None else replace(sampler, temperature=temperature)
+    return sampler if rule is None else replace(sampler, rule=rule)
 
 
 def _rule(engine: "Engine", body: Body) -> "Rule | None":
