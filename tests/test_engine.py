@@ -374,7 +374,7 @@ def test_what_is_left_of_a_long_reply_is_rather_one_canvas_than_a_remnant(wild: 
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [(1, [16]), (CANVAS, [16]), (CANVAS + 1, [16, 8]), (CANVAS + 9, [16, 16])],
+    [(1, [16]), (CANVAS, [16]), (CANVAS + 1, [16, 8]), (CANVAS + 9, [16, 8, 8])],
 )
 def test_a_reply_that_seems_to_end_in_its_first_canvas_has_it_whole(
     shrinking: Engine, limit: int, expected: list[int]

@@ -151,11 +151,14 @@ class Job:
         A reply that ends in its first canvas is left there: its parts may depend on each other, as
         a grid's do.
         """
-        plan = self.plan
-        can_shrink = plan.shortest_canvas < plan.canvas_length and not plan.options.pins.positions
-        if not can_shrink or self.is_long or self.blocks or canvas.num_steps > 1:
+        is_first = not self.blocks and not self.is_long and canvas.num_steps == 1
+        if not self._can_shrink or not is_first or self.plan.options.pins.positions:
             return False
         return not self.ends.intersection(canvas.guess_L.tolist())
+
+    @property
+    def _can_shrink(self) -> bool:
+        return self.plan.shortest_canvas < self.plan.canvas_length
 
     def _end_block(self, canvas: Canvas) -> None:
         if self.guided is not None and self.guided.fault:
@@ -173,6 +176,7 @@ class Job:
             return
         after = self._first_end()
         self.blocks, self.retry, self.row = self.blocks + 1, 0, None
+        self.is_long = self._can_shrink  # whatever its first step said, if it goes on
         self.unsettled += not bool(canvas.settled)
         if self.guided is not None:
             ids = self.guided.end_block(ids, len(self.reader.ids))
@@ -274,12 +278,10 @@ class Job:
         The last holds what may still be written, or a little more: rather that than a remnant.
         """
         plan = self.plan
-        if not self.blocks and not self.is_long:
+        if not self.is_long:
             return plan.canvas_length
         left = plan.max_tokens - len(self.reader.ids)
         wanted = max(plan.shortest_canvas, -(-left // LENGTHS_APART) * LENGTHS_APART)
-        if not self.is_long:
-            return min(plan.canvas_length, wanted)
         if wanted > plan.shortest_canvas * LONGEST_LAST:
             return plan.shortest_canvas
         return min(wanted, plan.room - len(self.committed) - len(self.pending))
