@@ -37,6 +37,7 @@ GPU_CHUNKS = ((40e9, LONGEST), (20e9, 1024), (0, PREFILL_CHUNK))
 AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
 LENGTHS_APART = 8  # canvases that shrink differ by so much: each length is captured by itself
+LEAST_FILLED = 1 / 8  # of a first canvas, if a reply ends in it
 LONGEST_LAST = 1.5  # times a short canvas: what is left beyond it takes another one
 FAULT = "fault"
 
@@ -149,12 +150,14 @@ class Job:
         """Whether the first step of a first canvas sees no end in it, so that short ones do better.
 
         A reply that ends in its first canvas is left there: its parts may depend on each other, as
-        a grid's do.
+        a grid's do. What is behind an end is filled with such tokens; a few at a canvas's very end
+        are mere doubt.
         """
         is_first = not self.blocks and not self.is_long and canvas.num_steps == 1
         if not self._can_shrink or not is_first or self.plan.options.pins.positions:
             return False
-        return not self.ends.intersection(canvas.guess_L.tolist())
+        ends = sum(token in self.ends for token in canvas.guess_L.tolist())
+        return ends < LEAST_FILLED * canvas.length
 
     @property
     def _can_shrink(self) -> bool:
