@@ -81,7 +81,7 @@ class Apart(EntropyBound):
     reach: int = 2  # positions to either side that are near
 
     def __post_init__(self) -> None:
-        EntropyBound.__post_init__(self)
+        EntropyBound.__post_init__(self)  # super() is at a loss in a class that is made with slots
         _require(self.doubt >= 0, "doubt", self.doubt, "0 or more")
         _require(self.reach >= 1, "reach", self.reach, "1 or more")
 

@@ -133,7 +133,7 @@ def _check_mode(options: Options) -> None:
         "a first canvas": bool(options.canvas),
         "canvas length": options.canvas_length is not None,
         "a sampler": options.sampler is not None,
-        "temperature": options.temperature is not None,
+        "temperature (its own is heat)": options.temperature is not None,
         "drafts": options.drafts,
     }
     given = [name for name, is_given in of_canvases.items() if is_given]
