@@ -3,10 +3,10 @@
     python bench/story_rules.py [SETTING ...] [--stories 24] [--data ../shared/data] [--threads 1]
                                 [--dtype auto] [--model nano]
 
-A setting is what is changed in the model's `long_reply`: `entropy_bound=4,reach=0`; `as-is` changes
-nothing, and `ar` is one token at a time at heat 0.8. Without any: `as-is`, a bound of 4 without
-reach, and `ar`. Measured as `dgemma eval --tasks stories` does; twelve stories move by a fifth from
-one set to the next. The last line is JSON.
+A setting is what is changed in the model's `long_reply`, such as `entropy_bound=4,reach=0`, and is
+then for whole canvases too; `as-is` changes nothing; `ar` is one token at a time at heat 0.8. The
+usual ones are `as-is`, a bound of 4 without reach, and `ar`. Measured as by `dgemma eval --tasks
+stories`; twelve stories move by a fifth from one set to the next. The last line is JSON.
 """
 
 import argparse
@@ -22,12 +22,22 @@ from nano import hardware
 from dgemma.bench.answers import Question, ask, tune
 from dgemma.bench.data import Data
 from dgemma.bench.measure import Case
-from dgemma.bench.tasks.stories import Judge, distinct, doubled, perplexity, prompt
+from dgemma.bench.tasks.stories import (
+    AR_HEAT,
+    MAX_TOKENS,
+    Judge,
+    distinct,
+    doubled,
+    perplexity,
+    prompt,
+)
 from dgemma.config import LongReply
 from dgemma.engine import Done, Engine, Options
+from dgemma.errors import UsageError
 from dgemma.sampler import released_sampler
 
-TOKENS, ROWS = 200, 8
+ROWS = 8
+NAMES = ("entropy_bound", "t_max", "t_min", "max_denoising_steps", "reach")
 USUAL = ("as-is", "entropy_bound=4,reach=0", "ar")
 
 
@@ -35,15 +45,17 @@ def changed(long: LongReply, setting: str) -> LongReply:
     changes = {}
     for change in setting.split(","):
         name, _, value = change.partition("=")
+        if name not in NAMES:
+            raise UsageError(f"{change!r} changes nothing; use {', '.join(NAMES)}, each with =")
         kind = type(asdict(long)[name])
         changes[name] = kind(value)
     return replace(long, **changes)
 
 
 def options(engine: Engine, setting: str, seed: int) -> Options:
-    given = Options(seed=seed, max_tokens=TOKENS)
+    given = Options(seed=seed, max_tokens=MAX_TOKENS)
     if setting == "ar":
-        return replace(given, mode="ar", heat=0.8)
+        return replace(given, mode="ar", heat=AR_HEAT)
     long = engine.model.config.long_reply
     assert long is not None, "the model writes long replies as any other"
     if setting == "as-is":
