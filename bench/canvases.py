@@ -23,8 +23,8 @@ import torch
 from nano import hardware
 from torch import Tensor
 
-from dgemma.bench.tasks.stories import prompt
 from dgemma.engine import Engine, Options
+from dgemma.eval.tasks.stories import prompt
 from dgemma.weights.pack import PackedTable
 
 WAYS = ("whole", "short", "sure")

@@ -32,14 +32,14 @@ from random import Random
 import torch
 
 from dgemma import Engine, Options
-from dgemma.bench.answers import tune
-from dgemma.bench.data import HELDOUT, SHARED, Data
-from dgemma.bench.measure import SHARE, Case, Measure
-from dgemma.bench.report import table
-from dgemma.bench.tasks.fix import check, text_of
 from dgemma.device import describe_device
 from dgemma.engine.edit import Edited, EditOptions
 from dgemma.engine.trials import first_canvases, last_canvas
+from dgemma.eval.answers import tune
+from dgemma.eval.data import HELDOUT, SHARED, Data
+from dgemma.eval.measure import SHARE, Case, Measure
+from dgemma.eval.report import table
+from dgemma.eval.tasks.fix import check, text_of
 from dgemma.text.chat import Prompt
 from dgemma.train.rewrite import rename_word, sentence_spans
 

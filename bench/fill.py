@@ -7,7 +7,7 @@
 are words and sentences taken out of held-out stories: exact match, and likeness to the original
 (difflib's ratio over words). Known length: the hole has as many tokens as the original. Searched:
 nothing is told. AR writes greedily after the prefix: to the end of the line, or as many tokens as
-the original had. Generated code runs in `dgemma.bench.sandbox`; see there what that does not hold
+the original had. Generated code runs in `dgemma.eval.sandbox`; see there what that does not hold
 off. The table goes to stdout, progress to stderr.
 """
 
@@ -23,14 +23,14 @@ from random import Random
 import torch
 
 from dgemma import Engine
-from dgemma.bench.answers import tune
-from dgemma.bench.data import HELDOUT, SHARED, Data, read_jsonl
-from dgemma.bench.holes import Hole, go_on
-from dgemma.bench.measure import Case, Measure
-from dgemma.bench.report import table
-from dgemma.bench.sandbox import passing
 from dgemma.device import describe_device
 from dgemma.engine.fill import FORMS, Filled, FillOptions, Form
+from dgemma.eval.answers import tune
+from dgemma.eval.data import HELDOUT, SHARED, Data, read_jsonl
+from dgemma.eval.holes import Hole, go_on
+from dgemma.eval.measure import Case, Measure
+from dgemma.eval.report import table
+from dgemma.eval.sandbox import passing
 from dgemma.train.rewrite import make_hole
 
 HUMANEVAL = "HumanEval-SingleLineInfilling.jsonl.gz"

@@ -20,12 +20,12 @@ from shapes import EXAMPLE
 from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.canvas import NO_PINS, Noise
 from dgemma.config import ModelConfig
-from dgemma.cost.devices import BF16, DEVICES, FLOAT32, Device
-from dgemma.cost.predict import floor, pass_time
-from dgemma.cost.table import RELEASED, ops, passes
 from dgemma.denoise import commit, start, step
 from dgemma.device import describe_device
 from dgemma.model import Gemma
+from dgemma.roofline.devices import BF16, DEVICES, FLOAT32, Device
+from dgemma.roofline.predict import floor, pass_time
+from dgemma.roofline.table import RELEASED, ops, passes
 from dgemma.sampler import Sampler
 from dgemma.weights.pack import pack
 from dgemma.weights.random import random_model

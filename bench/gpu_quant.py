@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from dgemma.config import FULL, SLIDING, ModelConfig
-from dgemma.cost.table import RELEASED
 from dgemma.model import Gemma
+from dgemma.roofline.table import RELEASED
 from dgemma.weights.agreement import agreement
 from dgemma.weights.layouts import SCHEMES
 from dgemma.weights.load import Checkpoint, load_model

@@ -8,7 +8,7 @@ Random weights, by default such that tokens spread evenly and every expert of ev
 the worst case, valid for the time of a step and not for the number of steps. Their logits are flat,
 so that each step also takes the dense soft embedding; `sure` is the same with logits as sure as
 those of a canvas that is about to settle.
-Bytes and arithmetic are those of `dgemma.cost`; the floor is what no implementation can undercut
+Bytes and arithmetic are from `dgemma.roofline`; the floor is what no implementation can beat
 at the copy bandwidth measured here and the device's arithmetic. With `--peer`, transformers runs
 in turn with ours, on weights drawn alike, in a process of its own (`bench/gpu_beside.py`): both
 models have to fit. The last line is JSON.
@@ -32,11 +32,11 @@ from gpu_profile import profile
 from shapes import shallow
 
 from dgemma.config import ModelConfig
-from dgemma.cost.devices import BF16, DEVICES, FOUR_BIT, FP8, Device, Format
-from dgemma.cost.predict import STEPS_PER_BLOCK, cost, floor
-from dgemma.cost.table import Pass, ops, passes
 from dgemma.device import describe_device
 from dgemma.graph.steppers import Fast
+from dgemma.roofline.devices import BF16, DEVICES, FOUR_BIT, FP8, Device, Format
+from dgemma.roofline.predict import STEPS_PER_BLOCK, cost, floor
+from dgemma.roofline.table import Pass, ops, passes
 
 FORMATS: dict[str, Format] = {"none": BF16, "fp8": FP8, "nvfp4": FOUR_BIT}
 PROMPT = 8192

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from dgemma.bench.sudoku import solve
 from dgemma.engine import Engine, Options
 from dgemma.engine.options import Mode
+from dgemma.eval.sudoku import solve
 from dgemma.weights.cpu_int8 import Int8Table
 
 STORY = "Write a long story about a girl, her dog and a lost ball."

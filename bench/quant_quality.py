@@ -32,19 +32,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.bench.answers import tune
-from dgemma.bench.data import Data
-from dgemma.bench.likelihood import causal_losses, denoising_losses
-from dgemma.bench.measure import Z, ratio
-from dgemma.bench.sudoku import How
-from dgemma.bench.tasks.json_calls import parsed
-from dgemma.bench.tasks.replies import answer, read_pairs
-from dgemma.bench.tasks.sudoku import read_puzzles, solve_together
 from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.canvas import NO_PINS, Noise
 from dgemma.denoise import commit, start, step
 from dgemma.engine import Engine
 from dgemma.engine.fill import end_id
+from dgemma.eval.answers import tune
+from dgemma.eval.data import Data
+from dgemma.eval.likelihood import causal_losses, denoising_losses
+from dgemma.eval.measure import Z, ratio
+from dgemma.eval.sudoku import How
+from dgemma.eval.tasks.json_calls import parsed
+from dgemma.eval.tasks.replies import answer, read_pairs
+from dgemma.eval.tasks.sudoku import read_puzzles, solve_together
 from dgemma.model import Gemma
 from dgemma.sampler import Sampler
 from dgemma.weights.agreement import between

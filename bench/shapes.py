@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dgemma.config import FULL, SLIDING, ModelConfig
-from dgemma.cost.table import RELEASED
+from dgemma.roofline.table import RELEASED
 
 __all__ = ["EXAMPLE", "RELEASED", "SHAPES", "TINY", "shallow", "shape"]
 

@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from nano import hardware
 
-from dgemma.bench.answers import Question, ask, tune
-from dgemma.bench.data import Data
-from dgemma.bench.measure import Case
-from dgemma.bench.tasks.stories import (
+from dgemma.config import LongReply
+from dgemma.engine import Done, Engine, Options
+from dgemma.errors import UsageError
+from dgemma.eval.answers import Question, ask, tune
+from dgemma.eval.data import Data
+from dgemma.eval.measure import Case
+from dgemma.eval.tasks.stories import (
     AR_HEAT,
     MAX_TOKENS,
     Judge,
@@ -31,9 +34,6 @@ from dgemma.bench.tasks.stories import (
     perplexity,
     prompt,
 )
-from dgemma.config import LongReply
-from dgemma.engine import Done, Engine, Options
-from dgemma.errors import UsageError
 from dgemma.sampler import released_sampler
 
 ROWS = 8

@@ -31,16 +31,16 @@ from jsonschema import ValidationError
 from jsonschema.validators import validator_for
 
 from dgemma import Engine, Options
-from dgemma.bench.data import SHARED
 from dgemma.canvas import NO_PINS, Canvas, fresh
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig, load_generation_config
+from dgemma.constrain.frontier import Frontier
+from dgemma.constrain.grammar import schema_grammar
+from dgemma.constrain.matcher import Guide
+from dgemma.constrain.vocabulary import vocabulary
 from dgemma.engine.events import Done
 from dgemma.engine.options import Mode
 from dgemma.errors import UsageError
-from dgemma.guide.frontier import Frontier
-from dgemma.guide.grammar import schema_grammar
-from dgemma.guide.matcher import Guide
-from dgemma.guide.vocabulary import vocabulary
+from dgemma.eval.data import SHARED
 from dgemma.ops.row_stats import RowStats
 from dgemma.sampler import View
 from dgemma.text.tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from dgemma.engine import Engine
-from dgemma.serve.run import bind, make_server
-from dgemma.serve.service import Settings
+from dgemma.server.run import bind, make_server
+from dgemma.server.service import Settings
 
 PICTURES = Path(__file__).parent / "pictures"
 ARGUMENTS = "--no-sandbox --disable-gpu --disable-background-networking --no-first-run".split()

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from dgemma.serve import fields, fields_fill
+from dgemma.server import fields, fields_fill
 
 PAGE = Path(__file__).parent / "serve.md"
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable
 
 from dgemma import Done, Draft, Engine, FillOptions, Options, Text
-from dgemma.bench.sudoku import How, Solved, follow, solve
 from dgemma.cli.show import CanvasView, printable
+from dgemma.eval.sudoku import How, Solved, follow, solve
 
 PAUSE = 0.15  # seconds a canvas stays on a screen
 QUESTIONS = (

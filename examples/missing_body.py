@@ -8,7 +8,7 @@ Everything but the hole is printed as it stands below, byte for byte; other cand
 import sys
 
 from dgemma import Engine, FillOptions
-from dgemma.guide.holes import MARK
+from dgemma.constrain.holes import MARK
 
 SOURCE = f'''\
 def largest(numbers):

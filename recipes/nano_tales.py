@@ -1,4 +1,4 @@
-"""Tales drawn from stories15M (see dgemma.bench.stories15m) as texts and as tasks.
+"""Tales drawn from stories15M (see dgemma.eval.stories15m) as texts and as tasks.
 
     python -m recipes.nano_tales TALES.jsonl.xz... --out out/nano
 

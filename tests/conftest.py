@@ -11,10 +11,10 @@ torch.set_num_threads(1)
 LONGEST_FIRST = (
     "kernels/test_interpreted.py",
     "test_parity.py",
-    "serve/test_browser.py",
+    "server/test_browser.py",
     "test_prefix.py",
     "test_cli.py",
-    "guide/test_fill.py",
+    "constrain/test_fill.py",
     "weights/test_cpu_int8.py",
     "train/",
 )

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from dgemma.config import ModelConfig
-from dgemma.cost.devices import BF16, DEVICES, FORMATS, FOUR_BIT, FP8
-from dgemma.cost.predict import cost, floor, memory, predict
-from dgemma.cost.table import (
+from dgemma.errors import UsageError
+from dgemma.roofline.devices import BF16, DEVICES, FORMATS, FOUR_BIT, FP8
+from dgemma.roofline.predict import cost, floor, memory, predict
+from dgemma.roofline.table import (
     RELEASED,
     Pass,
     active_parameters,
@@ -19,7 +20,6 @@ from dgemma.cost.table import (
     passes,
     stored_parameters,
 )
-from dgemma.errors import UsageError
 from dgemma.weights.random import count_parameters
 from tests.tiny import TINY
 

@@ -16,19 +16,19 @@ PACKAGE = ROOT / "dgemma"
 ROWS = [
     "errors",
     "config",
-    "text ops device cost",
+    "text ops device roofline",
     "cache canvas",
     "sampler model prefix vision",
     "stack",
-    "weights denoise guide",
+    "weights denoise constrain",
     "graph",
     "engine train",
-    "bench serve",
+    "eval server",
     "cli",
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
 # May not bring in torch by being imported; what their functions import later is another matter.
-TORCH_FREE = {"errors", "config", "cost", "text", "serve", "cli"}
+TORCH_FREE = {"errors", "config", "roofline", "text", "server", "cli"}
 TORCH_FREE_FILES = {"dgemma.weights.files", "dgemma.weights.download"}
 # Draw what the engine yields, and are imported inside the commands that need them.
 LATE = {"dgemma.cli.show", "dgemma.cli.conversation"}

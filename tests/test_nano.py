@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from dgemma.bench.holes import Hole, fill
-from dgemma.bench.sudoku import solve
 from dgemma.cache import KVCache, Room
 from dgemma.canvas import NO_PINS
 from dgemma.denoise import commit, denoise, start
 from dgemma.engine import Engine, Options
 from dgemma.errors import CheckpointError
+from dgemma.eval.holes import Hole, fill
+from dgemma.eval.sudoku import solve
 from dgemma.model import Gemma
 from dgemma.sampler import released_sampler
 from dgemma.text.chat import Message

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dgemma.bench.data import Data
-    from dgemma.bench.evaluate import Settings
-    from dgemma.bench.measure import Measure
+    from dgemma.eval.data import Data
+    from dgemma.eval.evaluate import Settings
+    from dgemma.eval.measure import Measure
     from dgemma.train.build import Job
     from dgemma.train.command import Wanted
     from dgemma.train.recipe import Recipe
@@ -34,7 +34,7 @@ class Trial:
         names = ",".join(recipe.eval.tasks) if tasks is None else tasks
         if names in ("", NO_TASKS):
             return None
-        from dgemma.bench.evaluate import Settings, parse_tasks
+        from dgemma.eval.evaluate import Settings, parse_tasks
 
         return cls(
             Settings(
@@ -71,8 +71,8 @@ class Trial:
         self._measure(AFTER, out, given)
 
     def _measure(self, name: str, out: Path, given: tuple[Any, ...]) -> None:
-        from dgemma.bench.evaluate import evaluate
         from dgemma.cli.loading import load_engine
+        from dgemma.eval.evaluate import evaluate
 
         model, device, dtype, adapter = given
         engine = load_engine(model, device, dtype, adapter, "none")  # nothing rounded, either time
@@ -92,7 +92,7 @@ class Trial:
 
     def table(self) -> str:
         """All measures with their intervals, before and after."""
-        from dgemma.bench.report import rows
+        from dgemma.eval.report import rows
 
         cells: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
         for when in (BEFORE, AFTER):
@@ -110,7 +110,7 @@ class Trial:
 
 
 def _read(path: Path) -> "list[Measure]":
-    from dgemma.bench.measure import Measure
+    from dgemma.eval.measure import Measure
 
     raw = json.loads(path.read_text(encoding="utf-8"))
     return [Measure(**one) for one in raw["measures"]]

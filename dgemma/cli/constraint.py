@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from dgemma.errors import DgemmaError, UsageError
 
 if TYPE_CHECKING:
+    from dgemma.constrain.grammar import Constraint
     from dgemma.engine import Done
-    from dgemma.guide.grammar import Constraint
 
 
 def read_options(
     schema: str | None, regex: str | None, grammar: Path | None, choices: str | None
 ) -> "Constraint":
     """What the options say, checked before a model is loaded; empty where none is given."""
-    from dgemma.guide.grammar import read_constraint
+    from dgemma.constrain.grammar import read_constraint
 
     constraint: Constraint = {}
     if schema is not None:

@@ -49,8 +49,8 @@ def edit(
 ) -> None:
     """Edit a text in place: what need not change stays byte for byte."""
     from dgemma.cli.loading import load_engine
+    from dgemma.constrain.edits import line_spans
     from dgemma.engine.edit import EditOptions, check_edit
-    from dgemma.guide.edits import line_spans
 
     text = read_text(file)
     if apply:

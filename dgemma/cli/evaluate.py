@@ -34,11 +34,11 @@ def evaluate(
     limits but not behind a wall. The stories of samples need no files; what does is skipped without
     them, and docs/evaluation.md tells how to get them.
     """
-    from dgemma.bench.data import Data
-    from dgemma.bench.evaluate import Settings, heading, parse_tasks
-    from dgemma.bench.evaluate import evaluate as run
-    from dgemma.bench.report import table
     from dgemma.cli.loading import load_engine
+    from dgemma.eval.data import Data
+    from dgemma.eval.evaluate import Settings, heading, parse_tasks
+    from dgemma.eval.evaluate import evaluate as run
+    from dgemma.eval.report import table
 
     settings = Settings(
         data=Data.find(heldout, data),

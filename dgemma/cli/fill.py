@@ -13,9 +13,9 @@ from dgemma.cli.texts import STDIN, check_writable, print_text, read_text, write
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
+    from dgemma.constrain.holes import Holed
     from dgemma.engine import Engine
     from dgemma.engine.fill import Filled, FilledText, FillOptions
-    from dgemma.guide.holes import Holed
 
 
 @app.command()
@@ -52,8 +52,8 @@ def fill(
 ) -> None:
     """Fill each <|fill|> in a text; everything else is untouched."""
     from dgemma.cli.loading import load_engine
+    from dgemma.constrain.holes import Holed
     from dgemma.engine.fill import FillOptions, check_fill
-    from dgemma.guide.holes import Holed
 
     if in_place and file == STDIN:
         raise UsageError("stdin cannot be written in place; give a file, or leave out --in-place")

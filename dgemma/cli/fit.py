@@ -10,7 +10,7 @@ from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
     from dgemma.config import ModelConfig
-    from dgemma.cost.predict import Prediction
+    from dgemma.roofline.predict import Prediction
 
 RELEASED_NAME = "released"
 COLUMNS = "weights  step ms  floor  AR ms  even at  tok/s  memory GB  context"
@@ -31,8 +31,8 @@ def fit(
     Needs a config only, neither weights nor the device. `even at` is the number of steps per block
     at which diffusion is as fast as AR; `tok/s` is at 16 steps per block, commit included.
     """
-    from dgemma.cost.devices import DEVICES, FORMATS
-    from dgemma.cost.predict import predict
+    from dgemma.roofline.devices import DEVICES, FORMATS
+    from dgemma.roofline.predict import predict
 
     if device != "all" and device not in DEVICES:
         raise UsageError(f"device {device!r} is not known; use all or {', '.join(DEVICES)}")
@@ -50,7 +50,7 @@ def fit(
 
 def _config(model: str) -> "ModelConfig":
     from dgemma.config import load_config
-    from dgemma.cost.table import RELEASED
+    from dgemma.roofline.table import RELEASED
     from dgemma.weights.download import find_checkpoint
 
     return RELEASED if model == RELEASED_NAME else load_config(find_checkpoint(model))
@@ -86,9 +86,9 @@ def _line(row: "Prediction") -> str:
 
 def _costs(config: "ModelConfig", context: int) -> dict[str, dict[str, float]]:
     """What a step and a token compute and move, in each format."""
-    from dgemma.cost.devices import FORMATS
-    from dgemma.cost.predict import cost
-    from dgemma.cost.table import passes
+    from dgemma.roofline.devices import FORMATS
+    from dgemma.roofline.predict import cost
+    from dgemma.roofline.table import passes
 
     step, _, token = passes(config, context)
     costs = {}
@@ -113,7 +113,7 @@ def _report(
 
 
 def _row(name: str, row: "Prediction") -> dict[str, Any]:
-    from dgemma.cost.predict import STEPS_PER_BLOCK
+    from dgemma.roofline.predict import STEPS_PER_BLOCK
 
     return {
         "kind": "predicted",

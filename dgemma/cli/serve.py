@@ -57,10 +57,10 @@ def serve(
     """Serve the model over HTTP, in OpenAI's shapes."""
     _require_extra()
     from dgemma.cli.loading import load_engine
-    from dgemma.serve.limits import Limits
-    from dgemma.serve.run import bind, bound_kernels, make_server
-    from dgemma.serve.security import check_listening, names_of, read_keys
-    from dgemma.serve.service import Settings
+    from dgemma.server.limits import Limits
+    from dgemma.server.run import bind, bound_kernels, make_server
+    from dgemma.server.security import check_listening, names_of, read_keys
+    from dgemma.server.service import Settings
 
     keys = read_keys(api_key_file, os.environ)
     check_listening(host, keys, allow_anonymous=allow_anonymous)

@@ -52,8 +52,8 @@ def train(
     saves one, and --export makes a model of it. Losses go to metrics.jsonl. Where matplotlib is
     installed, loss.svg shows them, and eval.svg what tasks found before and after.
     """
-    from dgemma.bench.data import Data
     from dgemma.cli.before_after import Trial
+    from dgemma.eval.data import Data
     from dgemma.train.command import Wanted
 
     wanted = Wanted(

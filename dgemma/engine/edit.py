@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dgemma.canvas import Noise
-from dgemma.engine.doubt import copy_bias
-from dgemma.engine.events import Draft
-from dgemma.engine.fill import closing_ids, end_id
-from dgemma.engine.trials import SharedPrefix
-from dgemma.engine.windows import EVERYTHING, Manner, Segment, Tokens, Windows
-from dgemma.errors import CheckpointError, PromptTooLong, UsageError
-from dgemma.guide.edits import (
+from dgemma.constrain.edits import (
     Change,
     Patch,
     allowed_tokens,
@@ -36,7 +30,13 @@ from dgemma.guide.edits import (
     shift,
     whole_words,
 )
-from dgemma.guide.holes import Span, check_spans, tail
+from dgemma.constrain.holes import Span, check_spans, tail
+from dgemma.engine.doubt import copy_bias
+from dgemma.engine.events import Draft
+from dgemma.engine.fill import closing_ids, end_id
+from dgemma.engine.trials import SharedPrefix
+from dgemma.engine.windows import EVERYTHING, Manner, Segment, Tokens, Windows
+from dgemma.errors import CheckpointError, PromptTooLong, UsageError
 from dgemma.sampler import Sampler
 from dgemma.text.chat import Message, Prompt
 from dgemma.text.tokenizer import refuse_surrogates

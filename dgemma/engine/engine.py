@@ -14,6 +14,11 @@ import torch
 
 from dgemma.cache import KVCache, Room
 from dgemma.config import GenerationConfig
+from dgemma.constrain.calls import grammar_of
+from dgemma.constrain.grammar import Constraint
+from dgemma.constrain.holes import Holed
+from dgemma.constrain.matcher import Guide, compile_guide
+from dgemma.constrain.vocabulary import vocabulary
 from dgemma.device import give_back
 from dgemma.engine.batch import Work, run
 from dgemma.engine.choice import Reading, choose
@@ -25,11 +30,6 @@ from dgemma.engine.options import Options, Plan, make_plan
 from dgemma.engine.score import Score, score
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.graph.steppers import Fast
-from dgemma.guide.calls import grammar_of
-from dgemma.guide.grammar import Constraint
-from dgemma.guide.holes import Holed
-from dgemma.guide.matcher import Guide, compile_guide
-from dgemma.guide.vocabulary import vocabulary
 from dgemma.model import Gemma
 from dgemma.prefix import PrefixStore
 from dgemma.sampler import released_sampler

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dgemma.canvas import Noise
-from dgemma.engine.candidates import Candidate
-from dgemma.engine.events import Draft
-from dgemma.engine.search import Search, Sheet, Sizes, Tuning, least_after
-from dgemma.engine.trials import SharedPrefix
-from dgemma.errors import PromptTooLong, UsageError
-from dgemma.guide.holes import (
+from dgemma.constrain.holes import (
     MARK,
     REQUEST,
     Holed,
@@ -29,7 +24,12 @@ from dgemma.guide.holes import (
     shape,
     tail,
 )
-from dgemma.guide.seams import is_whole
+from dgemma.constrain.seams import is_whole
+from dgemma.engine.candidates import Candidate
+from dgemma.engine.events import Draft
+from dgemma.engine.search import Search, Sheet, Sizes, Tuning, least_after
+from dgemma.engine.trials import SharedPrefix
+from dgemma.errors import PromptTooLong, UsageError
 from dgemma.sampler import Sampler
 from dgemma.text.chat import Message
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dgemma.canvas import NO_PINS, Pins
+from dgemma.constrain.frontier import Frontier
+from dgemma.constrain.masks import masked
+from dgemma.constrain.matcher import Guide
 from dgemma.engine.options import Plan
-from dgemma.guide.frontier import Frontier
-from dgemma.guide.masks import masked
-from dgemma.guide.matcher import Guide
 from dgemma.text.tokenizer import Tokenizer
 
 THOUGHT_OPENS, THOUGHT_CLOSES, THINKS = "<|channel>", "<channel|>", "<|think|>"

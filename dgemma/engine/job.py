@@ -16,6 +16,8 @@ from torch import Tensor
 from dgemma.cache import KVCache
 from dgemma.canvas import NO_PINS, BlockNoise, Canvas, Pins
 from dgemma.config import ModelConfig
+from dgemma.constrain.edits import next_place
+from dgemma.constrain.matcher import GuideFault
 from dgemma.denoise import Row, start
 from dgemma.engine.batch import Outcome, Work
 from dgemma.engine.events import Done, Draft, Event, Retry
@@ -25,8 +27,6 @@ from dgemma.engine.options import Plan
 from dgemma.engine.reader import Reader
 from dgemma.graph.check import LONGEST
 from dgemma.graph.steppers import Fast
-from dgemma.guide.edits import next_place
-from dgemma.guide.matcher import GuideFault
 from dgemma.ops.row_stats import Query, row_stats
 from dgemma.text.reply import ENDINGS
 from dgemma.text.tokenizer import StopIds, Tokenizer

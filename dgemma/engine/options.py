@@ -6,8 +6,8 @@ from typing import Literal
 
 from dgemma.canvas import NO_PINS, Noise, Pins
 from dgemma.config import GenerationConfig, ModelConfig
+from dgemma.constrain.matcher import Guide
 from dgemma.errors import PromptTooLong, UsageError
-from dgemma.guide.matcher import Guide
 from dgemma.sampler import Sampler, released_sampler
 from dgemma.text.chat import Prompt
 from dgemma.text.stream import StopStrings

@@ -8,10 +8,10 @@ what canvases say (`engine.search`).
 from dataclasses import dataclass, replace
 from functools import partial
 
+from dgemma.constrain.holes import BREAKS, is_own_line
+from dgemma.constrain.seams import Variant
 from dgemma.engine.beam import Ids, Wanted, likeliest
 from dgemma.engine.trials import SharedPrefix
-from dgemma.guide.holes import BREAKS, is_own_line
-from dgemma.guide.seams import Variant
 from dgemma.text.tokenizer import Tokenizer
 
 LONGEST = 48  # tokens of a text

@@ -11,12 +11,12 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dgemma.constrain.holes import Rules, around, lay_out, needed, shape, sweep
+from dgemma.constrain.seams import Variant, complete_words, find_seams, is_whole, take_off
 from dgemma.engine.candidates import Candidate, given, rank, scored
 from dgemma.engine.events import Draft
 from dgemma.engine.proposals import Hole, propose
 from dgemma.engine.trials import SharedPrefix, Trial, with_steps
-from dgemma.guide.holes import Rules, around, lay_out, needed, shape, sweep
-from dgemma.guide.seams import Variant, complete_words, find_seams, is_whole, take_off
 from dgemma.sampler import Sampler
 
 if TYPE_CHECKING:

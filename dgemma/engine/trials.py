@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dgemma.cache import KVCache, Room
 from dgemma.canvas import Canvas
+from dgemma.constrain.holes import Layout
 from dgemma.denoise import commit
 from dgemma.engine.events import Done, Draft
 from dgemma.engine.guard import NOT_A_NUMBER
@@ -23,7 +24,6 @@ from dgemma.engine.job import Job
 from dgemma.engine.options import Options, Plan
 from dgemma.engine.score import Encoded, Score, score_after
 from dgemma.errors import DgemmaError
-from dgemma.guide.holes import Layout
 from dgemma.sampler import Sampler
 from dgemma.text.chat import Prompt
 

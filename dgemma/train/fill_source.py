@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dgemma.constrain.holes import MARK, REQUEST
 from dgemma.errors import UsageError
-from dgemma.guide.holes import MARK, REQUEST
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.lines import LineTokens, Span

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from dgemma.config import ModelConfig, load_config
-from dgemma.cost.devices import BF16, DEVICES, FLOAT32, FOUR_BIT, FP8, Format
-from dgemma.cost.predict import memory
 from dgemma.errors import UsageError
 from dgemma.ops.fast import reason_against
 from dgemma.ops.fp8 import has_e4m3
 from dgemma.ops.int8 import int8_linear
 from dgemma.ops.linear import Linear, can_pack, linear, packed_linear
 from dgemma.ops.soft_table import can_turn
+from dgemma.roofline.devices import BF16, DEVICES, FLOAT32, FOUR_BIT, FP8, Format
+from dgemma.roofline.predict import memory
 from dgemma.weights.files import INT8_INDEX
 from dgemma.weights.int8 import quantize
 from dgemma.weights.layouts import SchemeName, read_scheme

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dgemma.constrain.holes import MARK
 from dgemma.engine.fill import REQUEST
 from dgemma.errors import UsageError
-from dgemma.guide.holes import MARK
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.fill_source import FillSource, opened

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dgemma.bench.measure import Case
+from dgemma.eval.measure import Case
 from dgemma.train.plot import plot_losses, plot_shares
 
 

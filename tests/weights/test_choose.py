@@ -10,9 +10,9 @@ import torch
 
 from dgemma.cli import main
 from dgemma.config import load_config
-from dgemma.cost.predict import memory
-from dgemma.cost.table import RELEASED
 from dgemma.errors import UsageError
+from dgemma.roofline.predict import memory
+from dgemma.roofline.table import RELEASED
 from dgemma.weights import choose
 from dgemma.weights.choose import Choice, Timing, choose_quant, needed, time_int8
 from dgemma.weights.download import NANO_DIRECTORY

@@ -12,7 +12,6 @@ from torch import Tensor
 from dgemma.cache import KVCache, Room
 from dgemma.canvas import NO_PINS, Noise
 from dgemma.cli.info import _weights
-from dgemma.cost.table import RELEASED
 from dgemma.denoise import Row, commit, denoise, start
 from dgemma.graph.memory import Shape
 from dgemma.graph.step import Stepper
@@ -23,6 +22,7 @@ from dgemma.ops import dense
 from dgemma.ops.fp8 import quantize
 from dgemma.ops.soft import soft_mean_reference
 from dgemma.ops.soft_table import NEAR
+from dgemma.roofline.table import RELEASED
 from dgemma.sampler import EntropyBound, Sampler
 from dgemma.stack import Stack
 from dgemma.weights import choose, head, served

@@ -1,0 +1,294 @@
+"""Filling with real canvases: nothing outside the holes changes, no hole stays empty."""
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from dgemma.constrain.holes import MARK, Holed
+from dgemma.engine import Done, Draft, Engine, Options
+from dgemma.engine.candidates import Candidate, scored
+from dgemma.engine.fill import Filled, FillOptions
+from dgemma.engine.score import Score, score
+from dgemma.engine.search import DRAWS
+from dgemma.errors import PromptTooLong, UsageError
+from tests.constrain.small_engines import (
+    AFTER,
+    BEFORE,
+    HOLE,
+    QUICK,
+    REQUEST,
+    WRONG,
+    knowing_engine,
+    random_engine,
+)
+from tests.text.strategies import any_text
+
+# A smaller example would cost more than it tells.
+MODES = ["diffusion", "ar"]
+UNSHRUNK = [Phase.explicit, Phase.generate]
+some = settings(max_examples=120, deadline=None, database=None, phases=UNSHRUNK)
+few = settings(max_examples=30, deadline=None, database=None, phases=UNSHRUNK)
+pieces = st.lists(any_text, min_size=2, max_size=4).map(tuple)
+engines = st.builds(
+    random_engine, st.integers(0, 2), st.sampled_from([4, 12]), st.sampled_from([160, 256])
+)
+options = st.builds(
+    FillOptions,
+    max_tokens=st.none() | st.integers(1, 9),
+    stop=st.sampled_from([(), ("e",), ("zz", "\n")]),
+    single_line=st.booleans(),
+    candidates=st.integers(1, 2),
+    proposals=st.sampled_from([0, 3]),
+    form=st.sampled_from(["base", "instruct", "both"]),
+    seed=st.integers(0, 1 << 60),
+    sampler=st.just(QUICK),
+)
+
+
+def assert_kept(holed: Holed, filled: Filled) -> None:
+    """Everything outside the holes is as given, in every candidate, and the holes are in place."""
+    for one in filled.candidates:
+        end = 0
+        for piece, hole in zip(holed.pieces, one.holes, strict=False):
+            assert one.text[end : hole.start] == piece
+            assert one.text[hole.start : hole.end] == hole.text
+            end = hole.end
+        assert one.text[end:] == holed.pieces[-1]
+        assert len(one.holes) == holed.count
+        one.text.encode("utf-8")  # no half characters
+
+
+# --- the promise
+
+
+@some
+@given(engines, pieces, options)
+def test_nothing_outside_holes_changes_and_none_stays_empty(
+    engine: Engine, texts: tuple[str, ...], chosen: FillOptions
+) -> None:
+    holed = Holed(texts)
+    filled = engine.fill(holed, chosen)
+    assert_kept(holed, filled)
+    for one in filled.candidates:
+        for hole in one.holes:
+            assert hole.text and not any(stop in hole.text for stop in chosen.stop)
+            if chosen.single_line:
+                assert "\n" not in hole.text[:-1]
+    assert not engine.jobs and not engine.waiting
+
+
+@few
+@given(engines, pieces, st.data())
+def test_known_lengths_keep_the_promise_too(
+    engine: Engine, texts: tuple[str, ...], data: st.DataObject
+) -> None:
+    holed = Holed(texts)
+    # Some of them longer than a canvas.
+    lengths = tuple(data.draw(st.integers(1, 20)) for _ in range(holed.count))
+    chosen = FillOptions(lengths=lengths, seed=data.draw(st.integers(0, 99)), sampler=QUICK)
+    filled = engine.fill(holed, chosen)
+    assert_kept(holed, filled)
+    assert all(hole.text for hole in filled.holes)
+
+
+@few
+@given(engines, pieces, st.data())
+def test_other_requests_in_the_same_passes_change_nothing(
+    engine: Engine, texts: tuple[str, ...], data: st.DataObject
+) -> None:
+    chosen = FillOptions(seed=data.draw(st.integers(0, 99)), sampler=QUICK, max_tokens=4)
+    alone = engine.fill(texts, chosen)
+    # All drawn before any is let in: a draw may end the example, and the engine is shared.
+    plans = [
+        engine.plan(data.draw(any_text)[:8], Options(mode=mode, seed=number))  # type: ignore[arg-type]
+        for number, mode in enumerate(data.draw(st.lists(st.sampled_from(MODES), max_size=3)))
+    ]
+    jobs = [engine.submit(plan) for plan in plans]
+    try:
+        together = engine.fill(texts, chosen)
+    finally:
+        for job in jobs:
+            engine.cancel(job)
+    assert_kept(Holed(texts), together)
+    assert together.text == alone.text and not engine.jobs
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MARK,
+        MARK * 3,
+        f"{MARK}a",
+        f"a{MARK}",
+        f"line\r\n{MARK}\r\n\tend\r\n",
+        f"▁ ▁{MARK}▁",
+        f"<|turn>{MARK}<turn|><eos>",
+        f"half a 👩‍👩‍👧{MARK}👧",
+        f"\ufeff{MARK}\x00",
+        f"go{MARK}ing",
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("form", ["base", "instruct", "both"])
+def test_odd_texts_keep_the_promise(text: str, form: str) -> None:
+    chosen = FillOptions(seed=1, sampler=QUICK, form=form, max_tokens=8)  # type: ignore[arg-type]
+    filled = random_engine(1).fill(text, chosen)
+    assert_kept(Holed.read(text), filled)
+    assert all(hole.text for hole in filled.holes)
+
+
+def test_a_long_text_is_filled_within_a_window() -> None:
+    engine = random_engine(1, 12, 160)
+    text = "a line of text\n" * 300 + f"x = {MARK}\n" + "more of it\n" * 300
+    for form in ("base", "instruct", "both"):
+        filled = engine.fill(text, FillOptions(seed=1, sampler=QUICK, form=form, max_tokens=4))  # type: ignore[arg-type]
+        assert_kept(Holed.read(text), filled)
+
+
+def test_holes_far_apart_are_filled_from_left_to_right() -> None:
+    engine = random_engine(1)
+    text = MARK.join(f"part {i}: {'some words ' * 6}" for i in range(4))
+    filled = engine.fill(text, FillOptions(seed=1, sampler=QUICK, max_tokens=4, candidates=2))
+    assert_kept(Holed.read(text), filled)
+
+
+def test_empty_holes_need_permission() -> None:
+    chosen = FillOptions(seed=1, sampler=QUICK, stop=("",))
+    with pytest.raises(UsageError, match="stop string is empty"):
+        random_engine(0).fill(MARK, chosen)
+    everything = tuple(
+        random_engine(0).tokenizer.decode([token]) for token in range(24, 24 + 256 + 110)
+    )
+    stops = tuple(text for text in everything if text)
+    allowed = FillOptions(seed=1, sampler=QUICK, max_tokens=2, allow_empty=True, stop=stops)
+    assert random_engine(0).fill(f"a{MARK}b", allowed).text == "ab"
+    chosen = FillOptions(seed=1, sampler=QUICK, max_tokens=2, stop=stops)
+    with pytest.raises(UsageError, match="leave nothing that a hole could hold"):
+        random_engine(0).fill(f"a{MARK}b", chosen)
+
+
+# --- what it says
+
+
+def test_a_known_text_is_found_with_its_length() -> None:
+    engine = knowing_engine()
+    length = len(engine.tokenizer.encode(HOLE))
+    filled = engine.fill([BEFORE, AFTER], FillOptions(seed=3, lengths=(length,)))
+    assert filled.text == BEFORE + HOLE + AFTER
+    [hole] = filled.holes
+    assert (hole.text, hole.start, hole.end) == (HOLE, len(BEFORE), len(BEFORE + HOLE))
+    assert hole.settled and hole.score > -0.5 and hole.tokens == length
+    assert filled.canvases == DRAWS and filled.form == "both"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_known_text_is_found_without_its_length(seed: int) -> None:
+    filled = knowing_engine().fill([BEFORE, AFTER], FillOptions(seed=seed, candidates=3))
+    assert filled.text == BEFORE + HOLE + AFTER
+    scores = [one.score for one in filled.candidates]
+    assert scores == sorted(scores, reverse=True)
+    assert len({one.text for one in filled.candidates}) == len(scores) > 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_any_length_a_text_counts_by_the_likelihood_of_the_whole(seed: int) -> None:
+    """A sum, not a mean: the scores differ by as much as the texts with all that stands there."""
+    engine, pieces = random_engine(seed), ("one two three", " four five")
+    chosen = FillOptions(seed=seed, sampler=QUICK, candidates=12, proposals=6)
+    filled = engine.fill(pieces, chosen)
+    bos, end = engine.model.config.bos_token_id, engine.tokenizer.control_ids["<eos>"]
+    texts = [[*engine.tokenizer.encode(one.text), end] for one in filled.candidates]
+    wholes = [whole.total for whole in score(engine.model, [bos], texts)]
+    assert len({len(ids) for ids in texts}) > 1
+    # What stands before the hole is the same in all of them.
+    before = [whole - one.score for whole, one in zip(wholes, filled.candidates, strict=True)]
+    assert before == pytest.approx([before[0]] * len(before), abs=1e-3)
+
+
+def test_a_repetition_has_the_better_mean_and_the_lower_sum() -> None:
+    tokenizer, after = random_engine(0).tokenizer, " b"
+    behind = [-1.0] * len(tokenizer.encode(after))
+    scores = []
+    for text, rest in ((" a", []), (" a a a a", [-0.25, -0.25, -0.25])):
+        ids = tokenizer.encode(text + after)
+        logprobs = (-2.0, *rest, *behind)
+        assert len(ids) == len(logprobs)
+        one = Candidate(fills=(text,), sizes=(1 + len(rest),), settled=True, is_sound=True)
+        read, lengths = Score(ids=tuple(ids), logprobs=logprobs), [0, len(text), len(after)]
+        scores.append(
+            [scored(one, read, lengths, tokenizer, by_total=b).score for b in (False, True)]
+        )
+    (mean, total), (mean_again, total_again) = scores
+    assert mean_again > mean and total_again < total
+
+
+def test_two_holes_are_filled_together() -> None:
+    first, second = "  y", "ret"
+    text = BEFORE + (HOLE + AFTER).replace(first, MARK, 1).replace(second, MARK)
+    lengths = tuple(len(knowing_engine().tokenizer.encode(one)) for one in (first, second))
+    filled = knowing_engine().fill(text, FillOptions(seed=1, lengths=lengths))
+    assert filled.text == BEFORE + HOLE + AFTER and filled.canvases == DRAWS
+
+
+def test_a_single_line_and_a_stop_string_end_a_hole() -> None:
+    engine = knowing_engine()
+    line = engine.fill([BEFORE, ""], FillOptions(seed=1, single_line=True))
+    assert line.text.count("\n") == 1
+    stopped = engine.fill([BEFORE, AFTER], FillOptions(seed=1, stop=("=",)))
+    assert "=" not in stopped.holes[0].text
+
+
+def test_the_same_seed_gives_the_same_text_alone_and_beside_others() -> None:
+    engine, chosen = knowing_engine(), FillOptions(seed=5, max_tokens=6)
+    text, question = f"def f{MARK} y\n", f"{REQUEST}\n\n{WRONG}"
+    alone, answer = engine.fill(text, chosen), engine.generate(question, Options(seed=4))
+    job = engine.submit(engine.plan(question, Options(seed=4)))
+    together = engine.fill(text, chosen)
+    while not job.is_over:
+        engine.step()
+    assert together.text == alone.text
+    assert [event.text for event in job.events if isinstance(event, Done)] == [answer.text]
+
+
+def test_drafts_are_reported_and_closing_the_stream_cancels() -> None:
+    engine, chosen = random_engine(1), FillOptions(seed=5, sampler=QUICK, drafts=True)
+    events = list(engine.stream_fill(f"a{MARK}b", chosen))
+    assert isinstance(events[-1], Filled) and all(isinstance(e, Draft) for e in events[:-1])
+    assert len(events) > 2
+    stream = engine.stream_fill(f"a{MARK}b", chosen)
+    next(stream)
+    stream.close()
+    assert not engine.jobs and not engine.waiting
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("chosen", "phrase"),
+    [
+        (FillOptions(max_tokens=0), "max_tokens is 0"),
+        (FillOptions(candidates=0), "candidates is 0"),
+        (FillOptions(lengths=(0,)), "each must be 1 or more"),
+        (FillOptions(lengths=(2, 3)), "2 lengths are given for 1 holes"),
+        (FillOptions(form="other"), "form 'other' is not known"),  # type: ignore[arg-type]
+        (FillOptions(seed=-1), "seed is -1"),
+    ],
+)
+def test_wrong_options_are_refused(chosen: FillOptions, phrase: str) -> None:
+    with pytest.raises(UsageError, match=phrase):
+        random_engine(0).fill(MARK, chosen)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("canvas", [4, 6])
+def test_a_text_longer_than_the_context_leaves_room_for_scores(seed: int, canvas: int) -> None:
+    text = "word " * 120 + MARK + " after this come more words of text"
+    done = random_engine(seed, canvas, 160).fill(text, FillOptions(lengths=(canvas,)))
+    before, after = text.split(MARK)
+    assert done.text.startswith(before) and done.text.endswith(after)
+
+
+def test_holes_too_long_for_the_context_are_refused() -> None:
+    with pytest.raises(PromptTooLong, match="leave no place"):
+        random_engine(0).fill(MARK, FillOptions(max_tokens=1000))

@@ -1,0 +1,95 @@
+"""Servers on real sockets, with the tiny taught model behind them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from dgemma.engine import Engine
+from dgemma.server.drain import Server
+from dgemma.server.limits import Limits
+from dgemma.server.run import bind, make_server
+from dgemma.server.service import Service, Settings
+
+MODEL = "taught"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server in a thread of this process."""
+
+    url: str
+    server: Server
+    service: Service
+
+    def client(self, key: str = "unused-key") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def post(self, path: str, body: object, **more: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **more)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **more)
+
+    def ask(self, question: str, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": question}]
+        return self.post("/v1/chat/completions", {"messages": messages, **fields})
+
+
+@contextmanager
+def running(engine: Engine, settings: Settings) -> Iterator[Running]:
+    taken = bind("127.0.0.1", 0)
+    server = make_server(engine, settings)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        host, port = taken.getsockname()
+        app = server.config.loaded_app
+        service = server.config.app.state.service  # type: ignore[union-attr]
+        assert app is not None
+        yield Running(f"http://{host}:{port}", server, service)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def load(checkpoint: Path) -> Engine:
+    """The taught model with a third of the steps: what it was not taught does not settle anyway."""
+    engine = Engine.load(checkpoint, device="cpu", dtype="float32")
+    engine.sampler = replace(engine.sampler, max_steps=16)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def shared(checkpoint: Path) -> Iterator[Running]:
+    """A server with default settings that all tests may ask, and none may change."""
+    with running(load(checkpoint), Settings(names=(MODEL, "alias"))) as server:
+        yield server
+
+
+@pytest.fixture
+def serve(checkpoint: Path) -> Iterator[Callable[..., Running]]:
+    """Make a server of one's own: limits and settings by name."""
+    with ExitStack() as stack:
+
+        def make(*, limits: dict[str, Any] | None = None, **settings: Any) -> Running:
+            chosen = Settings(names=(MODEL,), limits=Limits(**(limits or {})), **settings)
+            return stack.enter_context(running(load(checkpoint), chosen))
+
+        yield make
