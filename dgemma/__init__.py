@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dgemma.canvas import Noise, Pins
+    from dgemma.diffusion.canvas import Noise, Pins
+    from dgemma.diffusion.sampler import Apart, Confidence, EntropyBound, Sampler
     from dgemma.engine import (
         Done,
         Draft,
@@ -21,29 +22,28 @@ if TYPE_CHECKING:
         Text,
     )
     from dgemma.errors import DgemmaError
-    from dgemma.sampler import Apart, Confidence, EntropyBound, Sampler
     from dgemma.text.chat import Message, Tool
 
 __version__ = "0.1.0"
 
 HOMES = {
-    "Apart": "dgemma.sampler",
-    "Confidence": "dgemma.sampler",
+    "Apart": "dgemma.diffusion.sampler",
+    "Confidence": "dgemma.diffusion.sampler",
     "DgemmaError": "dgemma.errors",
     "Done": "dgemma.engine",
     "Draft": "dgemma.engine",
     "EditOptions": "dgemma.engine",
     "Edited": "dgemma.engine",
     "Engine": "dgemma.engine",
-    "EntropyBound": "dgemma.sampler",
+    "EntropyBound": "dgemma.diffusion.sampler",
     "FillOptions": "dgemma.engine",
     "Filled": "dgemma.engine",
     "Message": "dgemma.text.chat",
-    "Noise": "dgemma.canvas",
+    "Noise": "dgemma.diffusion.canvas",
     "Options": "dgemma.engine",
-    "Pins": "dgemma.canvas",
+    "Pins": "dgemma.diffusion.canvas",
     "Retry": "dgemma.engine",
-    "Sampler": "dgemma.sampler",
+    "Sampler": "dgemma.diffusion.sampler",
     "Text": "dgemma.engine",
     "Tool": "dgemma.text.chat",
 }

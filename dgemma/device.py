@@ -4,6 +4,7 @@ import torch
 
 from dgemma.errors import UsageError
 
+DEVICES = "auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -14,9 +15,11 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+        raise UsageError(f"device {name!r} is not known; use {DEVICES}") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UsageError(f"device {name!r} is not supported; use {DEVICES}")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("device 'mps' does not exist: torch sees no Apple GPU; use cpu or auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise UsageError(
@@ -38,6 +41,8 @@ def has_bfloat16(device: torch.device) -> bool:
     """CPUs without bfloat16 instructions emulate it, four to five times slower than float32."""
     if device.type == "cuda":
         return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "mps":
+        return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
@@ -45,6 +50,8 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
+    if device.type == "mps":
+        return "Apple GPU (mps)"
     threads = torch.get_num_threads()
     return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dgemma import Done, Draft, Engine, FillOptions, Options, Text
 from dgemma.cli.show import CanvasView, printable
-from dgemma.eval.sudoku import How, Solved, follow, solve
+from dgemma.engine.sudoku import How, Solved, follow, solve
 
 PAUSE = 0.15  # seconds a canvas stays on a screen
 QUESTIONS = (

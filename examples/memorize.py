@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.canvas import corrupt
 from dgemma.config import ModelConfig
-from dgemma.model import Gemma
-from dgemma.ops.attention import Segment, attention_reference
+from dgemma.diffusion.canvas import corrupt
+from dgemma.model.attention import KVSegment, attention_reference
+from dgemma.model.gemma import Gemma
 
 COPIES = 8  # canvases trained at once, each with its own noise
 
@@ -41,7 +41,7 @@ class OpenContext:
         causal = (key_owner < 0) & (key <= query) & (query - key < window)
         past = (key_owner < 0) & (key < self.start) & (key > self.start - window)
         mask = torch.where(query_owner < 0, causal, past | (key_owner == query_owner))
-        return attention_reference(q_TNH, [Segment(k_TMH, v_TMH, mask)])
+        return attention_reference(q_TNH, [KVSegment(k_TMH, v_TMH, mask)])
 
 
 def memorize(

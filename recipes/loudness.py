@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.model import Experts, Gemma
+from dgemma.model.gemma import Experts, Gemma
 from dgemma.train.context import Batch
 from dgemma.train.objective import Counts, Objective
 from dgemma.train.weighting import Weighting

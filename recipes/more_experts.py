@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dgemma.model import Gemma, Router
+from dgemma.model.gemma import Gemma, Router
 
 Weights = dict[str, Tensor]
 TURN = 3.0  # how far sets are parted: the spread of scores, in their own unit

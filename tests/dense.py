@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from dgemma.config import ModelConfig
-from dgemma.model import Gemma
-from dgemma.ops.attention import Segment, attention_reference
+from dgemma.model.attention import KVSegment, attention_reference
+from dgemma.model.gemma import Gemma
 
 
 class DenseContext:
@@ -22,7 +22,7 @@ class DenseContext:
         sight = query.clamp(max=self.text)
         seen = (key <= query) & (sight - key < window)
         mask = torch.where(query < self.text, seen, seen | (key >= self.text))
-        return attention_reference(q_TNH, [Segment(k_TMH, v_TMH, mask)])
+        return attention_reference(q_TNH, [KVSegment(k_TMH, v_TMH, mask)])
 
 
 @torch.inference_mode()

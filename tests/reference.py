@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as generation
 
-from dgemma.canvas import BlockNoise
+from dgemma.diffusion.canvas import BlockNoise
 
 
 @dataclass

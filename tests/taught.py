@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate, Message, Prompt
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.random import random_model

@@ -10,12 +10,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.cache.row import MAX_MARKS
+from dgemma.backends.reference import commit
 from dgemma.config import FULL, SLIDING
-from dgemma.denoise import commit
 from dgemma.errors import UsageError
-from dgemma.model import Gemma
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import MAX_CHECKPOINTS, Capacity, KVCache
 from dgemma.weights.random import random_model
 from tests.dense import scratch_logits
 from tests.tiny import CPU, TINY
@@ -35,14 +35,16 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(CONFIG.vocab_size, (count,), generator=generator).tolist()
 
 
-def new_cache(tokens: int = 64, span: int = 16, slack: int = 4) -> KVCache:
-    return KVCache(CONFIG, Room(tokens=tokens, span=span, slack=slack), torch.float32, CPU)
+def new_cache(tokens: int = 64, segment: int = 16, slack: int = 4) -> KVCache:
+    return KVCache(
+        CONFIG, Capacity(tokens=tokens, segment=segment, slack=slack), torch.float32, CPU
+    )
 
 
 @torch.inference_mode()
 def append(cache: KVCache, ids: list[int]) -> Tensor:
     """Commit tokens in one pass; their logits."""
-    writing = Pass([Span(cache, len(ids), commit=True)])
+    writing = ForwardBatch([Segment(cache, len(ids), commit=True)])
     logits = MODEL.logits(MODEL.encode(torch.tensor(ids), writing))
     writing.close()
     return logits
@@ -51,7 +53,7 @@ def append(cache: KVCache, ids: list[int]) -> Tensor:
 @torch.inference_mode()
 def peek(cache: KVCache, canvas: list[int]) -> Tensor:
     """Denoise a canvas once; its logits."""
-    reading = Pass([Span(cache, len(canvas), commit=False)])
+    reading = ForwardBatch([Segment(cache, len(canvas), commit=False)])
     return MODEL.logits(MODEL.denoise(torch.tensor(canvas), None, reading))
 
 
@@ -80,12 +82,12 @@ class History:
     def take(self, action: str, size: int, seed: int) -> "History":
         """Do one thing to the row, and compare where there is something to compare."""
         if action == "branch":
-            return History(self.cache.branch(size), list(self.ids), self.longest)
+            return History(self.cache.fork(size), list(self.ids), self.longest)
         if action == "copy":
-            length = self.cache.reusable(max(0, len(self.ids) - size // 2))
+            length = self.cache.max_reusable(max(0, len(self.ids) - size // 2))
             return History(self.cache.copy(length), self.ids[:length], self.longest)
         if action == "mark":
-            self.cache.mark()
+            self.cache.checkpoint()
         if action == "trim":
             self.cache.trim()
         if action == "truncate":
@@ -107,18 +109,18 @@ class History:
             self.cache.truncate(length)
             del self.ids[length:]
         else:
-            assert length < self.longest - self.cache.room.slack, "the slack must suffice"
-            assert length > 0 and length not in self.cache.marks
-            with pytest.raises(UsageError, match=f"back to {length}.*encode the tokens again"):
+            assert length < self.longest - self.cache.capacity.slack, "the slack must suffice"
+            assert length > 0 and length not in self.cache.checkpoints
+            with pytest.raises(UsageError, match=f"to {length}: .*encode the tokens again"):
                 self.cache.truncate(length)
 
 
 @st.composite
-def rooms(draw: Any) -> Room:
+def rooms(draw: Any) -> Capacity:
     """Little room on purpose: windows slide and buffers grow all the time."""
-    return Room(
+    return Capacity(
         tokens=draw(st.sampled_from([1, 10, 40, 100])),
-        span=draw(st.sampled_from([1, 7, 16])),
+        segment=draw(st.sampled_from([1, 7, 16])),
         slack=draw(st.sampled_from([0, 3, 20])),
     )
 
@@ -138,7 +140,7 @@ ACTIONS = st.lists(
 @settings(QUICK, max_examples=100)
 @given(room=rooms(), actions=ACTIONS, seed=st.integers(0, 999))
 def test_a_row_with_any_history_gives_the_logits_of_its_tokens(
-    room: Room, actions: list[tuple[str, int]], seed: int
+    room: Capacity, actions: list[tuple[str, int]], seed: int
 ) -> None:
     row = History(KVCache(CONFIG, room, torch.float32, CPU))
     for turn, (action, size) in enumerate(actions):
@@ -160,7 +162,7 @@ def test_a_row_with_any_history_gives_the_logits_of_its_tokens(
     ),
 )
 def test_branches_of_branches_do_not_disturb_each_other(
-    room: Room, actions: list[tuple[int, str, int]]
+    room: Capacity, actions: list[tuple[int, str, int]]
 ) -> None:
     """Many rows grow from one; the ones they grow from stay as they are, and can still be read."""
     rows = [History(KVCache(CONFIG, room, torch.float32, CPU))]
@@ -171,7 +173,7 @@ def test_branches_of_branches_do_not_disturb_each_other(
             rows.append(row.take("branch", size, turn))
         elif row.cache.is_shared:
             # A shared row can be neither written nor cut: its branches stand on it.
-            with pytest.raises(UsageError, match="shared by branches"):
+            with pytest.raises(UsageError, match="shared by forks"):
                 row.cache.truncate(0) if action == "truncate" else peek(row.cache, [1])
         else:
             row.take(action, size, turn)
@@ -182,38 +184,38 @@ def test_branches_of_branches_do_not_disturb_each_other(
 
 def test_a_branch_can_be_cut_back_into_its_shared_past() -> None:
     root, ids = filled(9)
-    branch = root.branch(tokens=20)
+    branch = root.fork(tokens=20)
     append(branch, tokens(5, 1))
     branch.truncate(7)
     assert_near(append(branch, [3, 4]), scratch_logits(MODEL, [*ids[:7], 3, 4], [])[0][-2:])
     assert root.length == 9
-    again = root.branch(tokens=20)
+    again = root.fork(tokens=20)
     assert_near(peek(again, [5, 6]), scratch_logits(MODEL, ids, [5, 6])[1])
 
 
 def test_cutting_a_shared_row_is_refused_since_its_branches_read_it() -> None:
     root, ids = filled(9)
-    middle = root.branch(tokens=20)
+    middle = root.fork(tokens=20)
     append(middle, [1, 2, 3])
-    leaf = middle.branch(tokens=20)
-    with pytest.raises(UsageError, match="shared by branches"):
+    leaf = middle.fork(tokens=20)
+    with pytest.raises(UsageError, match="shared by forks"):
         middle.truncate(4)
     assert_near(peek(leaf, [5, 6]), scratch_logits(MODEL, [*ids, 1, 2, 3], [5, 6])[1])
 
 
 def test_writing_to_a_shared_row_is_refused_with_what_to_do() -> None:
     root, _ = filled(9)
-    root.branch(tokens=8)
+    root.fork(tokens=8)
     for is_commit in (True, False):
-        with pytest.raises(UsageError, match="change a branch instead"):
-            Pass([Span(root, 3, commit=is_commit)])
+        with pytest.raises(UsageError, match="change a fork instead"):
+            ForwardBatch([Segment(root, 3, commit=is_commit)])
     assert root.length == 9
 
 
 def test_a_branch_shares_memory_and_brings_only_its_own() -> None:
     root, _ = filled(40, tokens=64)
-    branch = root.branch(tokens=8)
-    assert branch.past is root and branch.length == 40
+    branch = root.fork(tokens=8)
+    assert branch.shared_prefix is root and branch.length == 40
     assert branch.num_bytes < root.num_bytes / 3
 
 
@@ -228,7 +230,7 @@ def test_denoising_changes_no_length_and_no_buffer() -> None:
     cache, ids = filled(30, tokens=30 + 8)
     before, shapes = pointers(cache), [b.k_SMH.shape for b in cache.buffers]
     committed = [b.read(b.base, 30).k_SMH.clone() for b in cache.buffers]
-    over_canvas = Pass([Span(cache, 8, commit=False)])
+    over_canvas = ForwardBatch([Segment(cache, 8, commit=False)])
     first = None
     for step in range(4):
         canvas = torch.tensor(tokens(8, seed=step % 2))
@@ -247,7 +249,7 @@ def test_denoising_changes_no_length_and_no_buffer() -> None:
 
 
 def test_room_for_the_whole_answer_is_never_allocated_again() -> None:
-    cache = new_cache(tokens=100, span=16, slack=0)
+    cache = new_cache(tokens=100, segment=16, slack=0)
     before = pointers(cache)
     for block in range(11):
         peek(cache, tokens(8, seed=block))
@@ -260,13 +262,13 @@ def test_room_for_the_whole_answer_is_never_allocated_again() -> None:
 
 
 def test_sliding_buffers_do_not_grow_with_the_context() -> None:
-    room = Room(tokens=8, span=8, slack=3)
+    room = Capacity(tokens=8, segment=8, slack=3)
     cache = KVCache(CONFIG, room, torch.float32, CPU)
     sizes = []
     for turn in range(40):
         append(cache, tokens(8, turn))
         sizes.append([cache.buffers[layer].slots for layer in SLIDING_LAYERS])
-    bound = WINDOW - 1 + room.slack + room.span
+    bound = WINDOW - 1 + room.slack + room.segment
     assert max(map(max, sizes)) <= bound
     assert cache.buffers[1].slots >= 320 and cache.buffers[1].base == 0
     assert all(cache.buffers[layer].base > 290 for layer in SLIDING_LAYERS)
@@ -294,7 +296,7 @@ def test_full_buffers_grow_by_doubling_and_keep_what_they_hold() -> None:
 
 
 def test_a_window_slides_only_when_its_buffer_is_full() -> None:
-    cache = new_cache(tokens=1000, span=16, slack=4)
+    cache = new_cache(tokens=1000, segment=16, slack=4)
     bases = []
     for turn in range(60):
         append(cache, tokens(1, turn))
@@ -309,7 +311,7 @@ def test_a_window_slides_only_when_its_buffer_is_full() -> None:
 def test_truncating_beyond_the_window_that_is_kept_is_refused_with_a_sentence() -> None:
     cache, _ = filled(60, tokens=64, slack=4)
     assert not cache.can_truncate(10)
-    with pytest.raises(UsageError, match=r"cannot cut a row of 60 tokens back to 10: its sliding"):
+    with pytest.raises(UsageError, match=r"a sequence of 60 tokens to 10: its sliding window"):
         cache.truncate(10)
     assert cache.length == 60
 
@@ -317,7 +319,7 @@ def test_truncating_beyond_the_window_that_is_kept_is_refused_with_a_sentence() 
 @pytest.mark.parametrize("length", [61, -1])
 def test_truncating_to_a_length_that_never_was_is_refused(length: int) -> None:
     cache, _ = filled(60)
-    with pytest.raises(UsageError, match=f"60 tokens cannot be cut back to {length}"):
+    with pytest.raises(UsageError, match=f"60 tokens cannot be truncated to {length}"):
         cache.truncate(length)
     assert cache.length == 60
 
@@ -333,12 +335,12 @@ def test_truncating_within_the_slack_is_always_possible(back: int) -> None:
 @pytest.mark.parametrize("slack", [0, 4])
 def test_a_marked_length_can_be_cut_back_to_however_far_the_row_went_on(slack: int) -> None:
     cache, ids = filled(20, tokens=20, slack=slack)
-    cache.mark()
+    cache.checkpoint()
     for turn in range(12):
         append(cache, tokens(7, turn))
     assert cache.can_truncate(20 - slack) and not cache.can_truncate(19 - slack)
     assert not cache.can_truncate(21)
-    assert cache.reusable(50) == 20 and cache.reusable(19 - slack) == 0
+    assert cache.max_reusable(50) == 20 and cache.max_reusable(19 - slack) == 0
     cache.truncate(20)
     assert_near(peek(cache, [1, 2]), scratch_logits(MODEL, ids, [1, 2])[1])
     assert_near(append(cache, [3, 4]), scratch_logits(MODEL, [*ids, 3, 4], [])[0][-2:])
@@ -346,20 +348,20 @@ def test_a_marked_length_can_be_cut_back_to_however_far_the_row_went_on(slack: i
 
 def test_only_the_newest_marks_are_kept() -> None:
     cache, _ = filled(10, tokens=10, slack=0)
-    for turn in range(MAX_MARKS + 2):
-        cache.mark()
+    for turn in range(MAX_CHECKPOINTS + 2):
+        cache.checkpoint()
         append(cache, tokens(20, turn))
-    newest = [10 + 20 * turn for turn in range(2, MAX_MARKS + 2)]
-    assert [cache.can_truncate(length) for length in newest] == [True] * MAX_MARKS
+    newest = [10 + 20 * turn for turn in range(2, MAX_CHECKPOINTS + 2)]
+    assert [cache.can_truncate(length) for length in newest] == [True] * MAX_CHECKPOINTS
     assert not cache.can_truncate(10) and not cache.can_truncate(30)
 
 
 def test_a_copy_shares_nothing_with_its_row() -> None:
     row, ids = filled(30, tokens=40)
-    branch = row.branch(tokens=8)
+    branch = row.fork(tokens=8)
     append(branch, [1, 2, 3])
     twin = branch.copy(32)
-    assert twin.past is None and twin.length == 32
+    assert twin.shared_prefix is None and twin.length == 32
     append(twin, [9, 9, 9])
     branch.truncate(31)
     append(branch, [4])
@@ -379,10 +381,10 @@ def test_trimming_gives_memory_back_until_it_is_needed() -> None:
 # --- several spans in one pass
 
 
-def enter_all(model: Gemma, spans: list[Span], ids: list[list[int]]) -> list[Tensor]:
+def enter_all(model: Gemma, spans: list[Segment], ids: list[list[int]]) -> list[Tensor]:
     """Send the tokens of several spans through the model in one pass; the logits of each."""
     with torch.inference_mode():
-        together = Pass(spans)
+        together = ForwardBatch(spans)
         parts = [
             model.embed(torch.tensor(part))
             if span.commit
@@ -402,7 +404,7 @@ def test_a_block_is_committed_and_the_next_denoised_in_one_pass(prompt: int) -> 
     for cache in (one, two):
         if ids:
             append(cache, ids)
-    both = enter_all(MODEL, [Span(one, 7, True), Span(one, 5, False)], [block, canvas])
+    both = enter_all(MODEL, [Segment(one, 7, True), Segment(one, 5, False)], [block, canvas])
     assert one.length == prompt + 7
     assert_near(both[0], append(two, block))
     assert_near(both[1], peek(two, canvas))
@@ -425,7 +427,7 @@ def test_rows_of_any_length_share_a_pass_as_if_alone(
         if ids:
             append(cache, ids)
         part = tokens(count, seed + 50 + index)
-        spans.append(Span(cache, count, is_commit))
+        spans.append(Segment(cache, count, is_commit))
         new.append(part)
         if is_commit:
             expected.append(scratch_logits(MODEL, [*ids, *part], [])[0][-count:])
@@ -439,9 +441,9 @@ def test_rows_of_any_length_share_a_pass_as_if_alone(
 
 def test_branches_of_one_prompt_share_a_pass() -> None:
     root, ids = filled(25)
-    branches = [root.branch(tokens=16) for _ in range(3)]
+    branches = [root.fork(tokens=16) for _ in range(3)]
     canvases = [tokens(4, seed) for seed in range(3)]
-    spans = [Span(branch, 4, commit=False) for branch in branches]
+    spans = [Segment(branch, 4, commit=False) for branch in branches]
     for ours, canvas in zip(enter_all(MODEL, spans, canvases), canvases, strict=True):
         assert_near(ours, scratch_logits(MODEL, ids, canvas)[1])
 
@@ -449,5 +451,7 @@ def test_branches_of_one_prompt_share_a_pass() -> None:
 def test_positions_follow_the_rows_and_not_the_pass() -> None:
     first, _ = filled(10)
     second, _ = filled(3)
-    together = Pass([Span(first, 2, True), Span(second, 3, False), Span(first, 2, False)])
+    together = ForwardBatch(
+        [Segment(first, 2, True), Segment(second, 3, False), Segment(first, 2, False)]
+    )
     assert together.positions_T.tolist() == [10, 11, 3, 4, 5, 12, 13]

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgemma.canvas import NO_PINS, BlockNoise, Noise, Pins, corrupt, fresh
+from dgemma.diffusion.canvas import NO_PINS, BlockNoise, Noise, Pins, corrupt, fresh
+from dgemma.diffusion.philox import WORD, philox
 from dgemma.errors import UsageError
-from dgemma.ops.philox import WORD, philox
 from tests.tiny import CPU
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=50)

@@ -9,13 +9,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgemma.cache import KVCache, Room
-from dgemma.canvas import NO_PINS, Noise, Pins
+from dgemma.backends.reference import LOGIT_ELEMENTS, commit, denoise, logit_stats
 from dgemma.config import ModelConfig
-from dgemma.denoise import READ_OUT_ELEMENTS, Row, commit, denoise, read_out, start
-from dgemma.model import Gemma
-from dgemma.ops.row_stats import Query, row_stats
-from dgemma.sampler import Apart, Confidence, EntropyBound, Sampler
+from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
+from dgemma.diffusion.denoise import Row, start
+from dgemma.diffusion.logit_stats import Query, row_stats
+from dgemma.diffusion.sampler import Apart, Confidence, EntropyBound, Sampler
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.weights.random import random_model
 from tests.taught import ANSWERS, CANVAS, LONG, SHORT, answer_ids, ask, taught_model
 from tests.tiny import CPU, TINY, configs
@@ -33,7 +34,7 @@ SAMPLERS = [
 
 
 def prefilled(model: Gemma, prompt: list[int]) -> KVCache:
-    cache = KVCache(model.config, Room(tokens=len(prompt) + 32), torch.float32, CPU)
+    cache = KVCache(model.config, Capacity(tokens=len(prompt) + 32), torch.float32, CPU)
     if prompt:
         commit(model, cache, torch.tensor(prompt), chunk=16)
     return cache
@@ -239,7 +240,7 @@ def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch)
         queries.append(query)
         return row_stats(raw_TV, softcap, query)
 
-    monkeypatch.setattr("dgemma.denoise.row_stats", watched)
+    monkeypatch.setattr("dgemma.backends.reference.row_stats", watched)
     for number, after in enumerate(run(MODEL, [1, 2], row), start=1):
         query, heat = queries[number - 1], sampler.heat(sampler.max_steps - number + 1)
         assert torch.equal(query.uniform_T, row.noise.uniform_NL[number])
@@ -302,9 +303,9 @@ def test_reading_out_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         uniform_T=torch.linspace(0, 0.99, 10).double(),
         held_T=torch.arange(10),
     )
-    whole, whole_soft = read_out(MODEL, hidden, query)
-    monkeypatch.setitem(READ_OUT_ELEMENTS, "cpu", 3 * TINY.vocab_size)
-    pieces, pieces_soft = read_out(MODEL, hidden, query)
+    whole, whole_soft = logit_stats(MODEL, hidden, query)
+    monkeypatch.setitem(LOGIT_ELEMENTS, "cpu", 3 * TINY.vocab_size)
+    pieces, pieces_soft = logit_stats(MODEL, hidden, query)
     torch.testing.assert_close(whole_soft, pieces_soft)
     for name in whole.__slots__:
         torch.testing.assert_close(getattr(whole, name), getattr(pieces, name))
@@ -312,7 +313,7 @@ def test_reading_out_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_committing_in_chunks_gives_the_last_hidden_state() -> None:
     prompt = torch.arange(1, 24)
-    caches = [KVCache(TINY, Room(tokens=32), torch.float32, CPU) for _ in range(2)]
+    caches = [KVCache(TINY, Capacity(tokens=32), torch.float32, CPU) for _ in range(2)]
     whole = commit(MODEL, caches[0], prompt, chunk=99)
     pieces = commit(MODEL, caches[1], prompt, chunk=4)
     assert whole.shape == (1, TINY.hidden_size)

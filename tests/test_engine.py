@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dgemma.canvas import Pins
 from dgemma.config import LongReply
+from dgemma.diffusion.canvas import Pins
+from dgemma.diffusion.sampler import Apart, Confidence, EntropyBound, Sampler
 from dgemma.engine import Done, Draft, Engine, Options, Text
 from dgemma.engine.job import LEAST_FILLED, LENGTHS_APART
 from dgemma.errors import CheckpointError, DgemmaError, PromptTooLong, UsageError
-from dgemma.sampler import Apart, Confidence, EntropyBound, Sampler
 from dgemma.text.chat import ChatTemplate, Message, Prompt
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.random import random_model
@@ -564,7 +564,7 @@ def test_loading_reports_its_progress(checkpoint: Path) -> None:
     ("where", "complaint"),
     [
         ({"device": "cuda:7"}, "cuda:7"),
-        ({"device": "toaster"}, "'toaster' is not known; use auto, cpu, cuda or cuda:N"),
+        ({"device": "toaster"}, "'toaster' is not known; use auto, cpu, cuda, cuda:N or mps"),
         ({"device": "meta"}, "'meta' is not supported"),
         ({"dtype": "int3"}, "'int3' is not known; use auto, float32, bfloat16, float16"),
     ],

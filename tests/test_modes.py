@@ -8,15 +8,16 @@ import torch
 from transformers import Gemma4ForCausalLM
 from transformers.models.gemma4 import Gemma4TextConfig
 
-from dgemma.cache import KVCache, Room
-from dgemma.canvas import NO_PINS, Noise
+from dgemma.backends.reference import commit, denoise
 from dgemma.config import GenerationConfig, ModelConfig, config_to_json
-from dgemma.denoise import commit, denoise, start
+from dgemma.diffusion.canvas import NO_PINS, Noise
+from dgemma.diffusion.denoise import start
 from dgemma.engine import Done, Draft, Engine, Options, Retry
 from dgemma.engine.guard import fault, loops
 from dgemma.engine.score import score
 from dgemma.errors import UsageError
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.text.chat import Prompt
 from examples.memorize import memorize
 from tests.text.small import small_tokenizer
@@ -70,18 +71,23 @@ def test_ar_log_probabilities_are_those_of_scoring_the_text() -> None:
     engine = random_engine(3)
     request = prompt(20, seed=3)
     done = engine.generate(request, Options(mode="ar", max_tokens=12, heat=1.0, seed=5))
-    (scored,) = score(engine.model, request.ids, [done.ids])
+    (scored,) = score(engine.backend, request.ids, [done.ids])
     assert done.logprobs == pytest.approx(scored.logprobs, abs=1e-4)
     assert len(done.logprobs) == done.tokens
 
 
-def test_scores_of_several_texts_equal_those_of_each_alone() -> None:
+@pytest.mark.parametrize("chunk", [512, 12])
+def test_scores_of_several_texts_equal_those_of_each_alone(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = random_engine(4)
     request = prompt(30, seed=1)
-    texts = [prompt(length, seed=length).ids for length in (1, 2, 9, 17)]
-    together = score(engine.model, request.ids, texts)
+    texts = [prompt(length, seed=length).ids for length in (1, 2, 9, 17, 5, 6, 13)]
+    with monkeypatch.context() as small:
+        small.setattr("dgemma.engine.score.CHUNK", chunk)
+        together = score(engine.backend, request.ids, texts)
     for text, scored in zip(texts, together, strict=True):
-        (alone,) = score(engine.model, request.ids, [text])
+        (alone,) = score(engine.backend, request.ids, [text])
         assert scored.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
         assert scored.total == pytest.approx(sum(scored.logprobs))
 
@@ -130,7 +136,7 @@ def _filled(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _denoise_after(ids: list[int], engine: Engine, seed: int) -> list[int]:
-    cache = KVCache(CONFIG, Room(tokens=len(ids) + 64), torch.float32, CPU)
+    cache = KVCache(CONFIG, Capacity(tokens=len(ids) + 64), torch.float32, CPU)
     commit(engine.model, cache, torch.tensor(ids), chunk=5)
     answer: list[int] = []
     for block in range(3):

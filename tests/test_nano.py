@@ -12,15 +12,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from dgemma.cache import KVCache, Room
-from dgemma.canvas import NO_PINS
-from dgemma.denoise import commit, denoise, start
+from dgemma.backends.reference import commit, denoise
+from dgemma.diffusion.canvas import NO_PINS
+from dgemma.diffusion.denoise import start
+from dgemma.diffusion.sampler import released_sampler
 from dgemma.engine import Engine, Options
+from dgemma.engine.sudoku import solve
 from dgemma.errors import CheckpointError
 from dgemma.eval.holes import Hole, fill
-from dgemma.eval.sudoku import solve
-from dgemma.model import Gemma
-from dgemma.sampler import released_sampler
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.text.chat import Message
 from dgemma.text.sudoku import is_solution, prompt_text, read_reply
 from dgemma.weights.download import NANO_DIRECTORY
@@ -212,7 +213,7 @@ def test_transformers_writes_the_same_tokens_from_the_same_noise(
         reference.generate(ids[None], generation_config=generation)
     assert len(recorded) == blocks
     sampler = replace(released_sampler(engine.generation), max_steps=max_steps)
-    cache = KVCache(model.config, Room(tokens=512), torch.float32, CPU)
+    cache = KVCache(model.config, Capacity(tokens=512), torch.float32, CPU)
     commit(model, cache, ids, chunk=64)
     for block in recorded:
         row = start(sampler, block.noise(0, max_steps), NO_PINS)

@@ -17,28 +17,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.canvas import Noise
+from dgemma.backends.cpu import packed_linear as linear_module
+from dgemma.backends.cpu.fused_layer import MergedAttention, MergedFeedForward, joined, swap
+from dgemma.backends.cpu.pack import pack
+from dgemma.backends.cpu.packed_linear import can_pack, linear, packed_linear
+from dgemma.backends.cpu.soft_embed import LOST, mean, mean_reference
 from dgemma.config import AttentionShape
-from dgemma.model import Gemma
-from dgemma.ops import linear as linear_module
-from dgemma.ops.attention import Segment, attention, attention_reference, can_merge
-from dgemma.ops.experts import (
-    experts,
-    experts_reference,
-    gated,
-    gated_by_sigmoid,
+from dgemma.diffusion.canvas import Noise
+from dgemma.diffusion.logit_stats import Query, row_stats, row_stats_reference
+from dgemma.diffusion.philox import WORD, philox, philox_on_host
+from dgemma.model.attention import KVSegment, attention, attention_reference, can_merge
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
+from dgemma.model.moe import (
+    gelu_and_mul,
+    gelu_and_mul_cpu,
     grouped_linear,
-    one_by_one,
+    moe_forward,
+    moe_reference,
+    per_expert,
 )
-from dgemma.ops.linear import can_pack, linear, packed_linear
-from dgemma.ops.mean import LOST, mean, mean_reference
-from dgemma.ops.norm import rms_norm
-from dgemma.ops.philox import WORD, philox, philox_on_host
-from dgemma.ops.rope import frequencies, rotate, turns
-from dgemma.ops.row_stats import Query, row_stats, row_stats_reference
-from dgemma.weights.joined import JoinedAttention, JoinedFeedForward, joined, swap
-from dgemma.weights.pack import pack
+from dgemma.model.norm import rms_norm
+from dgemma.model.rope import apply_rope, cos_sin, inverse_frequencies
 from dgemma.weights.random import random_model
 from tests.tiny import CPU, TINY
 
@@ -57,7 +58,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 @st.composite
-def attention_cases(draw: Any) -> tuple[Tensor, list[Segment]]:
+def attention_cases(draw: Any) -> tuple[Tensor, list[KVSegment]]:
     """Queries, and segments of any lengths, each with or without a mask."""
     length, kv_heads, groups = (draw(st.integers(1, n)) for n in (9, 3, 4))
     width, seed = draw(st.sampled_from([2, 8, 16, 20])), draw(st.integers(0, 999))
@@ -66,7 +67,7 @@ def attention_cases(draw: Any) -> tuple[Tensor, list[Segment]]:
     for index, keys in enumerate(draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))):
         k, v = normal(seed + 2 * index + 1, 2, keys, kv_heads, width)
         mask = normal(seed + 2 * index + 2, length, keys) > 0 if draw(st.booleans()) else None
-        segments.append(Segment(k, v, mask))
+        segments.append(KVSegment(k, v, mask))
     last = segments[-1]
     if last.mask_LS is not None:
         last.mask_LS[:, -1] = True  # as in a pass: each query sees at least itself
@@ -75,7 +76,7 @@ def attention_cases(draw: Any) -> tuple[Tensor, list[Segment]]:
 
 @settings(QUICK, max_examples=150)
 @given(case=attention_cases())
-def test_attention_is_one_softmax_over_all_segments(case: tuple[Tensor, list[Segment]]) -> None:
+def test_attention_is_one_softmax_over_all_segments(case: tuple[Tensor, list[KVSegment]]) -> None:
     q, segments = case
     torch.testing.assert_close(
         attention(q, segments), attention_reference(q, segments), atol=2e-5, rtol=1e-5
@@ -91,7 +92,7 @@ def test_the_reference_of_attention_is_what_it_says() -> None:
     share = 1 / (1 + math.exp(0.5 - 1.0)), 1 / (1 + math.exp(-2.0 - 2.0))
     expected = torch.tensor([[s + 2 * (1 - s), 10 * s + 20 * (1 - s)] for s in share])
     for compute in (attention, attention_reference):
-        out = compute(q, [Segment(k, v, mask)])
+        out = compute(q, [KVSegment(k, v, mask)])
         torch.testing.assert_close(out[0], expected)
         torch.testing.assert_close(out[1], torch.tensor([[1.0, 10.0], [1.0, 10.0]]))
 
@@ -99,19 +100,19 @@ def test_the_reference_of_attention_is_what_it_says() -> None:
 def test_segments_are_merged_unless_an_earlier_one_has_a_mask() -> None:
     q, (k, v) = normal(0, 4, 2, 8), normal(1, 2, 6, 1, 8)
     mask = torch.ones(4, 6, dtype=torch.bool)
-    plain, masked = Segment(k, v), Segment(k, v, mask)
+    plain, masked = KVSegment(k, v), KVSegment(k, v, mask)
     assert can_merge(q, [plain, plain]) and can_merge(q, [plain, masked])
     assert not can_merge(q, [masked, plain])
-    whole = Segment(torch.cat([k, 2 * k]), torch.cat([v, 3 * v]))
-    with mock.patch("dgemma.ops.attention.attention_reference", side_effect=AssertionError):
-        merged = attention(q, [plain, Segment(2 * k, 3 * v)])
+    whole = KVSegment(torch.cat([k, 2 * k]), torch.cat([v, 3 * v]))
+    with mock.patch("dgemma.model.attention.attention_reference", side_effect=AssertionError):
+        merged = attention(q, [plain, KVSegment(2 * k, 3 * v)])
     torch.testing.assert_close(merged, attention(q, [whole]), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_merging_survives_scores_of_very_different_size(scale: float) -> None:
     q, near, far = normal(0, 5, 4, 8), normal(1, 2, 7, 2, 8), normal(2, 2, 9, 2, 8)
-    segments = [Segment(near[0] * scale, near[1]), Segment(far[0] / scale, far[1])]
+    segments = [KVSegment(near[0] * scale, near[1]), KVSegment(far[0] / scale, far[1])]
     out, expected = attention(q, segments), attention_reference(q, segments)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
 
@@ -119,13 +120,13 @@ def test_merging_survives_scores_of_very_different_size(scale: float) -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_attention_in_bfloat16_stays_near_its_reference(parts: int) -> None:
     q = normal(0, 6, 4, 16).bfloat16()
-    segments = [Segment(*normal(i + 1, 2, 20, 2, 16).bfloat16()) for i in range(parts)]
+    segments = [KVSegment(*normal(i + 1, 2, 20, 2, 16).bfloat16()) for i in range(parts)]
     out = attention(q, segments)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, attention_reference(q, segments), atol=0.03, rtol=0.03)
 
 
-# --- experts
+# --- moe_forward
 
 
 @settings(QUICK, max_examples=60)
@@ -139,17 +140,17 @@ def test_attention_in_bfloat16_stays_near_its_reference(parts: int) -> None:
 def test_experts_agree_with_one_token_and_one_expert_at_a_time(
     tokens: int, count: int, top_k: int, packed: bool, seed: int
 ) -> None:
-    """Often there are more experts than assignments, so that some have no token at all."""
+    """Often there are more moe_forward than assignments, so that some have no token at all."""
     width, inner, top_k = 12, 5, min(top_k, count)
     x, share = normal(seed, tokens, width), normal(seed + 1, tokens, top_k).softmax(-1)
     ids = normal(seed + 2, tokens, count).topk(top_k).indices
     gate_up, down = normal(seed + 3, count, 2 * inner, width), normal(seed + 4, count, width, inner)
     products = grouped_linear(gate_up), grouped_linear(down)
     if packed and can_pack(x):
-        products = tuple(one_by_one([packed_linear(w) for w in ws]) for ws in (gate_up, down))
+        products = tuple(per_expert([packed_linear(w) for w in ws]) for ws in (gate_up, down))
     torch.testing.assert_close(
-        experts(x, ids, share, *products),
-        experts_reference(x, ids, share, gate_up, down),
+        moe_forward(x, ids, share, *products),
+        moe_reference(x, ids, share, gate_up, down),
         atol=1e-5,
         rtol=1e-4,
     )
@@ -158,14 +159,14 @@ def test_experts_agree_with_one_token_and_one_expert_at_a_time(
 @pytest.mark.parametrize("inner", [1, 7, 32, 40])
 def test_the_gate_by_a_sigmoid_is_that_by_a_tanh(inner: int) -> None:
     gate_up = normal(0, 33, 2 * inner) * torch.logspace(-3, 2, 33)[:, None]
-    have = gated_by_sigmoid(gate_up)
-    torch.testing.assert_close(have, gated(gate_up.double()).float(), atol=1e-6, rtol=1e-6)
-    rows = torch.cat([gated_by_sigmoid(row[None]) for row in gate_up])
+    have = gelu_and_mul_cpu(gate_up)
+    torch.testing.assert_close(have, gelu_and_mul(gate_up.double()).float(), atol=1e-6, rtol=1e-6)
+    rows = torch.cat([gelu_and_mul_cpu(row[None]) for row in gate_up])
     assert torch.equal(have, rows), "a row depends on those beside it"
     far = torch.tensor([[1e4, 1e20, -1e4, -1e20, 0.0] + 5 * [1.0]])
-    assert gated_by_sigmoid(far).tolist() == [[1e4, far[0, 1].item(), 0, 0, 0]]
+    assert gelu_and_mul_cpu(far).tolist() == [[1e4, far[0, 1].item(), 0, 0, 0]]
     half = gate_up.bfloat16()
-    assert torch.equal(gated_by_sigmoid(half), gated_by_sigmoid(half.float()))
+    assert torch.equal(gelu_and_mul_cpu(half), gelu_and_mul_cpu(half.float()))
 
 
 def test_the_experts_are_weighted_gated_products() -> None:
@@ -176,17 +177,17 @@ def test_the_experts_are_weighted_gated_products() -> None:
     downs = torch.tensor([[[1.0]], [[down]]])
     expected = (0.25 * hidden * down).view(1, 1)
     products = grouped_linear(gate_up), grouped_linear(downs)
-    torch.testing.assert_close(experts(*given, *products), expected)
-    torch.testing.assert_close(experts_reference(*given, gate_up, downs), expected)
+    torch.testing.assert_close(moe_forward(*given, *products), expected)
+    torch.testing.assert_close(moe_reference(*given, gate_up, downs), expected)
 
 
 def test_experts_without_tokens_are_not_run() -> None:
     def untouched(x: Tensor) -> Tensor:
         raise AssertionError("this expert has no tokens")
 
-    gate_up = one_by_one([untouched, linear(normal(1, 6, 4)), untouched])
-    down = one_by_one([untouched, linear(normal(2, 4, 3)), untouched])
-    out = experts(normal(0, 3, 4), torch.full((3, 1), 1), torch.ones(3, 1), gate_up, down)
+    gate_up = per_expert([untouched, linear(normal(1, 6, 4)), untouched])
+    down = per_expert([untouched, linear(normal(2, 4, 3)), untouched])
+    out = moe_forward(normal(0, 3, 4), torch.full((3, 1), 1), torch.ones(3, 1), gate_up, down)
     assert out.shape == (3, 4)
 
 
@@ -284,7 +285,7 @@ def test_row_statistics_are_as_exact_over_the_released_vocabulary(softcap: float
 def test_rows_do_not_depend_on_the_group_they_are_taken_in() -> None:
     raw_TV, query = normal(0, 50, 200), ask(50, 200, seed=1)
     stats, p_TV = row_stats(raw_TV.clone(), 30.0, query)
-    with mock.patch("dgemma.ops.row_stats.SCRATCH_ELEMENTS", 3 * 200 + 1):
+    with mock.patch("dgemma.diffusion.logit_stats.SCRATCH_ELEMENTS", 3 * 200 + 1):
         in_groups, p_again_TV = row_stats(raw_TV.clone(), 30.0, query)
     torch.testing.assert_close(p_TV, p_again_TV)
     for name in stats.__slots__:
@@ -447,13 +448,13 @@ def test_a_mean_does_not_depend_on_the_positions_beside_it() -> None:
 def canvas_logits(model: Gemma) -> Tensor:
     """Logits of a canvas behind a prompt, in its second step."""
     dtype = model.embed_tokens.weight.dtype
-    cache = KVCache(model.config, Room(tokens=64), dtype, CPU)
+    cache = KVCache(model.config, Capacity(tokens=64), dtype, CPU)
     prompt, canvas = torch.arange(5, 25), torch.arange(30, 38)
     with torch.inference_mode():
-        writing = Pass([Span(cache, len(prompt), commit=True)])
+        writing = ForwardBatch([Segment(cache, len(prompt), commit=True)])
         model.encode(prompt, writing)
         writing.close()
-        reading = Pass([Span(cache, len(canvas), commit=False)])
+        reading = ForwardBatch([Segment(cache, len(canvas), commit=False)])
         first = model.logits(model.denoise(canvas, None, reading))
         soft = model.embed_soft(first.softmax(-1))
         return model.logits(model.denoise(canvas, soft, reading))
@@ -470,8 +471,8 @@ def test_a_packed_model_gives_the_same_logits(dtype: torch.dtype, tolerance: flo
     model = pack(random_model(TINY, 7, dtype=dtype))
     assert not any(type(module) is torch.nn.Linear for module in model.modules())
     for layer in model.layers:
-        assert isinstance(layer.self_attn, JoinedAttention)
-        assert isinstance(layer.mlp, JoinedFeedForward)
+        assert isinstance(layer.self_attn, MergedAttention)
+        assert isinstance(layer.mlp, MergedFeedForward)
     torch.testing.assert_close(canvas_logits(model), plain, atol=tolerance, rtol=0)
     assert plain.std() > 0.5, "logits this small would agree whatever happens"
 
@@ -480,7 +481,7 @@ def test_a_packed_model_gives_the_same_logits(dtype: torch.dtype, tolerance: flo
 def test_joined_products_give_what_those_apart_do(dtype: torch.dtype) -> None:
     plain, model = (random_model(TINY, 7, dtype=dtype) for _ in range(2))
     swap(model, partial(joined, lay=linear))
-    assert isinstance(model.layers[0].self_attn, JoinedAttention)
+    assert isinstance(model.layers[0].self_attn, MergedAttention)
     apart, together = canvas_logits(plain), canvas_logits(model)
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
     assert dtype == torch.float32 or torch.equal(together, apart), "roundings are the same"
@@ -501,7 +502,7 @@ def test_bfloat16_is_not_packed_on_a_cpu_without_its_kernels() -> None:
     """As on most laptops: packing would fail there."""
     program = """
 import torch
-from dgemma.ops.linear import can_pack
+from dgemma.backends.cpu.packed_linear import can_pack
 has_kernels = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 print(has_kernels, can_pack(torch.empty(1).bfloat16()))
 """
@@ -575,7 +576,7 @@ def test_rotation_turns_pairs_as_complex_numbers(
         rotary_fraction=fraction,
         has_value=True,
     )
-    ours = rotate(x, *turns(positions, frequencies(shape, positions.device)))
+    ours = apply_rope(x, *cos_sin(positions, inverse_frequencies(shape, positions.device)))
     torch.testing.assert_close(ours, expected, atol=2e-3 if start > 100 else 1e-5, rtol=1e-4)
     torch.testing.assert_close(ours.norm(dim=-1), x.norm(dim=-1))
 
@@ -584,8 +585,8 @@ def test_a_rotation_that_infers_is_the_same_and_leaves_its_input_alone() -> None
     x, cos, sin = normal(1, 7, 5, 64), normal(2, 7, 32), normal(3, 7, 32)
     heads, before = x[:, :3], x.clone()  # part of a row, as of queries, keys and values in one
     with torch.inference_mode():
-        got = rotate(heads, cos, sin)
-    torch.testing.assert_close(got, rotate(heads, cos, sin))
+        got = apply_rope(heads, cos, sin)
+    torch.testing.assert_close(got, apply_rope(heads, cos, sin))
     assert torch.equal(x, before)
 
 

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.canvas import NO_PINS
+from dgemma.backends.reference import commit, denoise
 from dgemma.config import ModelConfig
-from dgemma.denoise import commit, denoise, start
-from dgemma.model import Gemma
-from dgemma.sampler import EntropyBound, Sampler
+from dgemma.diffusion.canvas import NO_PINS
+from dgemma.diffusion.denoise import start
+from dgemma.diffusion.sampler import EntropyBound, Sampler
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from examples.memorize import memorize
 from tests.reference import recording
 from tests.tiny import CPU, configs, gemma4_twin, give_back, ours, shake, twin
@@ -28,7 +30,7 @@ REPEATABLE = settings(deadline=None, derandomize=True, database=None, phases=PHA
 
 def row_cache(config: ModelConfig, tokens: int) -> KVCache:
     # Little room on purpose: windows slide and full layers grow in the middle of a test.
-    return KVCache(config, Room(tokens=tokens, span=16, slack=3), torch.float32, CPU)
+    return KVCache(config, Capacity(tokens=tokens, segment=16, slack=3), torch.float32, CPU)
 
 
 def prompts(lengths: list[int], vocab: int, seed: int) -> list[Tensor]:
@@ -125,13 +127,13 @@ def _our_logits(
     cache = row_cache(model.config, len(prompt))
     soft = model.embed_soft(thought.softmax(-1))
     prefill = model.logits(commit(model, cache, prompt, chunk))[0]
-    over_canvas = Pass([Span(cache, len(blocks[0]), commit=False)])
+    over_canvas = ForwardBatch([Segment(cache, len(blocks[0]), commit=False)])
     first = model.logits(model.denoise(blocks[0], None, over_canvas))
     conditioned = model.logits(model.denoise(blocks[0], soft, over_canvas))
-    writing = Pass([Span(cache, len(blocks[0]), commit=True)])
+    writing = ForwardBatch([Segment(cache, len(blocks[0]), commit=True)])
     committed = model.logits(model.encode(blocks[0], writing))
     writing.close()
-    reading = Pass([Span(cache, len(blocks[1]), commit=False)])
+    reading = ForwardBatch([Segment(cache, len(blocks[1]), commit=False)])
     return {
         "prefill": prefill,
         "first step": first,

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.cache.row import MAX_MARKS
+from dgemma.backends.reference import commit
 from dgemma.config import FULL, SLIDING, ModelConfig
-from dgemma.denoise import commit
+from dgemma.engine.prefix_cache import Entry, PrefixStore
 from dgemma.errors import UsageError
-from dgemma.model import Gemma
-from dgemma.prefix import Entry, PrefixStore
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import MAX_CHECKPOINTS, Capacity, KVCache
 from dgemma.weights.random import random_model
 from tests.tiny import CPU, TINY
 
@@ -49,7 +49,7 @@ MODELS = [
 ]
 MODEL = MODELS[0]
 CANVAS = (7, 8, 9)
-ROOM = Room(tokens=16, span=8, slack=2)
+ROOM = Capacity(tokens=16, segment=8, slack=2)
 
 
 # --- computing from scratch
@@ -98,8 +98,8 @@ def scratch_logits(model: Gemma, texts: list[list[int]], canvas: tuple[int, ...]
 def cached_logits(model: Gemma, caches: list[KVCache], canvas: tuple[int, ...]) -> Tensor:
     """Logits of the canvas behind each row."""
     # A shared row cannot be written to; a branch shows what is in it.
-    caches = [cache.branch(len(canvas)) if cache.is_shared else cache for cache in caches]
-    reading = Pass([Span(cache, len(canvas), commit=False) for cache in caches])
+    caches = [cache.fork(len(canvas)) if cache.is_shared else cache for cache in caches]
+    reading = ForwardBatch([Segment(cache, len(canvas), commit=False) for cache in caches])
     hidden = model.denoise(torch.tensor(canvas * len(caches)), None, reading)
     return model.logits(hidden).unflatten(0, (-1, len(canvas)))
 
@@ -145,11 +145,11 @@ class History:
         self.texts: list[list[int]] = []  # what earlier requests ended with
         self.places = [0]  # lengths worth going back to
 
-    def room(self) -> Room:
+    def room(self) -> Capacity:
         """Little of it: windows slide and buffers grow all the time."""
-        return Room(
+        return Capacity(
             tokens=self.dice.choice([1, 8, 40]),
-            span=self.dice.choice([1, 4, 9]),
+            segment=self.dice.choice([1, 4, 9]),
             slack=self.dice.choice([0, 1, 4]),
         )
 
@@ -162,10 +162,16 @@ class History:
         return near if 0 < near <= length else self.dice.randint(0, length)
 
     def run(self) -> Iterator[Work]:
-        acts = [self.append] * 4 + [self.peek, self.mark, self.mark, self.cut, self.edit]
-        acts += [self.branch, self.copy, self.request, self.request]
+        acts = [self.append] * 4 + [
+            self.peek,
+            self.checkpoint,
+            self.checkpoint,
+            self.cut,
+            self.edit,
+        ]
+        acts += [self.fork, self.copy, self.request, self.request]
         yield from self.append()
-        self.mark()
+        self.checkpoint()
         for act in self.dice.choices(acts, k=self.dice.randint(4, 9)):
             yield from act() or ()
             assert self.store.num_bytes <= self.store.max_bytes
@@ -181,17 +187,17 @@ class History:
     def peek(self) -> Iterator[Work]:
         yield Work(self.row.cache, self.new_ids(), commit=False)
 
-    def mark(self) -> None:
-        self.row.cache.mark()
+    def checkpoint(self) -> None:
+        self.row.cache.checkpoint()
         self.places.append(len(self.row.ids))
 
     def cut(self) -> None:
-        self.row.cache.truncate(self.reusable(self.place(len(self.row.ids))))
+        self.row.cache.truncate(self.max_reusable(self.place(len(self.row.ids))))
         del self.row.ids[self.row.cache.length :]
 
-    def reusable(self, wanted: int) -> int:
+    def max_reusable(self, wanted: int) -> int:
         cache = self.row.cache
-        length = cache.reusable(wanted)
+        length = cache.max_reusable(wanted)
         assert length <= wanted and cache.can_truncate(length)
         assert not any(cache.can_truncate(longer) for longer in range(length + 1, wanted + 1))
         return length
@@ -199,17 +205,17 @@ class History:
     def edit(self) -> Iterator[Work]:
         """Change the text somewhere and encode again only what must be."""
         kept = self.row.ids[: self.place(len(self.row.ids))]
-        self.row.cache.truncate(self.reusable(len(kept)))
+        self.row.cache.truncate(self.max_reusable(len(kept)))
         self.row.ids = kept[: self.row.cache.length]
         yield from self.encode(kept[self.row.cache.length :] + self.new_ids())
 
-    def branch(self) -> None:
+    def fork(self) -> None:
         self.aside.append(self.row)
         self.places.append(len(self.row.ids))
-        self.row = Row(self.row.cache.branch(self.dice.randint(1, 9)), list(self.row.ids))
+        self.row = Row(self.row.cache.fork(self.dice.randint(1, 9)), list(self.row.ids))
 
     def copy(self) -> None:
-        length = self.reusable(self.place(len(self.row.ids)))
+        length = self.max_reusable(self.place(len(self.row.ids)))
         room = self.dice.choice([None, self.room()])
         twin = Row(self.row.cache.copy(length, room), self.row.ids[:length])
         self.row, other = self.dice.sample([self.row, twin], k=2)
@@ -224,7 +230,7 @@ class History:
         room = self.room()
         taken = self.store.take(prompt, room)
         cache, length = taken or (KVCache(self.config, room, torch.float32, CPU), 0)
-        assert cache.length == length < len(prompt) and cache.room == room
+        assert cache.length == length < len(prompt) and cache.capacity == room
         self.row = Row(cache, prompt[:length])
         yield from self.encode(prompt[length:])
 
@@ -238,7 +244,7 @@ class History:
 def work_together(model: Gemma, works: list[Work]) -> None:
     """One pass for what many histories ask of the model."""
     works = sorted(works, key=lambda work: not work.commit)
-    context = Pass([Span(work.cache, len(work.ids), work.commit) for work in works])
+    context = ForwardBatch([Segment(work.cache, len(work.ids), work.commit) for work in works])
     kept = [token for work in works if work.commit for token in work.ids]
     seen = [token for work in works if not work.commit for token in work.ids]
     embedded = model.embed(torch.tensor(kept, dtype=torch.long))
@@ -272,7 +278,7 @@ def tokens(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(CONFIG.vocab_size), k=count)
 
 
-def new_cache(room: Room = ROOM) -> KVCache:
+def new_cache(room: Capacity = ROOM) -> KVCache:
     return KVCache(CONFIG, room, torch.float32, CPU)
 
 
@@ -281,7 +287,7 @@ def encode(cache: KVCache, ids: list[int]) -> None:
         commit(MODEL, cache, torch.tensor(ids), chunk=5)
 
 
-def filled(ids: list[int], room: Room = ROOM) -> KVCache:
+def filled(ids: list[int], room: Capacity = ROOM) -> KVCache:
     cache = new_cache(room)
     encode(cache, ids)
     return cache
@@ -290,7 +296,7 @@ def filled(ids: list[int], room: Room = ROOM) -> KVCache:
 def answered(prompt: list[int], answer: list[int]) -> KVCache:
     """What the engine leaves behind: a mark at the end of the prompt, the answer after it."""
     cache = filled(prompt)
-    cache.mark()
+    cache.checkpoint()
     encode(cache, answer)
     return cache
 
@@ -300,7 +306,7 @@ def answered(prompt: list[int], answer: list[int]) -> KVCache:
 
 def served(store: PrefixStore, prompt: list[int], **options: int) -> tuple[KVCache, int]:
     """Begin a request: take what there is, encode the rest, check the row."""
-    room = Room(tokens=len(prompt) + 20, span=8, slack=2)
+    room = Capacity(tokens=len(prompt) + 20, segment=8, slack=2)
     cache, length = store.take(prompt, room, **options) or (new_cache(room), 0)
     encode(cache, prompt[length:])
     assert_holds(cache, prompt)
@@ -334,7 +340,7 @@ def test_a_dropped_thought_costs_one_answer_in_every_turn() -> None:
     for turn in range(6):
         cache, reused = served(store, prompt)
         assert reused == previous
-        cache.mark()
+        cache.checkpoint()
         thought, answer, ask = tokens(21, turn), tokens(8, turn + 50), tokens(5, turn + 90)
         encode(cache, thought + answer)
         store.keep(prompt + thought + answer, cache)
@@ -371,7 +377,7 @@ def test_an_edit_before_all_marks_is_encoded_from_the_start() -> None:
 def test_an_edited_question_of_the_turn_before_resumes_at_that_turn() -> None:
     first, second = SYSTEM + ASK, SYSTEM + ASK + ANSWER + NEXT
     cache = answered(first, ANSWER + NEXT)
-    cache.mark()
+    cache.checkpoint()
     encode(cache, THOUGHT)
     store = PrefixStore(10**6)
     store.keep(second + THOUGHT, cache)
@@ -410,7 +416,7 @@ def test_a_conversation_survives_a_request_that_shares_only_its_system_prompt() 
     store = PrefixStore(10**6)
     text = SYSTEM + ASK + THOUGHT + ANSWER
     cache = answered(SYSTEM, ASK)
-    cache.mark()
+    cache.checkpoint()
     encode(cache, THOUGHT + ANSWER)
     store.keep(text, cache)
     other, reused = served(store, SYSTEM + NEXT)
@@ -428,11 +434,11 @@ def test_the_longest_usable_prefix_wins_and_of_equals_the_one_with_least_to_lose
     store = PrefixStore(10**6)
     texts = [SYSTEM[:5] + NEXT, SYSTEM[:8] + NEXT, SYSTEM[:8] + NEXT[::-1] + NEXT]
     for text in texts:
-        store.keep(text, filled(text, Room(tokens=40, span=40)))
+        store.keep(text, filled(text, Capacity(tokens=40, segment=40)))
     cache, reused = served(store, SYSTEM)
     assert reused == 8
     assert [entry.ids.tolist() for entry in store.entries] == [texts[0], texts[2]]
-    assert cache.room.tokens == len(SYSTEM) + 20
+    assert cache.capacity.tokens == len(SYSTEM) + 20
 
 
 def test_a_prompt_that_shares_nothing_or_has_one_token_takes_nothing() -> None:
@@ -447,7 +453,7 @@ def test_a_prompt_that_shares_nothing_or_has_one_token_takes_nothing() -> None:
 
 def test_tokens_are_compared_up_to_the_first_that_differs() -> None:
     ids = np.arange(100_000)
-    entry = Entry(ids, new_cache())
+    entry = Entry(ids, new_cache(), prefilled=len(ids))
     for at in (0, 1, 77_777, 99_999):
         changed = ids.copy()
         changed[at] = -1
@@ -463,7 +469,7 @@ def test_tokens_are_compared_up_to_the_first_that_differs() -> None:
 
 def test_the_bound_holds_and_what_was_used_longest_ago_goes_first() -> None:
     texts = [[first, *tokens(29, first)] for first in range(5)]
-    size = filled(texts[0], Room(tokens=30))
+    size = filled(texts[0], Capacity(tokens=30))
     size.trim()
     store = PrefixStore(3 * size.num_bytes)
 
@@ -471,19 +477,19 @@ def test_the_bound_holds_and_what_was_used_longest_ago_goes_first() -> None:
         return [int(entry.ids[0]) for entry in store.entries]
 
     for text in texts[:4]:
-        store.keep(text, filled(text, Room(tokens=30)))
+        store.keep(text, filled(text, Capacity(tokens=30)))
         assert store.num_bytes <= store.max_bytes
     assert firsts() == [1, 2, 3]
     assert store.take(texts[1][:7], ROOM) is not None, "a copy counts as use"
     assert firsts() == [2, 3, 1]
-    store.keep(texts[4], filled(texts[4], Room(tokens=30)))
+    store.keep(texts[4], filled(texts[4], Capacity(tokens=30)))
     assert firsts() == [3, 1, 4]
     store.clear()
     assert len(store) == store.num_bytes == 0
 
 
 def test_a_row_larger_than_the_bound_is_not_kept_and_costs_no_other_its_place() -> None:
-    store = PrefixStore(filled(ASK, Room(tokens=len(ASK))).num_bytes)
+    store = PrefixStore(filled(ASK, Capacity(tokens=len(ASK))).num_bytes)
     store.keep(ASK, filled(ASK))
     store.keep(ASK + THOUGHT, filled(ASK + THOUGHT))
     assert [entry.ids.tolist() for entry in store.entries] == [ASK]
@@ -491,8 +497,8 @@ def test_a_row_larger_than_the_bound_is_not_kept_and_costs_no_other_its_place() 
 
 def test_a_row_is_stored_without_the_room_it_did_not_use() -> None:
     store = PrefixStore(10**9)
-    store.keep(ASK, filled(ASK, Room(tokens=50_000)))
-    assert store.num_bytes == filled(ASK, Room(tokens=len(ASK))).num_bytes
+    store.keep(ASK, filled(ASK, Capacity(tokens=50_000)))
+    assert store.num_bytes == filled(ASK, Capacity(tokens=len(ASK))).num_bytes
     served(store, ASK + NEXT)
 
 
@@ -502,7 +508,7 @@ def test_a_row_that_goes_on_from_a_stored_one_replaces_it() -> None:
     store.keep(ASK, filled(ASK))
     assert len(store) == 1
     text = ASK + NEXT[:2]
-    store.keep(text, filled(text, Room(tokens=64, span=64)))
+    store.keep(text, filled(text, Capacity(tokens=64, segment=64)))
     assert [entry.ids.tolist() for entry in store.entries] == [text]
 
 
@@ -517,20 +523,20 @@ def test_a_stored_beginning_stays_if_the_longer_row_cannot_be_cut_back_to_it() -
 
 def test_a_branch_is_stored_with_its_past_and_the_marks_of_its_past() -> None:
     root = filled(SYSTEM + ASK)
-    root.mark()
-    branch = root.branch(tokens=40)
+    root.checkpoint()
+    branch = root.fork(tokens=40)
     encode(branch, THOUGHT)
     store = PrefixStore(10**6)
     store.keep(SYSTEM + ASK + THOUGHT, branch)
     (entry,) = store.entries
-    assert entry.cache.past is None
+    assert entry.cache.shared_prefix is None
     _, reused = served(store, SYSTEM + ASK + NEXT)
     assert reused == len(SYSTEM + ASK)
 
 
 def test_a_row_with_branches_is_stored_as_a_copy_that_can_be_continued() -> None:
     root = filled(SYSTEM)
-    branch = root.branch(tokens=40)
+    branch = root.fork(tokens=40)
     store = PrefixStore(10**6)
     store.keep(SYSTEM, root)
     served(store, SYSTEM + NEXT)
@@ -549,7 +555,7 @@ def test_a_row_can_be_cut_back_to_a_mark_however_far_its_window_moved(
 ) -> None:
     ids, length = tokens(marked + after, seed=after), max(0, marked - back)
     cache = answered(ids[:marked], ids[marked:])
-    assert cache.reusable(length) == length
+    assert cache.max_reusable(length) == length
     cache.truncate(marked)
     assert_holds(cache, ids[:marked])
     encode(cache, ids[marked:])
@@ -566,18 +572,18 @@ def test_only_lengths_near_the_end_or_a_mark_can_be_restored() -> None:
     recent = lengths[4:]
     assert lengths[:4] == [0, 18, 19, 20] and ROOM.slack == 2
     assert recent == list(range(recent[0], 61)) and recent[0] <= 60 - ROOM.slack
-    assert [cache.reusable(length) for length in (17, 19, 40, 60, 99)] == [0, 19, 20, 60, 60]
+    assert [cache.max_reusable(length) for length in (17, 19, 40, 60, 99)] == [0, 19, 20, 60, 60]
 
 
 def test_the_newest_marks_are_kept_and_those_behind_a_cut_are_dropped() -> None:
     cache, ids = new_cache(), tokens(80, 1)
     for at in range(0, 80, 20):
         encode(cache, ids[at : at + 20])
-        cache.mark()
-    cache.mark()
-    assert list(cache.marks) == [60, 80] and len(cache.marks) == MAX_MARKS
+        cache.checkpoint()
+    cache.checkpoint()
+    assert list(cache.checkpoints) == [60, 80] and len(cache.checkpoints) == MAX_CHECKPOINTS
     cache.truncate(60)
-    assert list(cache.marks) == [60]
+    assert list(cache.checkpoints) == [60]
     encode(cache, ids[:30])
     assert not cache.can_truncate(70) and cache.can_truncate(60)
     cache.truncate(60)
@@ -585,9 +591,9 @@ def test_the_newest_marks_are_kept_and_those_behind_a_cut_are_dropped() -> None:
 
 
 def test_a_mark_costs_nothing_until_the_window_moves_and_then_one_window() -> None:
-    cache = filled(tokens(20, 1), Room(tokens=200, span=8, slack=2))
+    cache = filled(tokens(20, 1), Capacity(tokens=200, segment=8, slack=2))
     before = cache.num_bytes
-    cache.mark()
+    cache.checkpoint()
     assert cache.num_bytes == before
     encode(cache, tokens(30, 2))
     assert cache.num_bytes == before + 2 * (WINDOW - 1 + 2) * CONFIG.head_dim * 4
@@ -597,7 +603,7 @@ def test_a_mark_costs_nothing_until_the_window_moves_and_then_one_window() -> No
 
 def test_a_row_cut_back_to_nothing_is_a_new_row() -> None:
     cache = filled(tokens(50, 1))
-    cache.mark()
+    cache.checkpoint()
     cache.truncate(0)
     assert_holds(cache, [])
     encode(cache, ASK)
@@ -609,9 +615,9 @@ def test_a_row_cut_back_to_nothing_is_a_new_row() -> None:
 
 def test_a_branch_can_be_cut_back_to_where_it_began_after_its_window_moved() -> None:
     root = filled(SYSTEM)
-    branch = root.branch(tokens=8)
+    branch = root.fork(tokens=8)
     encode(branch, THOUGHT)
-    assert branch.reusable(len(SYSTEM) + 1) == len(SYSTEM)
+    assert branch.max_reusable(len(SYSTEM) + 1) == len(SYSTEM)
     branch.truncate(len(SYSTEM))
     assert_holds(branch, SYSTEM)
     encode(branch, ANSWER)
@@ -620,7 +626,7 @@ def test_a_branch_can_be_cut_back_to_where_it_began_after_its_window_moved() -> 
 
 def test_a_branch_can_be_cut_back_to_a_mark_of_its_past_which_stays_as_it_is() -> None:
     root = answered(SYSTEM, THOUGHT)
-    branch, other = root.branch(tokens=8), root.branch(tokens=8)
+    branch, other = root.fork(tokens=8), root.fork(tokens=8)
     encode(branch, ASK)
     branch.truncate(len(SYSTEM))
     assert_holds(branch, SYSTEM)
@@ -632,8 +638,8 @@ def test_a_branch_can_be_cut_back_to_a_mark_of_its_past_which_stays_as_it_is() -
 
 def test_a_branch_can_be_cut_back_into_its_past_again_and_again() -> None:
     ids = tokens(30, 1)
-    root = filled(ids, Room(tokens=64, span=64, slack=2))
-    branch = root.branch(tokens=8)
+    root = filled(ids, Capacity(tokens=64, segment=64, slack=2))
+    branch = root.fork(tokens=8)
     commit(MODEL, branch, torch.tensor(THOUGHT), chunk=1)
     # Each cut lets part of the window lie in the branch and part in its past.
     for length in (30, 28, 24, 21, 3):
@@ -666,12 +672,12 @@ def test_a_copy_and_its_original_do_not_disturb_each_other() -> None:
 
 def test_a_copy_joins_a_chain_of_branches() -> None:
     root = answered(SYSTEM, ASK)
-    middle = root.branch(tokens=30)
+    middle = root.fork(tokens=30)
     encode(middle, ANSWER[:3])
-    leaf = middle.branch(tokens=30)
+    leaf = middle.fork(tokens=30)
     encode(leaf, NEXT[:2])
-    twin = leaf.copy(leaf.length, Room(tokens=1, span=1, slack=0))
-    assert twin.past is None and not twin.is_shared
+    twin = leaf.copy(leaf.length, Capacity(tokens=1, segment=1, slack=0))
+    assert twin.shared_prefix is None and not twin.is_shared
     encode(twin, THOUGHT)
     assert_holds(twin, SYSTEM + ASK + ANSWER[:3] + NEXT[:2] + THOUGHT)
     twin.truncate(len(SYSTEM))
@@ -680,7 +686,7 @@ def test_a_copy_joins_a_chain_of_branches() -> None:
 
 def test_copying_what_is_gone_is_refused_with_a_sentence() -> None:
     cache = filled(tokens(60, 1))
-    with pytest.raises(UsageError, match="60 tokens back to 10: its sliding window has moved on"):
+    with pytest.raises(UsageError, match="60 tokens to 10: its sliding window has moved on"):
         cache.copy(10)
 
 
@@ -689,8 +695,8 @@ def test_copying_what_is_gone_is_refused_with_a_sentence() -> None:
 
 def test_a_taken_row_grows_to_the_room_of_its_request_and_no_further() -> None:
     store = PrefixStore(10**6)
-    store.keep(SYSTEM, filled(SYSTEM, Room(tokens=len(SYSTEM), span=2, slack=0)))
-    room = Room(tokens=500, span=40, slack=9)
+    store.keep(SYSTEM, filled(SYSTEM, Capacity(tokens=len(SYSTEM), segment=2, slack=0)))
+    room = Capacity(tokens=500, segment=40, slack=9)
     cache, length = store.take(SYSTEM + ASK, room) or (new_cache(), 0)
     encode(cache, (SYSTEM + ASK)[length:])
     assert [b.slots for b in cache.buffers] == [b.slots for b in new_cache(room).buffers]
@@ -702,20 +708,22 @@ def test_a_taken_row_grows_to_the_room_of_its_request_and_no_further() -> None:
     assert cache.can_truncate(cache.length - room.slack)
 
 
-@pytest.mark.parametrize("room", [Room(tokens=2, span=2, slack=0), Room(tokens=200, span=2)])
-def test_rows_made_in_inference_mode_can_be_changed_outside_of_it(room: Room) -> None:
+@pytest.mark.parametrize(
+    "room", [Capacity(tokens=2, segment=2, slack=0), Capacity(tokens=200, segment=2)]
+)
+def test_rows_made_in_inference_mode_can_be_changed_outside_of_it(room: Capacity) -> None:
     """A prompt is encoded in inference mode; canvases are laid out, and rows cut, outside."""
     with torch.inference_mode():
         cache = new_cache(replace(room, slack=1))
-        branch = filled(SYSTEM).branch(room.tokens)
+        branch = filled(SYSTEM).fork(room.tokens)
     for row in (cache, branch):
         encode(row, SYSTEM)
-        row.mark()
+        row.checkpoint()
         encode(row, THOUGHT)
         for count in range(1, 12):
-            Pass([Span(row, count, commit=False)])
+            ForwardBatch([Segment(row, count, commit=False)])
         row.truncate(row.length - len(THOUGHT))
-        Pass([Span(row, 20, commit=False)])
+        ForwardBatch([Segment(row, 20, commit=False)])
     assert_holds(cache, SYSTEM)
     assert_holds(branch, SYSTEM + SYSTEM)
 
@@ -723,7 +731,7 @@ def test_rows_made_in_inference_mode_can_be_changed_outside_of_it(room: Room) ->
 def test_no_more_entries_are_kept_than_a_request_can_look_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dgemma.prefix.MAX_ENTRIES", 3)
+    monkeypatch.setattr("dgemma.engine.prefix_cache.MAX_ENTRIES", 3)
     store = PrefixStore(1 << 30)
     for first in range(5):
         store.keep([first, 7], filled([first, 7]))

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from dgemma.canvas import Pins
+from dgemma.backends.cpu.pack import pack
+from dgemma.diffusion.canvas import Pins
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine import Done, Engine, Options
-from dgemma.engine.engine import prefix_room
-from dgemma.engine.job import prefill_chunk
+from dgemma.engine.engine import prefill_chunk, prefix_room
 from dgemma.errors import PromptTooLong, UsageError
-from dgemma.sampler import Sampler
 from dgemma.text.chat import Message, Prompt
 from dgemma.weights.load import Checkpoint
-from dgemma.weights.pack import pack
 from dgemma.weights.random import random_model
 from dgemma.weights.save import save_checkpoint
 from tests.taught import ANSWERS, CANVAS, GENERATION, LONG, SHORT, taught_config
@@ -84,22 +83,23 @@ def test_an_engine_without_room_for_prefixes_keeps_none(checkpoint: Path, room: 
     assert len(engine.prefixes) == 0
     job = engine.submit(engine.plan(SHORT, Options(seed=1)))
     engine.step()
-    assert job.prefilled and not job.cache.marks  # which would cost memory for nothing
+    assert job.prefilled and not job.cache.checkpoints  # which would cost memory for nothing
     engine.cancel(job)
 
 
 @pytest.mark.parametrize(
     ("memory", "chunk", "prefixes"),
-    [(141e9, 4096, 2 << 30), (25e9, 1024, int(1.25e9)), (16e9, 512, int(0.8e9))],
+    [(141e9, 1024, 2 << 30), (25e9, 1024, int(1.25e9)), (16e9, 512, int(0.8e9))],
 )
 def test_a_smaller_gpu_gets_smaller_passes_and_remembers_less(
     monkeypatch: pytest.MonkeyPatch, memory: float, chunk: int, prefixes: int
 ) -> None:
     card = SimpleNamespace(total_memory=int(memory))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    assert prefill_chunk(torch.device("cuda")) == chunk
+    assert prefill_chunk(torch.device("cuda"), torch.bfloat16) == chunk
     assert prefix_room(torch.device("cuda")) == prefixes
-    assert prefill_chunk(torch.device("cpu")) == 512
+    assert prefill_chunk(torch.device("cpu"), torch.float32) == 512
+    assert prefill_chunk(torch.device("cpu"), torch.bfloat16) == 128
     assert prefix_room(torch.device("cpu")) == 2 << 30
 
 
@@ -249,6 +249,6 @@ def test_packing_lets_go_of_each_weight() -> None:
 def test_a_torn_cache_is_not_remembered(wild: Engine) -> None:
     stream = wild.stream(Prompt(text="", ids=(5, 6, 7)), Options(max_tokens=64, drafts=True))
     next(stream)
-    wild.jobs[0].cache.is_whole = False
+    wild.jobs[0].cache.is_consistent = False
     stream.close()
     assert len(wild.prefixes) == 0

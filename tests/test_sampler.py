@@ -18,11 +18,10 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
-from dgemma.canvas import Canvas, Pins, fresh
 from dgemma.config import GenerationConfig, load_generation_config
-from dgemma.errors import UsageError
-from dgemma.ops.row_stats import RowStats
-from dgemma.sampler import (
+from dgemma.diffusion.canvas import Canvas, Pins, fresh
+from dgemma.diffusion.logit_stats import RowStats
+from dgemma.diffusion.sampler import (
     Apart,
     Confidence,
     EntropyBound,
@@ -31,6 +30,7 @@ from dgemma.sampler import (
     keepers,
     released_sampler,
 )
+from dgemma.errors import UsageError
 
 RELEASED = Path(__file__).resolve().parents[2] / "shared" / "checkpoint"
 QUICK = settings(deadline=None, derandomize=True, database=None)

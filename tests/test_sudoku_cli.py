@@ -18,11 +18,10 @@ from dgemma.cli import main
 from dgemma.cli.show import CanvasView
 from dgemma.cli.sudoku import Results
 from dgemma.engine import Draft, Engine
-from dgemma.engine.sudoku import LAST_STEPS
+from dgemma.engine.sudoku import LAST_STEPS, How, Solved, canvas_length, follow, givens, plan, solve
 from dgemma.engine.sudoku import STEPS as SOON
+from dgemma.engine.sudoku import Attempt as Try
 from dgemma.errors import UsageError
-from dgemma.eval.sudoku import Attempt as Try
-from dgemma.eval.sudoku import How, Solved, canvas_length, follow, givens, plan, solve
 from dgemma.text import sudoku as text
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.tokenizer import Tokenizer
@@ -339,7 +338,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
             if results == count:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr("dgemma.eval.sudoku.follow", some)
+    monkeypatch.setattr("dgemma.engine.sudoku.follow", some)
 
 
 def test_an_interrupt_loses_nothing_that_is_solved(

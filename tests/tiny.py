@@ -14,7 +14,7 @@ from transformers import (
 from transformers import Gemma4Config as HFGemma4Config
 
 from dgemma.config import FULL, SLIDING, ModelConfig, config_to_json
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 
 CPU = torch.device("cpu")
 VISION = MappingProxyType(

@@ -19,7 +19,7 @@ BadCall: Any = typer.BadParameter.__mro__[1]
 Model = Annotated[
     str, typer.Option("--model", "-m", help="A checkpoint directory, a downloaded hub id, or nano.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Quant = Annotated[
     str, typer.Option(help="Weights in memory: auto, none (16 or 32 bits), int8, fp8 or nvfp4.")

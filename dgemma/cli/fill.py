@@ -36,6 +36,13 @@ def fill(
     ] = False,
     stop: Annotated[list[str] | None, typer.Option(help="A hole ends before this text.")] = None,
     candidates: Annotated[int, typer.Option(help="How many ways to fill it; the best first.")] = 1,
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="thorough: search lengths, and what the causal mode would write; fast: one batch "
+            "of canvases for each hole, as editors want it."
+        ),
+    ] = "thorough",
     form: Annotated[
         str | None,
         typer.Option(
@@ -66,7 +73,8 @@ def fill(
         single_line=single_line,
         stop=tuple(stop or ()),
         candidates=candidates,
-        form=form,  # type: ignore[arg-type]  # refused below if it is not known
+        effort=effort,  # type: ignore[arg-type]  # refused below if it is not known
+        form=form,  # type: ignore[arg-type]  # the same
         seed=seed,
         drafts=show,
     )

@@ -14,8 +14,8 @@ from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView
+    from dgemma.diffusion.sampler import Sampler
     from dgemma.engine import Done, Engine, Options, Text
-    from dgemma.sampler import Sampler
     from dgemma.text.chat import Prompt
 
 RULES = ("entropy", "confidence")
@@ -101,7 +101,7 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _sampler(engine: "Engine", rule: str | None, steps: int | None) -> "Sampler | None":
-    from dgemma.sampler import Confidence
+    from dgemma.diffusion.sampler import Confidence
 
     if rule is None and steps is None:
         return None

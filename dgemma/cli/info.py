@@ -24,7 +24,7 @@ def info(
     """Tell what would run, and where. Needs a checkpoint's config only, not its weights."""
     facts = {**_machine(device, dtype), **_model(model)}
     facts["weights"] = _weights(model, device, dtype, quant)
-    facts["kernels"] = _kernels(model, device, dtype)
+    facts["backend"] = _backend(model, device, dtype)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
         return
@@ -63,7 +63,7 @@ def _fast_paths(where: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     """Which of the two ways each op takes here."""
     import torch
 
-    from dgemma.ops.linear import can_pack
+    from dgemma.backends.cpu.packed_linear import can_pack
 
     is_cpu = where.type == "cpu"
     is_packed = is_cpu and can_pack(torch.empty(1, 1, dtype=dtype))
@@ -77,11 +77,11 @@ def _fast_paths(where: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     }
 
 
-def _kernels(model: str, device: str, dtype: str) -> dict[str, str]:
-    """Which of our kernels run on this device, and why the others do not."""
+def _backend(model: str, device: str, dtype: str) -> str:
+    """Name the backend that would run here, and why not a faster one."""
+    from dgemma.backends.cuda.selftest_cache import report
     from dgemma.config import load_config
     from dgemma.device import choose_device, choose_dtype
-    from dgemma.graph.record import report
     from dgemma.weights.download import find_checkpoint
 
     where = choose_device(device)
@@ -89,8 +89,7 @@ def _kernels(model: str, device: str, dtype: str) -> dict[str, str]:
         config = load_config(find_checkpoint(model))
     except UsageError:
         config = None
-    told = report(config, choose_dtype(dtype, where), where)
-    return {str(family): way for family, way in told.items()}
+    return report(config, choose_dtype(dtype, where), where)
 
 
 def _weights(model: str, device: str, dtype: str, quant: str) -> str:

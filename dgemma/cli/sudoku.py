@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from dgemma.engine import Engine
-    from dgemma.eval.sudoku import How, Solved
+    from dgemma.engine.sudoku import How, Solved
 
 RULE = "──────┼───────┼──────"
 GIVEN, CHANGED, FILLED, MISSING = "bold", "bold red", "cyan", "dim"
@@ -62,7 +62,7 @@ def sudoku(
     solved, in the puzzles' order; Ctrl-C prints those that are ready.
     """
     from dgemma.cli.loading import load_engine
-    from dgemma.eval.sudoku import How
+    from dgemma.engine.sudoku import How
 
     if mode == "ar":
         _check_ar({"--pin": pin, "--restarts": restarts is not None, "--show": show})
@@ -135,7 +135,7 @@ def _solve(
     engine: "Engine", puzzles: list[str], how: "How", *, show: bool
 ) -> "Iterator[tuple[int, Solved]]":
     """All puzzles at once, or one after the other where their canvases are to be watched."""
-    from dgemma.eval.sudoku import Solved, follow
+    from dgemma.engine.sudoku import Solved, follow
 
     if show:
         for index, puzzle in enumerate(puzzles):
@@ -148,7 +148,7 @@ def _solve(
 
 def _watch(engine: "Engine", puzzle: str, how: "How") -> "Solved":
     from dgemma.cli.show import CanvasView
-    from dgemma.eval.sudoku import Solved, follow
+    from dgemma.engine.sudoku import Solved, follow
 
     with CanvasView() as view:
         for _, event in follow(engine, [puzzle], how):

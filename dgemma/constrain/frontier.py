@@ -14,16 +14,17 @@ L canvas length, V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dgemma.canvas import Canvas, Pins
 from dgemma.constrain.masks import likeliest, masked
 from dgemma.constrain.matcher import Ending, Guide, GuideFault
 from dgemma.constrain.route import find_route
-from dgemma.ops.row_stats import RowStats
-from dgemma.sampler import View
+from dgemma.diffusion.canvas import Canvas, Pins
+from dgemma.diffusion.logit_stats import RowStats
+from dgemma.diffusion.sampler import View
 
 TRIES = 8  # tokens tried in AR where their ends do not fit, before the known end is taken
 LOOKS = 16  # positions looked at together when a canvas must be finished
@@ -58,6 +59,7 @@ class Frontier:
         self._route: list[int] = []  # tokens from the frontier up to the last pin
         self._max_steps = self._stalled = 0
         self._is_closing = False  # no end is shorter than the known one, which is taken
+        self._saved: _Saved | None = None  # as it was before the last walk
 
     @property
     def left(self) -> int:
@@ -81,7 +83,7 @@ class Frontier:
         self.ending = self._first_ending
         self.block, self._route, self._stalled = [], [], 0
         self.is_complete = self._is_closing = False
-        self._max_steps = max_steps
+        self._max_steps, self._saved = max_steps, None
         stops = [p for p, t in _pairs(pins) if t in self.vocabulary.stops]
         self._pins = {p: t for p, t in _pairs(pins) if t not in self.vocabulary.stops}
         if stops and min(stops) < max(self._pins, default=-1):
@@ -107,7 +109,13 @@ class Frontier:
         return self.end_block()
 
     def walk(self, canvas: Canvas, view: View) -> Canvas:
-        """Go on after a step, and pin what is sure. Never raises: see `fault` and `error`."""
+        """Go on after a step, and pin what is sure. Never raises: see `fault` and `error`.
+
+        The same step may come again, if the pass failed after it: then it starts where it did.
+        """
+        if self._saved is not None and self._saved.num_steps == canvas.num_steps:
+            self._restore(self._saved)
+        self._saved = self._save(canvas.num_steps)
         try:
             if not self.fault:
                 return self._walk(canvas, view)
@@ -116,6 +124,19 @@ class Frontier:
         except Exception as error:
             self.error = error
         return replace(canvas, settled=torch.ones_like(canvas.settled))
+
+    def _save(self, num_steps: int) -> "_Saved":
+        return _Saved(
+            num_steps,
+            len(self.block),
+            {name: getattr(self, name) for name in _Saved.NAMES},
+        )
+
+    def _restore(self, saved: "_Saved") -> None:
+        self.matcher.back(len(self.block) - saved.num_tokens)
+        del self.block[saved.num_tokens :]
+        for name, value in saved.state.items():
+            setattr(self, name, value)
 
     def choose(self, logits_V: Tensor, draw: Callable[[Tensor], int]) -> int:
         """AR: the next token, drawn among the allowed; a stop id ends the text."""
@@ -261,12 +282,11 @@ class Frontier:
         stops = torch.tensor(self.vocabulary.stops, device=canvas.tokens_L.device)
         is_stop_L = torch.isin(view.stats.top_T, stops) | torch.isin(canvas.tokens_L, stops)
         open_L = is_stop_L & (place_L < least) & ~canvas.pinned_L
-        assert canvas.soft_LD is not None
         return replace(
             canvas,
             tokens_L=torch.where(open_L, view.noise_L, canvas.tokens_L),
             kept_L=canvas.kept_L & ~open_L,
-            soft_LD=canvas.soft_LD.masked_fill(open_L[:, None], 0.0),
+            reopened_L=open_L,
         )
 
     def _pinned(self, canvas: Canvas, stop: int | None) -> Canvas:
@@ -291,6 +311,25 @@ class Frontier:
             entropy_L=canvas.entropy_L.masked_fill(held_L, 0.0),
             settled=torch.full_like(canvas.settled, is_settled),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The state before a walk. Values are replaced by a walk, never changed, but for the block."""
+
+    NAMES: ClassVar[tuple[str, ...]] = (
+        "ending",
+        "is_complete",
+        "fault",
+        "error",
+        "_route",
+        "_stalled",
+        "_is_closing",
+    )
+
+    num_steps: int
+    num_tokens: int  # of the block
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ their tokens decode to.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dgemma.canvas import Pins
 from dgemma.constrain.seams import Gap, is_word
+from dgemma.diffusion.canvas import Pins
 from dgemma.errors import UsageError
 from dgemma.text.stream import StopStrings
 from dgemma.text.tokenizer import Tokenizer, refuse_surrogates
@@ -126,6 +126,17 @@ def grid(limit: int) -> list[int]:
     while sizes[-1] * 2 <= limit:
         sizes.append(sizes[-1] * 2)
     return sizes if limit < 1.5 * sizes[-1] else [*sizes, limit]
+
+
+def spread(limit: int, count: int) -> list[int]:
+    """Lengths to try in one batch of canvases: from 1 to the limit, `count` of them or fewer.
+
+    All of them if they are so few; else each is longer than the one before by the same factor.
+    """
+    if limit <= count:
+        return list(range(1, limit + 1))
+    factor = limit ** (1 / (count - 1))
+    return sorted({round(factor**i) for i in range(count)})
 
 
 def around(best: int, limit: int) -> list[int]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Span
+from dgemma.backends.base import Backend
 from dgemma.engine.score import Encoded
-from dgemma.model import Gemma
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.kv_cache import KVCache
 
 READ = 256  # of the likeliest tokens behind a text, in search of those that are allowed
 
@@ -58,25 +59,25 @@ class Beam:
 
 @torch.inference_mode()
 def likeliest(
-    model: Gemma, prefix: Encoded, wanted: Wanted, between: Callable[[], None]
+    backend: Backend, prefix: Encoded, wanted: Wanted, between: Callable[[], None]
 ) -> list[Ids]:
     """The likeliest texts of the wanted lengths that the search came by, the best first.
 
     `between`: called before each further token, so that others need not wait for all of them.
     """
-    first_V = model.logits(prefix.last_1D)[0].float().log_softmax(-1)
-    beams = [Beam((), 0.0, prefix.cache.branch(wanted.most), first_V)]
+    first_V = backend.model.logits(prefix.last_1D)[0].float().log_softmax(-1)
+    beams = [Beam((), 0.0, prefix.cache.fork(wanted.most), first_V)]
     found: dict[Ids, float] = {}
     for place in range(wanted.most):
         if place:
             between()
-        beams = _grow(model, beams, place, wanted)
+        beams = _grow(backend, beams, place, wanted)
         if place + 1 >= wanted.least:
             found |= {beam.ids: beam.worth(wanted) for beam in beams}
     return sorted(found, key=found.__getitem__, reverse=True)[: wanted.width]
 
 
-def _grow(model: Gemma, beams: Sequence[Beam], place: int, wanted: Wanted) -> list[Beam]:
+def _grow(backend: Backend, beams: Sequence[Beam], place: int, wanted: Wanted) -> list[Beam]:
     """The likeliest texts that are a token longer."""
     longer: list[tuple[float, Beam, int]] = []
     for beam in beams:
@@ -89,9 +90,10 @@ def _grow(model: Gemma, beams: Sequence[Beam], place: int, wanted: Wanted) -> li
     if not longer:
         return []
     caches = _caches([beam for _, beam, _ in longer])
-    context = Pass([Span(cache, 1, commit=True) for cache in caches])
+    context = ForwardBatch([Segment(cache, 1, commit=True) for cache in caches])
     tokens_W = torch.tensor([token for _, _, token in longer], device=caches[0].device)
-    next_WV = model.logits(model.encode(tokens_W, context)).float().log_softmax(-1)
+    hidden_WD = backend.encode(tokens_W, context)
+    next_WV = backend.model.logits(hidden_WD).float().log_softmax(-1)
     context.close()
     return [
         Beam((*beam.ids, token), total, cache, next_V)
@@ -106,5 +108,5 @@ def _caches(parents: Sequence[Beam]) -> list[KVCache]:
     for beam in parents:
         is_first = id(beam) not in taken
         taken.add(id(beam))
-        caches.append(beam.cache if is_first else beam.cache.fork())
+        caches.append(beam.cache if is_first else beam.cache.clone())
     return caches

@@ -13,13 +13,16 @@ from typing import Literal
 
 import torch
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.canvas import Noise, Pins
-from dgemma.denoise import Row, commit, enter_rows, start
+from dgemma.backends.base import Backend, prefill
+from dgemma.backends.reference import embed_canvases
+from dgemma.diffusion.canvas import Noise, Pins
+from dgemma.diffusion.denoise import Row, start
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.score import CHUNK, score
 from dgemma.errors import UsageError
-from dgemma.model import Gemma
-from dgemma.sampler import Sampler
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 
 Reading = Literal["causal", "canvas"]
 READS = 4  # canvases of different noise read for labels of one length
@@ -27,7 +30,7 @@ WIDTH = 16  # of a canvas that is read; wider only for longer labels
 
 
 def choose(
-    model: Gemma,
+    backend: Backend,
     prompt: Sequence[int],
     labels: Sequence[Sequence[int]],
     end: int,
@@ -39,26 +42,27 @@ def choose(
     if len(set(map(tuple, labels))) < len(labels):
         raise UsageError("a label is given twice; give each once")
     if reading == "causal":
-        totals = [s.total for s in score(model, prompt, [[*label, end] for label in labels])]
+        totals = [s.total for s in score(backend, prompt, [[*label, end] for label in labels])]
         return torch.tensor(totals, dtype=torch.float64).softmax(-1).tolist()
     if reading != "canvas":
         raise UsageError(f"reading {reading!r} is not known; use causal or canvas")
-    return _read(model, prompt, labels, end)
+    return _read(backend, prompt, labels, end)
 
 
 @torch.inference_mode()
 def _read(
-    model: Gemma, prompt: Sequence[int], labels: Sequence[Sequence[int]], end: int
+    backend: Backend, prompt: Sequence[int], labels: Sequence[Sequence[int]], end: int
 ) -> list[float]:
+    model = backend.model
     lengths = sorted({len(label) for label in labels})
     _check(model, lengths[-1])
     weight = model.embed_tokens.weight
-    room = Room(tokens=len(prompt), span=CHUNK)
+    room = Capacity(tokens=len(prompt), segment=CHUNK)
     cache = KVCache(model.config, room, weight.dtype, weight.device)
-    commit(model, cache, torch.tensor(prompt, device=weight.device), CHUNK)
+    prefill(backend, cache, torch.tensor(prompt, device=weight.device), CHUNK)
     rows = [_row(model, length, end, read) for length in lengths for read in range(READS)]
-    spans = [Span(cache.branch(r.canvas.length), r.canvas.length, commit=False) for r in rows]
-    hidden_TD = model.stack(enter_rows(model, rows), Pass(spans))
+    spans = [Segment(cache.fork(r.canvas.length), r.canvas.length, commit=False) for r in rows]
+    hidden_TD = backend.forward(embed_canvases(model, rows), ForwardBatch(spans))
     parts = torch.split(hidden_TD, [row.canvas.length for row in rows])
     totals = torch.empty(READS, len(labels), dtype=torch.float64)
     for number, length in enumerate(lengths):

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dgemma.cache import Pass, Span
-from dgemma.canvas import Noise
+from dgemma.diffusion.canvas import Noise
 from dgemma.engine.trials import SharedPrefix
+from dgemma.model.forward_batch import ForwardBatch, Segment
 
 if TYPE_CHECKING:
-    from dgemma.model import Gemma
+    from dgemma.model.gemma import Gemma
 
 CLEAN_SHARE = 0.95  # of a canvas's tokens that are taken to be right when the copy bias is removed
 READ = 64  # positions whose logits are held at once
@@ -46,8 +46,8 @@ def _left_out(shared: SharedPrefix, tokens: Sequence[int], count: int, seed: int
         is_out_L = (place_L % HALVES == half) & (place_L < count)
         canvases.append(torch.where(is_out_L, noise.tokens_NL[0], clean_L))
         asked.append(is_out_L)
-    spans = [Span(shared.cache.branch(len(tokens)), len(tokens), commit=False) for _ in canvases]
-    hidden_TD = model.denoise(torch.cat(canvases), None, Pass(spans))
+    spans = [Segment(shared.cache.fork(len(tokens)), len(tokens), commit=False) for _ in canvases]
+    hidden_TD = _denoised(shared, torch.cat(canvases), ForwardBatch(spans))
     is_asked_T = torch.cat(asked)
     held_T = clean_L.repeat(HALVES)[is_asked_T]
     surprise_N = -_logprobs(model, hidden_TD[is_asked_T], held_T, 0.0)[0]
@@ -60,12 +60,18 @@ def preference(shared: SharedPrefix, tokens: Sequence[int], count: int) -> list[
     """By how many nats the canvas prefers another token, at its first `count` positions."""
     model = shared.engine.model
     clean_L = torch.tensor(tokens, device=shared.engine.device)
-    span = Span(shared.cache.branch(len(tokens)), len(tokens), commit=False)
-    hidden_TD = model.denoise(clean_L, None, Pass([span]))
+    span = Segment(shared.cache.fork(len(tokens)), len(tokens), commit=False)
+    hidden_TD = _denoised(shared, clean_L, ForwardBatch([span]))
     held_N, best_N = _logprobs(
         model, hidden_TD[:count], clean_L[:count], copy_bias(model.config.vocab_size)
     )
     return (best_N - held_N).tolist()
+
+
+def _denoised(shared: SharedPrefix, tokens_T: Tensor, batch: ForwardBatch) -> Tensor:
+    """Hidden states of canvases without self-conditioning."""
+    backend = shared.engine.backend
+    return backend.forward(backend.model.enter(tokens_T, None), batch)
 
 
 def copy_bias(vocab: int) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dgemma.canvas import Noise
 from dgemma.constrain.edits import (
     Change,
     Patch,
@@ -31,13 +30,14 @@ from dgemma.constrain.edits import (
     whole_words,
 )
 from dgemma.constrain.holes import Span, check_spans, tail
+from dgemma.diffusion.canvas import Noise
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.doubt import copy_bias
 from dgemma.engine.events import Draft
 from dgemma.engine.fill import closing_ids, end_id
 from dgemma.engine.trials import SharedPrefix
 from dgemma.engine.windows import EVERYTHING, Manner, Segment, Tokens, Windows
 from dgemma.errors import CheckpointError, PromptTooLong, UsageError
-from dgemma.sampler import Sampler
 from dgemma.text.chat import Message, Prompt
 from dgemma.text.tokenizer import refuse_surrogates
 

@@ -12,7 +12,7 @@ from typing import Unpack
 
 import torch
 
-from dgemma.cache import KVCache, Room
+from dgemma.backends.choose import choose_backend
 from dgemma.config import GenerationConfig
 from dgemma.constrain.calls import grammar_of
 from dgemma.constrain.grammar import Constraint
@@ -20,19 +20,18 @@ from dgemma.constrain.holes import Holed
 from dgemma.constrain.matcher import Guide, compile_guide
 from dgemma.constrain.vocabulary import vocabulary
 from dgemma.device import give_back
-from dgemma.engine.batch import Work, run
+from dgemma.diffusion.sampler import released_sampler
 from dgemma.engine.choice import Reading, choose
 from dgemma.engine.edit import Edited, EditOptions, edit, warm_canvas
 from dgemma.engine.events import Done, Draft, Event
 from dgemma.engine.fill import Filled, FillOptions, fill
-from dgemma.engine.job import PREFILL_CHUNK, Job, prefill_chunk
+from dgemma.engine.job import PREFILL_CHUNK, Job
 from dgemma.engine.options import Options, Plan, make_plan
+from dgemma.engine.prefix_cache import PrefixStore
 from dgemma.engine.score import Score, score
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.graph.steppers import Fast
-from dgemma.model import Gemma
-from dgemma.prefix import PrefixStore
-from dgemma.sampler import released_sampler
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.text.chat import ChatTemplate, Message, Prompt, Tool
 from dgemma.text.tokenizer import StopIds, Tokenizer
 from dgemma.weights.adapter import load_adapter
@@ -44,6 +43,12 @@ DEFAULTS = Options()
 FILL_DEFAULTS = FillOptions()
 EDIT_DEFAULTS = EditOptions()
 MAX_ROWS = 16  # requests in one pass; others wait
+# Tokens of a prompt in one pass, by the memory of a GPU in bytes. In 16 bits it is also what a
+# reused prefix is cut to, so that small chunks reuse more and large ones prefill faster.
+GPU_CHUNKS = ((20e9, 1024), (0, PREFILL_CHUNK))
+CPU_CHUNK_16 = 128
+MAX_PREFILLING = 4  # prompts that bring a chunk to one pass, at most...
+MAX_PREFILLING_BESIDE = 1  # ...beside canvases that run, which wait for it
 PREFIX_BYTES = 2 << 30  # memory for the keys and values of finished requests, at most...
 PREFIX_SHARE = 0.05  # ...and of a GPU's memory
 
@@ -51,7 +56,7 @@ PREFIX_SHARE = 0.05  # ...and of a GPU's memory
 class Engine:
     """Answers requests. `jobs`, `waiting` and `prefixes` are all that changes.
 
-    `fast` holds the model's captured passes, where its device has them.
+    `backend` executes the passes.
     """
 
     def __init__(
@@ -74,11 +79,12 @@ class Engine:
         self.stop_ids = StopIds.read(generation.stop_ids)
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_rows, self.chunk = max_rows, prefill_chunk(self.device)
-        self.fast = Fast.of(model)
+        self.max_rows, self.backend = max_rows, choose_backend(model)
+        self.chunk = prefill_chunk(self.device, self.dtype)
         give_back(self.device)  # what loading, joining and checks have left
         room = prefix_room(self.device) if prefix_bytes is None else prefix_bytes
-        self.prefixes = PrefixStore(room)
+        # In 16 bits a prefix is reused only where a fresh prompt is cut: answers stay the same.
+        self.prefixes = PrefixStore(room, 1 if self.dtype == torch.float32 else self.chunk)
         self.jobs: list[Job] = []
         self.waiting: deque[Job] = deque()
 
@@ -219,7 +225,7 @@ class Engine:
     def score(self, prompt: str | Prompt, texts: Sequence[str]) -> list[Score]:
         """Causal log-probability of each text as the continuation of the prompt."""
         request = self._from_text(prompt) if isinstance(prompt, str) else prompt
-        return score(self.model, request.ids, [self.tokenizer.encode(text) for text in texts])
+        return score(self.backend, request.ids, [self.tokenizer.encode(text) for text in texts])
 
     def rank(self, prompt: str | Prompt, choices: Sequence[str]) -> list[tuple[str, Score]]:
         """The choices with their scores, the likeliest as a whole first."""
@@ -238,7 +244,7 @@ class Engine:
         turn = self.tokenizer.control_ids.get("<turn|>")
         end = turn if turn in self.stop_ids.ids else self.stop_ids.ids[0]
         encoded = [self.tokenizer.encode(label) for label in labels]
-        shares = choose(self.model, request.ids, encoded, end, reading)
+        shares = choose(self.backend, request.ids, encoded, end, reading)
         return sorted(zip(labels, shares, strict=True), key=lambda pair: pair[1], reverse=True)
 
     def plan(self, prompt: str | Prompt, options: Options = DEFAULTS) -> Plan:
@@ -256,6 +262,7 @@ class Engine:
         """
         job = Job(plan, self.tokenizer, self.stop_ids)
         job.past, job.is_remembered = past, self.prefixes.max_bytes > 0
+        job.alignment = self.prefixes.alignment
         if not job.is_over:  # a grammar without a text that fits ends it at once
             self.waiting.append(job)
         return job
@@ -267,23 +274,24 @@ class Engine:
             self.jobs.append(self.waiting.popleft())
         if not self.jobs:
             return
-        works = self._works()
-        outcomes = run(self.model, works, self.fast)
-        for job, work, outcome in zip(self.jobs, works, outcomes, strict=True):
+        jobs = self._turn()
+        inputs = [job.work(self.chunk) for job in jobs]
+        outputs = self.backend.run(inputs)
+        for job, given, output in zip(jobs, inputs, outputs, strict=True):
             try:
-                job.take(work, outcome)
+                job.take(given, output)
             except Exception as error:
                 # It is for whoever follows this request; the others go on.
                 job.error = error
         for job in [job for job in self.jobs if job.is_over]:
             self.cancel(job)
 
-    def _works(self) -> list[Work]:
-        """What every request brings to the next pass; long prompts share out what it may hold."""
-        prompts = sum(len(job.pending) > PREFILL_CHUNK for job in self.jobs)
-        chunk = max(PREFILL_CHUNK, self.chunk // max(1, prompts))
-        alone = self.fast if len(self.jobs) == 1 else None
-        return [job.work(chunk, alone) for job in self.jobs]
+    def _turn(self) -> list[Job]:
+        """Requests of the next pass: all that run, and as many prompts as keep it short."""
+        prefilling = [job for job in self.jobs if job.is_prefilling(self.chunk)]
+        limit = MAX_PREFILLING if len(prefilling) == len(self.jobs) else MAX_PREFILLING_BESIDE
+        waiting = set(map(id, prefilling[limit:]))
+        return [job for job in self.jobs if id(job) not in waiting]
 
     def cancel(self, job: Job) -> None:
         """Take a request out; what it has committed is remembered."""
@@ -293,9 +301,10 @@ class Engine:
         if job in self.jobs:
             self.jobs.remove(job)
             # An interrupt may leave a cache torn, or ahead of its job. A shared past has an owner.
-            is_ours = job.past is None and job.cache.is_whole
+            is_ours = job.past is None and job.cache.is_consistent
             if is_ours and len(job.committed) == job.cache.length:
-                self.prefixes.keep(job.committed, job.cache)
+                prompt = len(job.plan.prompt.ids)
+                self.prefixes.keep(job.committed, job.cache, min(prompt, len(job.committed)))
 
     def _follow(self, plan: Plan) -> Generator[Event, None, None]:
         job = self.submit(plan)
@@ -318,8 +327,8 @@ class Engine:
     def _cache(self, job: Job) -> KVCache:
         plan = job.plan
         if job.past is not None:
-            return job.past.branch(plan.room - job.past.length)
-        room = Room(tokens=plan.room, span=self.chunk + plan.canvas_length)
+            return job.past.fork(plan.room - job.past.length)
+        room = Capacity(tokens=plan.room, segment=self.chunk + plan.canvas_length)
         found = self.prefixes.take(plan.prompt.ids, room)
         if found is not None:
             return found[0]
@@ -332,3 +341,11 @@ def prefix_room(device: torch.device) -> int:
         return PREFIX_BYTES
     memory = torch.cuda.get_device_properties(device).total_memory
     return min(PREFIX_BYTES, int(PREFIX_SHARE * memory))
+
+
+def prefill_chunk(device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens of one prompt that a pass commits; prompts are always cut at its multiples."""
+    if device.type != "cuda":
+        return PREFILL_CHUNK if dtype == torch.float32 else CPU_CHUNK_16
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return next(chunk for least, chunk in GPU_CHUNKS if memory >= least)

@@ -10,7 +10,6 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dgemma.canvas import Noise
 from dgemma.constrain.holes import (
     MARK,
     REQUEST,
@@ -22,15 +21,17 @@ from dgemma.constrain.holes import (
     group,
     head,
     shape,
+    spread,
     tail,
 )
 from dgemma.constrain.seams import is_whole
+from dgemma.diffusion.canvas import Noise
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.candidates import Candidate
 from dgemma.engine.events import Draft
-from dgemma.engine.search import Search, Sheet, Sizes, Tuning, least_after
-from dgemma.engine.trials import SharedPrefix
+from dgemma.engine.search import SEEN_AFTER, Effort, Search, Sheet, Sizes, Tuning, least_after
+from dgemma.engine.trials import SharedPrefix, with_steps
 from dgemma.errors import PromptTooLong, UsageError
-from dgemma.sampler import Sampler
 from dgemma.text.chat import Message
 
 if TYPE_CHECKING:
@@ -38,8 +39,12 @@ if TYPE_CHECKING:
 
 Form = Literal["base", "instruct", "both"]
 FORMS: tuple[Form, ...] = ("base", "instruct", "both")
+EFFORTS: tuple[Effort, ...] = ("fast", "thorough")
 PROPOSALS = 16  # texts of the causal mode that compete with the canvases' own
 TYPICAL = 8  # tokens of a hole whose length is not known, while others are searched
+# With effort fast: lengths of a hole that are tried, the longest of them in tokens, the most steps
+# of a canvas, and the tokens that it shows behind the hole.
+FAST_LENGTHS, FAST_LONGEST, FAST_STEPS, FAST_SEEN_AFTER = 9, 64, 8, 32
 EDGE = 256  # characters of the text before a hole that the rules look at
 # Tokens that a text to be scored may have beyond its canvases: the end of the text, a token of what
 # follows that no canvas shows, and what it is longer by when it is encoded anew.
@@ -57,6 +62,8 @@ class FillOptions:
     single_line: bool = False  # a hole ends with its line
     allow_empty: bool = False
     candidates: int = 1  # how many to return, the best first
+    # fast: one batch of canvases for each hole, a few steps, no proposals; see `Search`
+    effort: Effort = "thorough"
     proposals: int = PROPOSALS  # texts of the causal mode, for one hole by itself; 0: none
     form: Form | None = None  # how the model is asked; None: see `choose_form`
     seed: int | None = None  # None draws one, reported with the result
@@ -120,6 +127,8 @@ def check_fill(options: FillOptions) -> None:
         raise UsageError(f"lengths are {options.lengths}; each must be 1 or more")
     if options.form not in (None, *FORMS):
         raise UsageError(f"form {options.form!r} is not known; use {' or '.join(FORMS)}")
+    if options.effort not in EFFORTS:
+        raise UsageError(f"effort {options.effort!r} is not known; use {' or '.join(EFFORTS)}")
 
 
 def fill(engine: "Engine", holed: Holed, options: FillOptions) -> Generator[Draft, None, Filled]:
@@ -148,7 +157,8 @@ class Filling:
 
     def __init__(self, engine: "Engine", holed: Holed, options: FillOptions, seed: int) -> None:
         self.engine, self.holed, self.options, self.seed = engine, holed, options, seed
-        self.form = choose_form(engine, options.form)
+        self.is_fast = options.effort == "fast"
+        self.form = choose_form(engine, options.form, proposes=not self.is_fast)
         # By which canvases are asked and texts scored.
         self.own_form: Form = "base" if self.form == "both" else self.form
         self.rules = Rules(
@@ -202,6 +212,8 @@ class Filling:
 
     def _groups(self) -> list[range]:
         known = self.options.lengths
+        if self.is_fast and not known:  # one batch tries the lengths of one hole
+            return [range(hole, hole + 1) for hole in range(self.holed.count)]
         sizes = list(known) if known else [self._typical()] * self.holed.count
         between = [len(self._encode_head(piece)) for piece in self.holed.pieces[1:-1]]
         return group(between, sizes, self.length - least_after(self.length))
@@ -215,8 +227,12 @@ class Filling:
         if known:
             first = tuple(known[hole] for hole in holes)
             return Sizes(first=first, choices=tuple((size,) for size in first), limits=first)
-        limit = self.options.max_tokens or max(1, self.length - least_after(self.length))
-        count = len(holes)
+        most = max(1, self.length - least_after(self.length))
+        limit, count = self.options.max_tokens or most, len(holes)
+        if self.is_fast:
+            limit = min(limit, most, FAST_LONGEST)
+            tried = spread(limit, FAST_LENGTHS)
+            return Sizes(first=(tried[len(tried) // 2],), choices=(tuple(tried),), limits=(limit,))
         return Sizes(
             first=(self._typical(),) * count,
             choices=(tuple(grid(limit)),) * count,
@@ -224,14 +240,17 @@ class Filling:
         )
 
     def _tuning(self) -> Tuning:
+        sampler = self.options.sampler or self.engine.sampler
         return Tuning(
             rules=self.rules,
             seed=self.seed,
-            sampler=self.options.sampler or self.engine.sampler,
+            sampler=with_steps(sampler, FAST_STEPS) if self.is_fast else sampler,
             end=end_id(self.engine),
             drafts=self.options.drafts,
             candidates=self.options.candidates,
-            proposals=self.options.proposals,
+            proposals=0 if self.is_fast else self.options.proposals,
+            effort=self.options.effort,
+            seen_after=FAST_SEEN_AFTER if self.is_fast else SEEN_AFTER,
             # A limit says about how long a hole is, and bounds what a repetition gains by a mean.
             by_total=self.options.lengths is None and self.options.max_tokens is None,
         )
@@ -339,15 +358,17 @@ class Filling:
         raise UsageError("the stop strings leave nothing that a hole could hold; give others")
 
 
-def choose_form(engine: "Engine", wanted: Form | None) -> Form:
+def choose_form(engine: "Engine", wanted: Form | None, *, proposes: bool = True) -> Form:
     """How the model is asked to fill.
 
     Without a choice both are used, as the built-in model was measured; it gains little by it
-    (LOG.md, 2026-11-17). Which is best for the released one has not been measured.
+    (LOG.md, 2026-11-17). Which is best for the released one has not been measured. Both differ from
+    `base` by what the causal mode proposes; without proposals they are `base`.
     """
     if engine.template is None and wanted in ("instruct", "both"):
         raise UsageError(f"this checkpoint has no chat template for form {wanted}; use base")
-    return wanted or ("base" if engine.template is None else "both")
+    chosen = wanted or ("base" if engine.template is None else "both")
+    return "base" if chosen == "both" and not proposes else chosen
 
 
 def end_id(engine: "Engine") -> int:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dgemma.canvas import NO_PINS, Pins
 from dgemma.constrain.frontier import Frontier
 from dgemma.constrain.masks import masked
 from dgemma.constrain.matcher import Guide
+from dgemma.diffusion.canvas import NO_PINS, Pins
 from dgemma.engine.options import Plan
 from dgemma.text.tokenizer import Tokenizer
 

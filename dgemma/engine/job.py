@@ -13,27 +13,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dgemma.cache import KVCache
-from dgemma.canvas import NO_PINS, BlockNoise, Canvas, Pins
+from dgemma.backends.base import ForwardInput, ForwardOutput, TokenDraw
 from dgemma.config import ModelConfig
 from dgemma.constrain.edits import next_place
 from dgemma.constrain.matcher import GuideFault
-from dgemma.denoise import Row, start
-from dgemma.engine.batch import Outcome, Work
+from dgemma.diffusion.canvas import NO_PINS, BlockNoise, Canvas, Pins
+from dgemma.diffusion.denoise import Row, start
+from dgemma.diffusion.logit_stats import draw_token
 from dgemma.engine.events import Done, Draft, Event, Retry
 from dgemma.engine.guard import NOT_A_NUMBER, fault
 from dgemma.engine.guided import THOUGHT_CLOSES, THOUGHT_OPENS, Guided
 from dgemma.engine.options import Plan
 from dgemma.engine.reader import Reader
-from dgemma.graph.check import LONGEST
-from dgemma.graph.steppers import Fast
-from dgemma.ops.row_stats import Query, row_stats
+from dgemma.model.kv_cache import KVCache
 from dgemma.text.reply import ENDINGS
 from dgemma.text.tokenizer import StopIds, Tokenizer
 
-PREFILL_CHUNK = 512  # tokens a request may commit in one pass, at least...
-# ...and at most, by the memory of a GPU in bytes: larger passes are worth more, and hold more.
-GPU_CHUNKS = ((40e9, LONGEST), (20e9, 1024), (0, PREFILL_CHUNK))
+PREFILL_CHUNK = 512  # tokens a request may commit in one pass, at least
 AR_BLOCK = 1 << 31  # blocks of noise from here on serve single tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
 LENGTHS_APART = 8  # canvases that shrink differ by so much: each length is captured by itself
@@ -48,6 +44,7 @@ class Job:
     cache: KVCache  # from `begin` on
     past: KVCache | None = None  # holds the beginning of the prompt, shared with other requests
     is_remembered = True  # whether its cache may serve a follow-up
+    alignment = 1  # of prefixes that are reused
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer, stops: StopIds) -> None:
         self.plan, self.tokenizer, self.stops = plan, tokenizer, stops
@@ -86,56 +83,55 @@ class Job:
         self.committed = self.pending[: cache.length]
         del self.pending[: cache.length]
 
-    def work(self, chunk: int = PREFILL_CHUNK, fast: Fast | None = None) -> Work:
-        """What this job wants of the next pass, in which it may commit so many tokens.
+    def is_prefilling(self, chunk: int) -> bool:
+        """True while the prompt needs more than one pass."""
+        return not self.prefilled and len(self.pending) > self._next_chunk(chunk)
 
-        Where captured passes serve it, its prompt is committed apart from what they do.
-        """
-        apart = 0 if fast is None or self.prefilled else self._apart(fast)
-        if apart:
-            return Work(self.cache, tuple(self.pending[: min(apart, chunk)]))
-        tokens = tuple(self.pending[:chunk])
+    def _next_chunk(self, chunk: int) -> int:
+        """Tokens up to the next boundary at which prompts are cut."""
+        return chunk - len(self.committed) % chunk
+
+    def work(self, chunk: int = PREFILL_CHUNK) -> ForwardInput:
+        """What this job brings to the next pass; prompts are cut at multiples of `chunk`."""
+        tokens = tuple(self.pending)
+        if not self.prefilled:
+            tokens = tokens[: self._next_chunk(chunk)]
         if len(tokens) < len(self.pending):
-            return Work(self.cache, tokens)
+            return ForwardInput(cache=self.cache, tokens=tokens)
         if self.is_ar:
-            return Work(self.cache, tokens, wants_logits=True)
+            return ForwardInput(
+                cache=self.cache,
+                tokens=tokens,
+                draw=self._token_draw(),
+                needs_logits=self.guided is not None,
+            )
         if self.row is None:
             self.row = self._fresh_row()
-        return Work(self.cache, tokens, self.row)
+        return ForwardInput(cache=self.cache, tokens=tokens, row=self.row)
 
-    def _apart(self, fast: Fast) -> int:
-        """Tokens of the prompt that are committed before captured passes take over."""
-        if self.is_ar:
-            return len(self.pending) - 1  # the last one tells what comes next
-        is_block = len(self.pending) == self.plan.canvas_length  # comes with the first step
-        can_step = self.guided is None and fast.can_step(self.plan.sampler)
-        return len(self.pending) if can_step and not is_block else 0
-
-    def take(self, work: Work, outcome: Outcome) -> None:
+    def take(self, given: ForwardInput, output: ForwardOutput) -> None:
         """Go on from what the pass gave."""
-        self.committed += work.tokens
-        del self.pending[: len(work.tokens)]
-        if not self.prefilled and not self.pending:
-            if outcome.row is None and outcome.logits_V is None:
-                self._await_prompt()
-            self.prefilled = time.perf_counter()
-            if self.is_remembered:
-                self.cache.mark()  # a follow-up that drops the thought resumes here
-        if outcome.logits_V is not None:
-            self._take_token(outcome.logits_V)
-        if outcome.row is not None:
-            self._take_step(outcome.row)
+        self.committed += given.tokens
+        del self.pending[: len(given.tokens)]
+        if not self.prefilled:
+            self._checkpoint()
+            self.prefilled = 0.0 if self.pending else time.perf_counter()
+        if given.draw is not None:
+            self._take_token(output)
+        if output.row is not None:
+            self._take_step(output.row)
         if not self.is_done and self._is_over_budget():
             self._stop_early()
 
-    def _await_prompt(self) -> None:
-        """Wait for a prompt that was committed apart, so that its time is known.
-
-        The canvas is made meanwhile.
-        """
-        self.row = self._fresh_row()
-        if self.cache.device.type == "cuda":
-            torch.cuda.current_stream(self.cache.device).synchronize()
+    def _checkpoint(self) -> None:
+        """Let a follow-up resume at the end of the prompt, or at the last boundary before it."""
+        if self.alignment == 1:
+            is_last = not self.pending
+        else:
+            is_boundary = len(self.committed) % self.alignment == 0
+            is_last = is_boundary and 0 < len(self.pending) <= self.alignment
+        if self.is_remembered and is_last:
+            self.cache.checkpoint()
 
     def _take_step(self, row: Row) -> None:
         self.row, self.steps = row, self.steps + 1
@@ -188,13 +184,13 @@ class Job:
             self._promise(ids, after)
         self.pending = [] if self.is_done else ids
 
-    def _take_token(self, logits_V: Tensor) -> None:
+    def _take_token(self, output: ForwardOutput) -> None:
         self.steps += 1
-        if self.guided is not None and bool(logits_V.isnan().any()):
+        if output.logits_V is not None and bool(output.logits_V.isnan().any()):
             self._fail(NOT_A_NUMBER, FAULT)  # before the grammar moves on
             return
         try:
-            token, logprob = self._choose(logits_V)
+            token, logprob = self._choose(output)
         except GuideFault as fault:
             self._fail(str(fault), FAULT)
             return
@@ -267,9 +263,11 @@ class Job:
             config.vocab_size,
             self.cache.device,
         )
-        for place, token in enumerate(self._old_version()):
-            if token >= 0:
-                noise.tokens_NL[0, place] = token
+        old = self._old_version()
+        if old:
+            old_L = torch.tensor(old, device=self.cache.device)
+            first_L = noise.tokens_NL[0, : len(old)]
+            first_L.copy_(torch.where(old_L >= 0, old_L, first_L))
         if self.guided is None:
             return start(sampler, noise, self._pins())
         walker, pins = self.guided.begin_block(sampler.max_steps)
@@ -301,32 +299,28 @@ class Job:
         begin = next_place(old, written)
         return old[begin : begin + self.plan.canvas_length]
 
-    def _choose(self, logits_V: Tensor) -> tuple[int, float]:
+    def _choose(self, output: ForwardOutput) -> tuple[int, float]:
         if self.guided is None:
-            return self._draw(logits_V)
-        used = len(self.reader.ids)
-        token = self.guided.choose(logits_V, used, lambda masked_V: self._draw(masked_V)[0])
-        return token, float(logits_V.log_softmax(-1)[token])
+            assert output.token is not None
+            assert output.logprob is not None
+            return output.token, output.logprob
+        assert output.logits_V is not None
+        draw = self._token_draw()
 
-    def _draw(self, logits_V: Tensor) -> tuple[int, float]:
-        """The next token and its causal log-probability, which the heat does not touch."""
-        logprob_V = logits_V.log_softmax(-1)
-        token = logits_V.argmax()
-        if self.plan.options.heat > 0:
-            query = Query(
-                heat_T=logits_V.new_full((1,), self.plan.options.heat),
-                uniform_T=self._token_noise().to(logits_V.device),
-                held_T=token[None],
-            )
-            token = row_stats(logits_V[None].clone(), None, query)[0].draw_T[0]
-        # Read in one go: each waits for the device.
-        number, logprob = torch.stack([token.double(), logprob_V[token].double()]).tolist()
-        return int(number), logprob
+        def drawn(masked_V: Tensor) -> int:
+            return draw_token(masked_V, draw.temperature, draw.uniform)[0]
 
-    def _token_noise(self) -> Tensor:
+        token = self.guided.choose(output.logits_V, len(self.reader.ids), drawn)
+        return token, float(output.logits_V.log_softmax(-1)[token])
+
+    def _token_draw(self) -> TokenDraw:
+        """How the next token is drawn: its noise belongs to its number in the reply."""
+        heat = self.plan.options.heat
+        if heat == 0:
+            return TokenDraw()
         block, position = divmod(len(self.logprobs), AR_BLOCK_LENGTH)
         noise = token_noise(self.plan, AR_BLOCK + block, self.cache.config)
-        return noise.uniform_NL[0, position : position + 1]
+        return TokenDraw(heat, float(noise.uniform_NL[0, position]))
 
     def _fault(self, ids: list[int], canvas: Canvas) -> str:
         is_first = not self.reader.ids and self.guided is None  # a grammar may allow no text
@@ -395,14 +389,6 @@ class Job:
         )
 
 
-def prefill_chunk(device: torch.device) -> int:
-    """Tokens of one prompt that a pass takes; all prompts together, where it is more than least."""
-    if device.type != "cuda":
-        return PREFILL_CHUNK
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return next(chunk for least, chunk in GPU_CHUNKS if memory >= least)
-
-
 def token_noise(plan: Plan, block: int, config: ModelConfig) -> BlockNoise:
     """Noise for single tokens: a block of it without steps, far from the canvases' own."""
     return plan.noise.block(block, 0, AR_BLOCK_LENGTH, config.vocab_size, torch.device("cpu"))
@@ -410,16 +396,13 @@ def token_noise(plan: Plan, block: int, config: ModelConfig) -> BlockNoise:
 
 def draft(canvas: Canvas, block: int, tokenizer: Tokenizer) -> Draft:
     """A canvas as an event."""
-
-    def texts(ids: list[int]) -> tuple[str, ...]:
-        return tuple(tokenizer.decode([token], skip_control=True) for token in ids)
-
+    text = tokenizer.token_text
     ids, guess = canvas.tokens_L.tolist(), canvas.guess_L.tolist()
     return Draft(
         ids=tuple(ids),
-        tokens=texts(ids),
+        tokens=tuple(map(text, ids)),
         guess=tuple(guess),
-        guess_tokens=texts(guess),
+        guess_tokens=tuple(map(text, guess)),
         entropy=tuple(canvas.entropy_L.tolist()),
         kept=tuple(canvas.kept_L.tolist()),
         pinned=tuple(canvas.pinned_L.tolist()),

@@ -4,11 +4,11 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dgemma.canvas import NO_PINS, Noise, Pins
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.constrain.matcher import Guide
+from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
+from dgemma.diffusion.sampler import Sampler, released_sampler
 from dgemma.errors import PromptTooLong, UsageError
-from dgemma.sampler import Sampler, released_sampler
 from dgemma.text.chat import Prompt
 from dgemma.text.stream import StopStrings
 

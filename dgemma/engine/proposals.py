@@ -64,4 +64,4 @@ def propose(shared: SharedPrefix, hole: Hole, width: int) -> list[Ids]:
         ends=partial(hole.is_ended_by, engine.tokenizer),
         by_total=hole.by_total,
     )
-    return likeliest(engine.model, shared.behind(hole.variant.ids), wanted, engine.step)
+    return likeliest(engine.backend, shared.behind(hole.variant.ids), wanted, engine.step)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.denoise import commit
+from dgemma.backends.base import Backend, prefill
 from dgemma.errors import PromptTooLong, UsageError
-from dgemma.model import Gemma
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 
 CHUNK = 512  # positions encoded and read out at once
 
@@ -42,25 +43,26 @@ class Encoded:
 
 
 @torch.inference_mode()
-def score(model: Gemma, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> list[Score]:
+def score(backend: Backend, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> list[Score]:
     """Score texts that all go on from the same prompt: it is encoded once and shared."""
+    model = backend.model
     _check(model, len(prompt), texts)
     weight = model.embed_tokens.weight
-    room = Room(tokens=len(prompt), span=CHUNK)
+    room = Capacity(tokens=len(prompt), segment=CHUNK)
     shared = KVCache(model.config, room, weight.dtype, weight.device)
-    last_1D = commit(model, shared, torch.tensor(prompt, device=weight.device), CHUNK)
-    return score_after(model, Encoded(shared, last_1D), texts)
+    last_1D = prefill(backend, shared, torch.tensor(prompt, device=weight.device), CHUNK)
+    return score_after(backend, Encoded(shared, last_1D), texts)
 
 
 @torch.inference_mode()
-def score_after(model: Gemma, prompt: Encoded, texts: Sequence[Sequence[int]]) -> list[Score]:
+def score_after(backend: Backend, prompt: Encoded, texts: Sequence[Sequence[int]]) -> list[Score]:
     """Score texts behind a prompt that is encoded already; its cache may not change afterwards."""
-    shared, last_1D = prompt.cache, prompt.last_1D
+    model, shared, last_1D = backend.model, prompt.cache, prompt.last_1D
     _check(model, shared.length, texts)
     weight = model.embed_tokens.weight
     # The last token of a text predicts nothing that is asked for, so it is not encoded.
-    branches = {i: shared.branch(len(text)) for i, text in enumerate(texts) if len(text) > 1}
-    hidden = _encode(model, [(branches[i], texts[i][:-1]) for i in branches])
+    branches = {i: shared.fork(len(text)) for i, text in enumerate(texts) if len(text) > 1}
+    hidden = _encode(backend, [(branches[i], texts[i][:-1]) for i in branches])
     after = dict(zip(branches, hidden, strict=True))
     scores = []
     for i, text in enumerate(texts):
@@ -80,25 +82,41 @@ def _check(model: Gemma, prompt: int, texts: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _encode(model: Gemma, parts: Sequence[tuple[KVCache, Sequence[int]]]) -> list[Tensor]:
-    """Hidden states of every text: short ones together in a pass, long ones in pieces."""
-    if sum(len(tokens) for _, tokens in parts) <= CHUNK:
-        return _encode_together(model, parts) if parts else []
-    pieces = [
-        [
-            _encode_together(model, [(cache, tokens[i : i + CHUNK])])[0]
-            for i in range(0, len(tokens), CHUNK)
-        ]
-        for cache, tokens in parts
-    ]
-    return [torch.cat(states) for states in pieces]
+def _encode(backend: Backend, parts: Sequence[tuple[KVCache, Sequence[int]]]) -> list[Tensor]:
+    """Hidden states of every text: short ones together in passes, long ones in pieces."""
+    hidden: list[Tensor] = []
+    for packed in _pack(parts):
+        if len(packed) > 1:
+            hidden += _encode_together(backend, packed)
+            continue
+        cache, tokens = packed[0]
+        pieces = [tokens[i : i + CHUNK] for i in range(0, len(tokens), CHUNK)]
+        hidden.append(torch.cat([_encode_together(backend, [(cache, p)])[0] for p in pieces]))
+    return hidden
 
 
-def _encode_together(model: Gemma, parts: Sequence[tuple[KVCache, Sequence[int]]]) -> list[Tensor]:
+def _pack(
+    parts: Sequence[tuple[KVCache, Sequence[int]]],
+) -> list[list[tuple[KVCache, Sequence[int]]]]:
+    """Texts in order, as many to a pass as fit; one that is longer has its own."""
+    packed: list[list[tuple[KVCache, Sequence[int]]]] = []
+    room = 0
+    for cache, tokens in parts:
+        if len(tokens) > room:
+            packed.append([])
+            room = CHUNK
+        packed[-1].append((cache, tokens))
+        room -= len(tokens)
+    return packed
+
+
+def _encode_together(
+    backend: Backend, parts: Sequence[tuple[KVCache, Sequence[int]]]
+) -> list[Tensor]:
     counts = [len(tokens) for _, tokens in parts]
-    context = Pass([Span(cache, len(tokens), commit=True) for cache, tokens in parts])
+    context = ForwardBatch([Segment(cache, len(tokens), commit=True) for cache, tokens in parts])
     ids = [token for _, tokens in parts for token in tokens]
-    hidden_TD = model.encode(torch.tensor(ids, device=context.positions_T.device), context)
+    hidden_TD = backend.encode(torch.tensor(ids, device=context.positions_T.device), context)
     context.close()
     return list(torch.split(hidden_TD, counts))
 

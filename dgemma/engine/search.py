@@ -2,25 +2,28 @@
 
 Canvases with holes of several sizes run together, a few steps each. What each says is shaped by the
 rules, put in its place, and scored by the causal mode together with what follows, which punishes a
-hole that ends in the middle of something. Around the best sizes the search goes on with all steps,
-and from there holes grow and shrink while that helps. What the causal mode itself would write in a
-hole (`engine.proposals`) competes with what the canvases say.
+hole that ends in the middle of something. With effort `fast` the best of them is the answer. With
+`thorough` the search goes on around the best sizes with all steps, and from there holes grow and
+shrink while that helps; what the causal mode itself would write in a hole (`engine.proposals`)
+competes with what the canvases say.
 """
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dgemma.constrain.holes import Rules, around, lay_out, needed, shape, sweep
 from dgemma.constrain.seams import Variant, complete_words, find_seams, is_whole, take_off
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.candidates import Candidate, given, rank, scored
 from dgemma.engine.events import Draft
 from dgemma.engine.proposals import Hole, propose
 from dgemma.engine.trials import SharedPrefix, Trial, with_steps
-from dgemma.sampler import Sampler
 
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
+
+Effort = Literal["fast", "thorough"]
 
 SEEN_AFTER = 64  # tokens behind the last hole that a canvas shows, if there are so many
 LEAST_AFTER = 8  # and those that it must have place for, if it is not a small one
@@ -58,8 +61,10 @@ class Tuning:
     drafts: bool = False
     candidates: int = 1
     proposals: int = 0  # texts that the causal mode writes for a hole, beside the canvases' own
+    seen_after: int = SEEN_AFTER
     scored_after: int = SCORED_AFTER
     by_total: bool = False  # whether scores are sums over tokens, not means: see `scored`
+    effort: Effort = "thorough"  # fast: one batch of canvases, none after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +112,13 @@ class Search:
             swept = [one for one in sweep(sizes.first, sizes.choices) if self._fits(one)]
             if (nothing := (0,) * len(sizes.first)) in swept:  # needs no canvas
                 self._remember([given(("",) * len(nothing), nothing)])
-            usual = self.seams.usual
             self._remember(self._proposed(sizes))
-            if len(swept) > 1:
-                steps = SEARCH_STEPS
-                yield from self._try([Attempt(variant=usual, sizes=s, steps=steps) for s in swept])
-                if self.found:
-                    yield from self._refine(sizes)
-                if self.found and sizes.refine:
-                    yield from self._stretch(sizes)
-            else:
+            if len(swept) <= 1:
                 yield from self._try(self._draws(swept, DRAWS))
+            elif self.tuning.effort == "fast":
+                yield from self._try(self._batch(swept))
+            else:
+                yield from self._widen(sizes, swept)
             yield from self._try(self._long(sizes))
             yield from self._try_again(sizes)
         finally:
@@ -155,6 +156,30 @@ class Search:
             for ids in propose(self.shared, hole, self.tuning.proposals)
         ]
         return [one for one in said if one is not None]
+
+    def _batch(self, swept: Sequence[tuple[int, ...]]) -> list[Attempt]:
+        """Canvases of all sizes, and of the first with other seams: all that `fast` runs."""
+        usual, steps = self.seams.usual, self.tuning.sampler.max_steps
+        draws = -(-self.tuning.candidates // len(swept))
+        attempts = [
+            Attempt(variant=usual, sizes=one, steps=steps, choice=choice)
+            for choice in range(draws)
+            for one in swept
+        ]
+        return attempts + [
+            Attempt(variant=variant, sizes=swept[0], steps=steps) for variant in self._other_seams()
+        ]
+
+    def _widen(
+        self, sizes: Sizes, swept: Sequence[tuple[int, ...]]
+    ) -> Generator[Draft, None, None]:
+        """A few steps of all sizes, then all steps around the best of them."""
+        usual, steps = self.seams.usual, SEARCH_STEPS
+        yield from self._try([Attempt(variant=usual, sizes=s, steps=steps) for s in swept])
+        if self.found:
+            yield from self._refine(sizes)
+        if self.found and sizes.refine:
+            yield from self._stretch(sizes)
 
     def _refine(self, sizes: Sizes) -> Generator[Draft, None, None]:
         """Sizes around the best, and the best with other seams and other noise, all steps taken."""
@@ -290,10 +315,11 @@ class Search:
         self._remember([one for one in said if one is not None])
 
     def _trial(self, attempt: Attempt) -> Trial:
-        gaps, after = attempt.variant.gaps, len(attempt.variant.gaps[-1].after)
+        gaps, seen = attempt.variant.gaps, self.tuning.seen_after
+        after = len(gaps[-1].after)
         if self.sheet.closing:
-            after = max(after, SEEN_AFTER)  # filled up with the token that ends texts
-        length = min(self.length, needed(gaps, attempt.sizes) + min(after, SEEN_AFTER))
+            after = max(after, seen)  # filled up with the token that ends texts
+        length = min(self.length, needed(gaps, attempt.sizes) + min(after, seen))
         return Trial(
             layout=lay_out(gaps, attempt.sizes, length, self.tuning.end),
             ids=attempt.variant.ids,

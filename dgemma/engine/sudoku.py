@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from dgemma.canvas import NO_PINS, Pins
+from dgemma.diffusion.canvas import NO_PINS, Pins
 from dgemma.engine.events import Done, Draft
 from dgemma.engine.job import FAULT, Job
 from dgemma.engine.options import Mode, Options, Plan

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dgemma.cache import KVCache, Room
-from dgemma.canvas import Canvas
+from dgemma.backends.base import prefill
 from dgemma.constrain.holes import Layout
-from dgemma.denoise import commit
+from dgemma.diffusion.canvas import Canvas
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.events import Done, Draft
 from dgemma.engine.guard import NOT_A_NUMBER
 from dgemma.engine.job import Job
 from dgemma.engine.options import Options, Plan
 from dgemma.engine.score import Encoded, Score, score_after
 from dgemma.errors import DgemmaError
-from dgemma.sampler import Sampler
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.text.chat import Prompt
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class SharedPrefix:
     def __init__(self, engine: "Engine", ids: Sequence[int]) -> None:
         self.engine, self.ids = engine, tuple(ids)
         span = engine.chunk + engine.model.config.canvas_length
-        room = Room(tokens=len(self.ids), span=span)
+        room = Capacity(tokens=len(self.ids), segment=span)
         found = engine.prefixes.take(self.ids, room)
         self.cache = (
             KVCache(engine.model.config, room, engine.dtype, engine.device)
@@ -68,12 +68,12 @@ class SharedPrefix:
             else found[0]
         )
         rest = torch.tensor(self.ids[self.cache.length :], device=engine.device)
-        self.last_1D = commit(engine.model, self.cache, rest, engine.chunk)
-        self.cache.mark()
+        self.last_1D = prefill(engine.backend, self.cache, rest, engine.chunk)
+        self.cache.checkpoint()
 
     def close(self) -> None:
         """Remember the prefix for the next request that begins with it."""
-        if self.cache.is_whole and self.cache.length == len(self.ids):
+        if self.cache.is_consistent and self.cache.length == len(self.ids):
             self.engine.prefixes.keep(self.ids, self.cache)
 
     def run(self, trials: Sequence[Trial]) -> Generator[Draft, None, list[Tried]]:
@@ -142,13 +142,13 @@ class SharedPrefix:
         """The prefix with tokens more behind it; what goes on from there leaves it as it is."""
         if not ids:
             return Encoded(self.cache, self.last_1D)
-        cache = self.cache.branch(len(ids))
+        cache = self.cache.fork(len(ids))
         tokens_T = torch.tensor(ids, device=self.engine.device)
-        return Encoded(cache, commit(self.engine.model, cache, tokens_T, self.engine.chunk))
+        return Encoded(cache, prefill(self.engine.backend, cache, tokens_T, self.engine.chunk))
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Score]:
         """Causal log-probabilities of tokens behind the prefix."""
-        return score_after(self.engine.model, Encoded(self.cache, self.last_1D), texts)
+        return score_after(self.engine.backend, Encoded(self.cache, self.last_1D), texts)
 
     def next_logits(self) -> Tensor:
         """Causal logits of the token behind the prefix."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from dgemma.constrain.edits import Patch, is_cut, open_spans, runs, whole_characters, whole_words
 from dgemma.constrain.holes import Rules, Span, around
 from dgemma.constrain.seams import is_whole
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.candidates import given
 from dgemma.engine.doubt import preference, surprise
 from dgemma.engine.events import Draft
 from dgemma.engine.fill import closing_ids, end_id
 from dgemma.engine.search import Search, Sheet, Sizes, Tuning
 from dgemma.engine.trials import SharedPrefix
-from dgemma.sampler import Sampler
 
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine

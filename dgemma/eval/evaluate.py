@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from dgemma import __version__
-from dgemma.canvas import Noise
 from dgemma.device import describe_device
+from dgemma.diffusion.canvas import Noise
 from dgemma.engine import Engine
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.eval.answers import tune
@@ -31,7 +31,7 @@ from dgemma.eval.measure import Case, Measure
 from dgemma.eval.report import as_json, markdown, table
 from dgemma.eval.tasks import TASKS
 
-ROWS = {"cuda": 64, "cpu": 8}
+ROWS = {"cuda": 64, "mps": 16, "cpu": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

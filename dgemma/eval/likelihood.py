@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.canvas import Noise, corrupt
+from dgemma.backends.reference import LOGIT_ELEMENTS
 from dgemma.config import ModelConfig
-from dgemma.denoise import READ_OUT_ELEMENTS
-from dgemma.model import Gemma
+from dgemma.diffusion.canvas import Noise, corrupt
+from dgemma.model.gemma import Gemma
 
 # Positions of one pass. A CPU gains nothing from more than its caches hold.
-PASS_POSITIONS = {"cuda": 1 << 15, "cpu": 1 << 12}
+PASS_POSITIONS = {"cuda": 1 << 15, "mps": 1 << 13, "cpu": 1 << 12}
 CLEAN = -1  # the owner of a clean position; a canvas owns its own
 
 
@@ -156,7 +156,7 @@ def _canvas_losses(
 
 def _logits(model: Gemma, hidden_TD: Tensor, target_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores of the vocabulary with their targets, a bounded number of positions at a time."""
-    size = max(1, READ_OUT_ELEMENTS[hidden_TD.device.type] // model.config.vocab_size)
+    size = max(1, LOGIT_ELEMENTS[hidden_TD.device.type] // model.config.vocab_size)
     pieces = zip(torch.split(hidden_TD, size), torch.split(target_T, size), strict=True)
     for piece_TD, target in pieces:
         yield model.logits(piece_TD), target

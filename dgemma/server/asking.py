@@ -17,9 +17,10 @@ from dgemma.server.wire import Body, ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from dgemma.constrain.matcher import Guide
+    from dgemma.diffusion.sampler import Rule, Sampler
     from dgemma.engine import Engine, FillOptions, Options
     from dgemma.engine.options import Plan
-    from dgemma.sampler import Rule, Sampler
+    from dgemma.engine.search import Effort
     from dgemma.text.chat import Prompt
 
 SEEDS = 1 << 64
@@ -63,13 +64,14 @@ def read_completion(engine: "Engine", body: CompletionBody) -> Asked:
     for prompt in body.prompts:
         hole = _hole(prompt, body.suffix)
         if hole is None:
+            check_no_effort(body.effort)
             plans += plans_for(engine, body, [_plain(engine, prompt)], body.max_tokens, guide)
         elif guide is not None:
             raise ApiError(400, "a hole cannot be held to a form; leave out the suffix or the form")
         elif body.logprobs is not None:
             raise ApiError(400, "a hole is filled without logprobs; leave them out", param="suffix")
         else:
-            plans += fills_for(engine, body, hole)
+            plans += fills_for(engine, body, hole, body.effort)
     return Asked(
         plans=tuple(plans),
         wants_logprobs=body.logprobs is not None,
@@ -86,11 +88,21 @@ def _hole(prompt: str | Sequence[int], suffix: str) -> Around | None:
     return Around(prompt, suffix) if suffix else find_hole(prompt)
 
 
-def fills_for(engine: "Engine", body: Body, hole: Around) -> list[Errand]:
-    """An errand for each answer wanted."""
+def check_no_effort(effort: "Effort | None") -> None:
+    """Refuse an effort where there is no hole to spend it on."""
+    if effort is not None:
+        raise ApiError(
+            400, "effort is for a hole, and there is none; give a suffix", param="effort"
+        )
+
+
+def fills_for(
+    engine: "Engine", body: Body, hole: Around, effort: "Effort | None" = None
+) -> list[Errand]:
+    """An errand for each answer wanted; without a word on effort, at an editor's speed."""
     from dgemma.constrain.holes import Holed
 
-    options = fill_options(engine, body)
+    options = fill_options(engine, body, effort or "fast")
     assert options.seed is not None
     holed = Holed((hole.before, hole.after))
     choices = [replace(options, seed=(options.seed + choice) % SEEDS) for choice in range(body.n)]
@@ -99,7 +111,7 @@ def fills_for(engine: "Engine", body: Body, hole: Around) -> list[Errand]:
     return [fill_errand(engine, holed, one) for one in own]
 
 
-def fill_options(engine: "Engine", body: Body) -> "FillOptions":
+def fill_options(engine: "Engine", body: Body, effort: "Effort") -> "FillOptions":
     """What a request chooses for its holes; what has no meaning there is refused."""
     from dgemma.engine import FillOptions
     from dgemma.engine.fill import check_fill
@@ -111,6 +123,7 @@ def fill_options(engine: "Engine", body: Body) -> "FillOptions":
     options = FillOptions(
         max_tokens=min(body.max_tokens or most, most),
         stop=tuple(body.stop),
+        effort=effort,
         seed=new_seed(body.seed),
         sampler=sampler_for(engine, body),
         drafts=body.dgemma.drafts,
@@ -246,7 +259,7 @@ def _chosen_sampler(engine: "Engine", body: Body) -> "Sampler | None":
 
 
 def _rule(engine: "Engine", body: Body) -> "Rule | None":
-    from dgemma.sampler import Confidence, EntropyBound
+    from dgemma.diffusion.sampler import Confidence, EntropyBound
 
     asked = body.dgemma
     settings: dict[str, Any] = {

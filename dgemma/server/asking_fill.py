@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from dgemma.server.asking import (
     Asked,
     check_errand,
+    check_no_effort,
     fill_options,
     fills_for,
     plans_for,
@@ -47,7 +48,9 @@ STRENGTH = 0.5  # of a next edit: what is not doubtful stays
 
 def read_fim(engine: "Engine", body: FimBody) -> Asked:
     if body.suffix:
-        return _asked(body, *fills_for(engine, body, Around(body.prompt, body.suffix)))
+        around = Around(body.prompt, body.suffix)
+        return _asked(body, *fills_for(engine, body, around, body.effort))
+    check_no_effort(body.effort)
     guide = text_guide(engine, body.dgemma, None)
     plain = plans_for(engine, body, [engine.plain(body.prompt)], body.max_tokens, guide)
     return Asked(plans=plain, wants_logprobs=False, max_seconds=body.dgemma.max_seconds)
@@ -57,7 +60,8 @@ def read_infill(engine: "Engine", body: InfillBody) -> Asked:
     if body.n_predict == 0:  # an editor warms a cache up; nothing is to be written
         check_errand(engine, body)
         return _asked(body)
-    return _asked(body, *fills_for(engine, body, Around(body.before, body.input_suffix)))
+    around = Around(body.before, body.input_suffix)
+    return _asked(body, *fills_for(engine, body, around, body.effort))
 
 
 def read_next_edit(engine: "Engine", body: OneMessageBody) -> Asked:
@@ -92,7 +96,7 @@ def read_fill(engine: "Engine", body: FillBody) -> Asked:
     text = body.text
     holed = Holed.read(text) if isinstance(text, str) else Holed(tuple(text))
     options = replace(
-        fill_options(engine, body),
+        fill_options(engine, body, body.effort),
         single_line=body.single_line,
         allow_empty=body.allow_empty,
         candidates=body.candidates,

@@ -68,6 +68,7 @@ COMMON: dict[str, Field] = {
     "best_of": _refused("answers are not ranked; ask for n", 1),
 }
 
+EFFORT = "fast: one batch of canvases; thorough: a search that takes several times as long"
 FORMAT = _honoured("text, json_object or json_schema; the answer fits, or there is none")
 
 CHAT: dict[str, Field] = {
@@ -97,6 +98,7 @@ COMPLETIONS: dict[str, Field] = {
     **COMMON,
     "prompt": _honoured("text to go on with, up to 16 of them, or token ids; see sentinels"),
     "suffix": _honoured("text behind the hole that is filled; diffusion alone"),
+    "effort": _honoured(f"of a hole; {EFFORT}; fast unless told"),
     "logprobs": _honoured("0: of each token of the answer, from the causal pass; more is refused"),
     "response_format": FORMAT,
     "echo": _refused("the prompt is not repeated", False),

@@ -1,6 +1,6 @@
 """The fields of the requests that fill, edit and solve; docs/serve.md prints these tables too."""
 
-from dgemma.server.fields import COMMON, Field
+from dgemma.server.fields import COMMON, EFFORT, Field
 
 
 def _with(*names: str) -> dict[str, Field]:
@@ -11,6 +11,7 @@ LONGEST_HOLE = "longest hole; lowered to what one canvas holds"
 HARMLESS = {name: field for name, field in COMMON.items() if field.kind == "harmless"}
 REFUSED = {name: field for name, field in COMMON.items() if field.kind == "refused"}
 SHARED = _with("model", "stream", "stream_options", "temperature", "seed", "stop", "dgemma")
+EDITORS_EFFORT = Field("honoured", f"{EFFORT}; fast unless told")
 ALONE = Field("refused", "there is one answer", (1,))
 
 FIM: dict[str, Field] = {
@@ -18,6 +19,7 @@ FIM: dict[str, Field] = {
     "max_tokens": Field("honoured", LONGEST_HOLE),
     "prompt": Field("honoured", "the text before the hole; may be empty if there is a suffix"),
     "suffix": Field("honoured", "the text behind it; without one the prompt is gone on with"),
+    "effort": EDITORS_EFFORT,
     "random_seed": Field("honoured", "as seed, Mistral's name for it"),
     "diffusing": Field("refused", "a hole is shown when it is filled; see drafts", (False,)),
 }
@@ -29,6 +31,7 @@ INFILL: dict[str, Field] = {
     "input_suffix": Field("honoured", "the text behind the cursor"),
     "input_extra": Field("honoured", "other texts, {filename, text}; set before the prefix"),
     "n_predict": Field("honoured", f"{LONGEST_HOLE}; 0 answers at once with nothing, -1: no limit"),
+    "effort": EDITORS_EFFORT,
     "seed": Field("honoured", "same seed, same answer; -1 draws one"),
     **HARMLESS,
     "samplers": Field("harmless", "as top_p"),
@@ -74,6 +77,7 @@ FILL: dict[str, Field] = {
     "single_line": Field("honoured", "a hole ends with its line"),
     "allow_empty": Field("honoured", "a hole may stay empty"),
     "candidates": Field("honoured", "1 to 8 ways to fill, the best first"),
+    "effort": Field("honoured", f"{EFFORT}; thorough unless told"),
 }
 
 EDIT: dict[str, Field] = {

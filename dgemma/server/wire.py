@@ -17,6 +17,7 @@ from dgemma.server import fields, limits
 from dgemma.server.faults import shown
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+HoleEffort = Literal["fast", "thorough"]
 Share = Annotated[float, Field(gt=0, le=1e6)]
 Constraint = Annotated[str, Field(min_length=1, max_length=limits.MAX_CONSTRAINT)]
 
@@ -289,6 +290,7 @@ class CompletionBody(Body):
 
     prompt: RawPrompt
     suffix: str = ""
+    effort: HoleEffort | None = None
     logprobs: int | None = Field(default=None, ge=0, le=0)
     response_format: ResponseFormat | None = None
 

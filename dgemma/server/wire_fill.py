@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, Field, WithJsonSchema, model_validator
 
 from dgemma.server import fields, fields_fill, limits
-from dgemma.server.wire import STRICT, Body
+from dgemma.server.wire import STRICT, Body, HoleEffort
 
 MAX_HOLES = 64
 Pieces = Annotated[list[str], Field(min_length=2, max_length=MAX_HOLES + 1)]
@@ -42,6 +42,7 @@ class FimBody(Narrow):
 
     prompt: str
     suffix: str = ""
+    effort: HoleEffort | None = None
     random_seed: int | None = Field(default=None, ge=0, lt=1 << 64)
 
     @model_validator(mode="after")
@@ -75,6 +76,7 @@ class InfillBody(Narrow):
     input_suffix: str = ""
     input_extra: list[Extra] = Field(default=[], max_length=limits.MAX_MESSAGES)
     n_predict: int = Field(default=-1, ge=-1)
+    effort: HoleEffort | None = None
     seed: int | None = Field(default=None, ge=-1, lt=1 << 64)
 
     @model_validator(mode="after")
@@ -130,6 +132,7 @@ class FillBody(Narrow):
     single_line: bool = False
     allow_empty: bool = False
     candidates: int = Field(default=1, ge=1, le=limits.MAX_CHOICES)
+    effort: HoleEffort = "thorough"
 
 
 class EditBody(Narrow):

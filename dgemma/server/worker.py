@@ -241,7 +241,7 @@ class Worker:
             engine.jobs = [job] if job in begun else []
             engine.waiting.extend([job] if job in fresh else [])
             try:
-                if job in begun and not job.cache.is_whole:
+                if job in begun and not job.cache.is_consistent:
                     raise RuntimeError("the failed pass left this request's cache torn")
                 engine.step()
                 kept += engine.jobs
@@ -316,7 +316,7 @@ class Worker:
             return done.logprobs[: len(done.ids)]
         if not done.ids or isinstance(ticket.plan, Errand):
             return ()
-        return score(self.engine.model, ticket.plan.prompt.ids, [done.ids])[0].logprobs
+        return score(self.engine.backend, ticket.plan.prompt.ids, [done.ids])[0].logprobs
 
     def _end(self, ticket: Ticket, last: Finished | Failed) -> None:
         self._take_out(ticket)

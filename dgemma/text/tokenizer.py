@@ -69,6 +69,7 @@ class Tokenizer:
         self._control_names = {index: name for name, index in self.control_ids.items()}
         self._byte_ids = [self._byte_id(byte) for byte in range(256)]
         self._bytes = {index: bytes([byte]) for byte, index in enumerate(self._byte_ids)}
+        self._texts: dict[int, str] = {}  # of single tokens, as drafts show them
         self._space_mark_ids = [self._byte_ids[byte] for byte in SPACE_MARK.encode()]
         self._check_exact()
 
@@ -115,6 +116,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
         """Decode ids, control ids as their names or not at all; invalid bytes become U+FFFD."""
         return self.decode_bytes(ids, skip_control=skip_control).decode("utf-8", "replace")
+
+    def token_text(self, token: int) -> str:
+        """Decode one id; a control id gives nothing."""
+        if token not in self._texts:
+            self._texts[token] = self.decode([token], skip_control=True)
+        return self._texts[token]
 
     def decode_bytes(self, ids: Iterable[int], *, skip_control: bool = False) -> bytes:
         """The bytes of `ids`, which need not end with a whole character."""

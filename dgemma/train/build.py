@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dgemma.config import GenerationConfig, load_config_file, load_generation_config
 from dgemma.errors import ConfigError
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.average import Average

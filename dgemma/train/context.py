@@ -18,16 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dgemma.config import AttentionShape, ModelConfig
-from dgemma.model import Turns
-from dgemma.ops.rope import frequencies, turns, turns_by_kind
+from dgemma.config import AttentionShape, LayerType, ModelConfig
+from dgemma.model.rope import CosSin, cos_sin, inverse_frequencies, rope_cos_sin
 from dgemma.train.rows import FIELDS, NOTHING
 
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK = 128  # rows that FlexAttention skips, or takes without looking, together
 NOBODY = -(1 << 31)  # no place: clean rows see no canvas
 # Of the forward kernel. Texts and canvases are short and begin anywhere, so that smaller tiles than
-# its own waste less: 0.57 against 0.97 ms a layer on an H200 (bench/train_attention.py).
+# its own waste less: 0.57 against 0.97 ms a layer on an H200 (LOG.md).
 TILES: Any = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
@@ -121,8 +120,8 @@ def rule(batch: Batch, window: int | None) -> Sees:
 class Ready(NamedTuple):
     """What the layers of a pass share, by kind of layer."""
 
-    turns: Turns
-    masks: dict[str, Any]
+    cos_sin: CosSin
+    masks: dict[LayerType, Any]
 
 
 class PackedContext:
@@ -133,7 +132,7 @@ class PackedContext:
         self.sequences, self.rows = batch.token.shape
         self.positions_T = batch.position.flatten()
         # Outside the compiled pass, which would compute sines anew in every layer.
-        self.turns, self.masks = dense(config, batch) if ready is None else ready
+        self.cos_sin, self.masks = dense(config, batch) if ready is None else ready
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
         """`layer`: any of the same kind."""
@@ -161,7 +160,7 @@ def contexts(
     return half, PackedContext(config, half, own), PackedContext(config, batch, whole)
 
 
-def _shapes(config: ModelConfig) -> dict[str, AttentionShape]:
+def _shapes(config: ModelConfig) -> dict[LayerType, AttentionShape]:
     kinds = config.layer_types
     return {kind: config.attention(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
 
@@ -169,7 +168,7 @@ def _shapes(config: ModelConfig) -> dict[str, AttentionShape]:
 def dense(config: ModelConfig, batch: Batch) -> Ready:
     """The rule written out."""
     masks = {kind: dense_mask(batch, shape.window) for kind, shape in _shapes(config).items()}
-    return Ready(turns_by_kind(config, batch.position.flatten()), masks)
+    return Ready(rope_cos_sin(config, batch.position.flatten()), masks)
 
 
 def dense_mask(batch: Batch, window: int | None) -> Tensor:
@@ -229,13 +228,15 @@ def listed(is_seen: Tensor) -> tuple[Tensor, Tensor]:
 class Plan(NamedTuple):
     """What one kind of layer needs for a pass over a batch."""
 
-    turns: tuple[Tensor, Tensor]
+    cos_sin: tuple[Tensor, Tensor]
     sight: Sight
     blocks: Blocks
 
     def every_second(self, among: int | None = None) -> "Plan":
         sequences = len(self.sight.place)
-        cos, sin = (x.view(sequences, -1, x.shape[-1])[:among:2].flatten(0, 1) for x in self.turns)
+        cos, sin = (
+            x.view(sequences, -1, x.shape[-1])[:among:2].flatten(0, 1) for x in self.cos_sin
+        )
         return Plan((cos, sin), self.sight.every_second(among), self.blocks.every_second(among))
 
     def mask(self) -> BlockMask:
@@ -254,7 +255,7 @@ def plans(
     positions_T, found = batch.position.flatten(), []
     for window, rates_P in zip(windows, rates, strict=True):
         sight = Sight.of(batch, window)
-        whole = Plan(turns(positions_T, rates_P), sight, Blocks.of(sight))
+        whole = Plan(cos_sin(positions_T, rates_P), sight, Blocks.of(sight))
         found.append((whole.every_second(among), whole))
     return found
 
@@ -273,10 +274,12 @@ def flex(config: ModelConfig, batch: Batch, among: int | None = None) -> tuple[R
     shapes, device = _shapes(config), batch.token.device
     make = _compiled_plans() if device.type == "cuda" else plans
     windows = tuple(shape.window for shape in shapes.values())
-    rates = tuple(frequencies(shape, device) for shape in shapes.values())
+    rates = tuple(inverse_frequencies(shape, device) for shape in shapes.values())
     pairs = dict(zip(shapes, make(batch, windows, rates, among), strict=True))
     own, whole = (
-        Ready({k: p[i].turns for k, p in pairs.items()}, {k: p[i].mask() for k, p in pairs.items()})
+        Ready(
+            {k: p[i].cos_sin for k, p in pairs.items()}, {k: p[i].mask() for k, p in pairs.items()}
+        )
         for i in (0, 1)
     )
     return own, whole

@@ -8,7 +8,7 @@ seed of its own name, as for random models.
 import torch
 
 from dgemma.config import ModelConfig
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.weights.load import fill
 from dgemma.weights.names import LAYER_SCALAR, skeleton
 from dgemma.weights.random import draw, name_seed

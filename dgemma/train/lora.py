@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.train.recipe import LoRASettings
 from dgemma.weights.adapter import Adapter, Pair, attach, new_adapter
 

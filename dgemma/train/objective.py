@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from dgemma.model import Gemma, Router
+from dgemma.model.gemma import Gemma, Router
 from dgemma.train import rollout as rolling
 from dgemma.train.context import Batch, PackedContext, contexts
 from dgemma.train.distributed import ALONE, Group
@@ -243,7 +243,7 @@ class Objective(nn.Module):
         return F.cross_entropy(logits_TV, target_T, ignore_index=NOTHING, reduction="none")
 
     def _hidden(self, batch: Batch, soft_TD: Tensor | None, context: PackedContext) -> Tensor:
-        return self.model.stack(self.enter(batch, soft_TD), context, context.turns)
+        return self.model.stack(self.enter(batch, soft_TD), context, context.cos_sin)
 
     def enter(self, batch: Batch, soft_TD: Tensor | None) -> Tensor:
         """How the rows of a batch enter the stack."""

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.ops.philox import Words, philox
-from dgemma.ops.row_stats import draw
+from dgemma.diffusion.logit_stats import draw
+from dgemma.diffusion.philox import Words, philox
 from dgemma.train.context import Batch
 from dgemma.train.rows import NOTHING
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dgemma.model import Context, Gemma, Layer, Turns, rounded
+from dgemma.model.gemma import Context, Gemma, Layer, rounded
+from dgemma.model.rope import CosSin
 from dgemma.train.objective import NotingRouter, Objective, Route
 
 P = ParamSpec("P")
@@ -46,18 +47,18 @@ class ByKind:
             # Compiled code looks at the number, of which packed contexts read the kind alone.
             layer.self_attn.layer = kinds.index(kind)
 
-    def __call__(self, x_TD: Tensor, context: Context, turns: Turns) -> Tensor:
+    def __call__(self, x_TD: Tensor, context: Context, cos_sin: CosSin) -> Tensor:
         for layer in self.layers:
-            ran = self.run(layer, x_TD, context, turns)
+            ran = self.run(layer, x_TD, context, cos_sin)
             x_TD, cast(NotingRouter, layer.router).noted = cast(tuple[Tensor, Route], ran)
         return self.norm(x_TD)
 
 
 def run_layer(
-    layer: Layer, x_TD: Tensor, context: Context, turns: Turns
+    layer: Layer, x_TD: Tensor, context: Context, cos_sin: CosSin
 ) -> tuple[Tensor, Route | None]:
     """A layer, and what its router noted, which compiled code must not leave lying about."""
-    x_TD = layer(x_TD, turns, context)
+    x_TD = layer(x_TD, cos_sin, context)
     router = cast(NotingRouter, layer.router)
     noted, router.noted = router.noted, None
     return x_TD, noted

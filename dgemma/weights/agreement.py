@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.config import ModelConfig
 from dgemma.errors import UsageError
-from dgemma.model import Gemma
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.weights.load import load_model
 from dgemma.weights.random import count_parameters
 
@@ -68,15 +69,15 @@ class _Reader:
 
     def __init__(self, model: Gemma, prompt_T: Tensor) -> None:
         self.model = model
-        room = Room(tokens=PROMPT + model.config.canvas_length)
+        room = Capacity(tokens=PROMPT + model.config.canvas_length)
         dtype = model.embed_tokens.weight.dtype
         self.cache = KVCache(model.config, room, dtype, prompt_T.device)
-        run = Pass([Span(self.cache, len(prompt_T), commit=True)])
+        run = ForwardBatch([Segment(self.cache, len(prompt_T), commit=True)])
         self.prompt_logits = model.logits(model.encode(prompt_T, run))
         run.close()
 
     def logits(self, canvas_L: Tensor) -> Tensor:
-        run = Pass([Span(self.cache, len(canvas_L), commit=False)])
+        run = ForwardBatch([Segment(self.cache, len(canvas_L), commit=False)])
         return self.model.logits(self.model.denoise(canvas_L, None, run))
 
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
+from dgemma.backends.cpu.int8_linear import int8_linear
+from dgemma.backends.cpu.packed_linear import Linear, can_pack, linear, packed_linear
+from dgemma.backends.cuda.support import unsupported_reason
 from dgemma.config import ModelConfig, load_config
 from dgemma.errors import UsageError
-from dgemma.ops.fast import reason_against
-from dgemma.ops.fp8 import has_e4m3
-from dgemma.ops.int8 import int8_linear
-from dgemma.ops.linear import Linear, can_pack, linear, packed_linear
-from dgemma.ops.soft_table import can_turn
+from dgemma.quant.fp8 import has_e4m3
+from dgemma.quant.int8 import quantize
+from dgemma.quant.soft_table import can_turn
 from dgemma.roofline.devices import BF16, DEVICES, FLOAT32, FOUR_BIT, FP8, Format
 from dgemma.roofline.predict import memory
 from dgemma.weights.files import INT8_INDEX
-from dgemma.weights.int8 import quantize
 from dgemma.weights.layouts import SchemeName, read_scheme
 from dgemma.weights.packed import OWN, Quant, check_widths, form_of
 
@@ -75,12 +75,14 @@ def choose_quant(
         check_widths(form_of(quant, stored), config)
         _check_device(quant, device)
         found = Choice(quant, "asked for")
+        if quant == "nvfp4" and not has_e4m3(device):
+            found = Choice("nvfp4_bf16", "asked for; the GPU has no fp8, so the rest is in 16 bits")
     if device.type != "cuda":
         return found
     _check_memory(config, found.quant, stored, dtype, _free(device))
     # Where rounding was asked for, and not where a file is rounded already and leaves the head out.
-    is_asked = found.quant in ("fp8", "nvfp4") and stored is None
-    has_kernels = is_asked and reason_against(device, dtype) is None
+    is_asked = found.quant in ("fp8", "nvfp4") and stored is None and has_e4m3(device)
+    has_kernels = is_asked and unsupported_reason(device, dtype) is None
     tables = tables_8(config, found.quant, device) if has_kernels else 0
     return replace(found, head_8=tables > 0, soft_8=tables > 1)
 
@@ -119,13 +121,13 @@ def _auto_cpu(config: ModelConfig, dtype: torch.dtype) -> Choice:
 
 def _against_packed(config: ModelConfig, stored: SchemeName, device: torch.device) -> str | None:
     """Why packed weights cannot be multiplied on a device as they are."""
-    if not has_e4m3(device):
-        return "the GPU has no 8-bit floats"
+    if OWN[stored].experts == "fp8" and not has_e4m3(device):
+        return "the GPU has no fp8 arithmetic"
     try:
         check_widths(OWN[stored], config)
     except UsageError as error:
         return str(error)
-    return reason_against(device)
+    return unsupported_reason(device)
 
 
 def _check_device(quant: Quant, device: torch.device) -> None:
@@ -133,12 +135,12 @@ def _check_device(quant: Quant, device: torch.device) -> None:
         return  # in 8- and 4-bit floats by definition: slow, and the same numbers
     if quant == "int8":
         raise UsageError("--quant int8 is for CPUs; on a GPU use fp8 or nvfp4")
-    if quant in ("fp8", "nvfp4") and not has_e4m3(device):
+    if quant == "fp8" and not has_e4m3(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise UsageError(
-            f"--quant {quant} needs a GPU with 8-bit floats (capability 8.9: Ada, Hopper or "
-            f"later), and this one has {major}.{minor}; use --quant none, or --device cpu --quant "
-            "int8"
+            "--quant fp8 needs a GPU with fp8 arithmetic (capability 8.9: Ada, Hopper or later), "
+            f"and this one has {major}.{minor}; use --quant nvfp4, whose other weights stay in 16 "
+            "bits there, or --quant none"
         )
 
 
@@ -187,6 +189,8 @@ def _check_memory(
 
 
 def _format(quant: Quant, stored: SchemeName | None, dtype: torch.dtype) -> Format:
+    if quant == "nvfp4_bf16":
+        return replace(FOUR_BIT, dense=16)
     if quant in ("fp8", "nvfp4"):
         return FP8 if quant == "fp8" else FOUR_BIT
     if quant == "own" and stored is not None:

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.ops.quantized import Quantized
+from dgemma.quant.int8 import quantize
+from dgemma.quant.qtensor import Quantized
 from dgemma.weights.bits import GROUP, Grouped, pack, quantize_groups, reach, unpack
 from dgemma.weights.files import GROUP_SCALE, INT8_INDEX, ROW_SCALE, StoredTensor, listing
 from dgemma.weights.mapped import MappedTensors, Tensors
 
-LARGEST = 127
-DROPPED_BITS = 0xFF  # of a scale's 24: the seven of a whole number more still fit a float32
 FEW = (4, 5, 6)  # bits of numbers in planes
 Shape = tuple[int, ...]
 
@@ -86,17 +85,6 @@ class Bits:
 
 
 EIGHT = Bits()
-
-
-def quantize(weight: Tensor) -> Quantized:
-    """The whole numbers nearest to a weight, and the scales that its rows' largest values set."""
-    exact = weight.detach().to("cpu", torch.float32)
-    scale = exact.abs().amax(-1) / LARGEST
-    # Upwards, so that the largest value is not cut off.
-    scale = ((scale.view(torch.int32) + DROPPED_BITS) & ~DROPPED_BITS).view(torch.float32)
-    scale = torch.where(scale > 0, scale, 1.0)
-    whole = (exact / scale[..., None]).round()
-    return Quantized(whole.to(torch.int8), scale)
 
 
 def to_int8(tensors: Mapping[str, Tensor], bits: Bits = EIGHT) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dgemma.config import GenerationConfig, ModelConfig, load_config, load_generation_config
 from dgemma.device import give_back
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.model import Gemma, Layer
+from dgemma.model.gemma import Gemma, Layer
 from dgemma.weights.check import check_copies, check_names
 from dgemma.weights.files import INDEX, SINGLE, listing
 from dgemma.weights.mapped import DTYPES, Tensors

@@ -16,7 +16,7 @@ import torch
 
 from dgemma.config import Family, ModelConfig
 from dgemma.errors import ConfigError
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 
 Group = Literal["text", "twin", "vision", "tied"]
 Shape = tuple[int, ...]

@@ -5,6 +5,7 @@ all else is quantized there, and its source dropped. A layer's modules are swapp
 
     fp8    experts, attention and dense MLP in e4m3, a factor for each output
     nvfp4  experts in four bits; attention and dense MLP as in fp8
+    nvfp4_bf16  experts in four bits, all else in 16: for GPUs without fp8 arithmetic
     own    what the file packs stays packed, the rest is as it is
     int8   all products in whole numbers, for CPUs (see `cpu_int8`)
 
@@ -21,22 +22,21 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from dgemma.backends.cpu.pack_int8 import Int8Table, swap_int8
+from dgemma.backends.cuda.merge import is_mergeable, merge_layer
 from dgemma.config import ModelConfig
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.model import Experts, Gemma, Layer
-from dgemma.ops.dense import Fp8Linear
-from dgemma.ops.fp8 import E4M3
-from dgemma.ops.nvfp4 import Packed
-from dgemma.ops.nvfp4_order import DEPTH, fits
-from dgemma.ops.quantized import Quantized
-from dgemma.stack import can_join, join_layer
-from dgemma.weights.cpu_int8 import Int8Table, swap_int8
-from dgemma.weights.fp8 import Fp8Experts
+from dgemma.model.gemma import Experts, Gemma, Layer
+from dgemma.quant.fp4_experts import Fp4Experts
+from dgemma.quant.fp8 import E4M3, Fp8Linear
+from dgemma.quant.fp8_experts import Fp8Experts
+from dgemma.quant.nvfp4 import Packed
+from dgemma.quant.nvfp4_tiles import DEPTH, fits
+from dgemma.quant.qtensor import Quantized
 from dgemma.weights.layouts import ONE_EXPERT, PARTS, STACKED, SchemeName
-from dgemma.weights.nvfp4 import Fp4Experts
 from dgemma.weights.quantized import EXTRAS, NAN_BITS, WEIGHT, QuantizedTensors
 
-Quant = Literal["none", "own", "int8", "fp8", "nvfp4"]
+Quant = Literal["none", "own", "int8", "fp8", "nvfp4", "nvfp4_bf16"]
 Kind = Literal["plain", "int8", "fp8", "nvfp4"]
 QUANTS: tuple[Quant, ...] = get_args(Quant)
 DENSE = {"self_attn": "q_proj k_proj v_proj o_proj", "mlp": "gate_proj up_proj down_proj"}
@@ -58,6 +58,7 @@ FORMS: dict[Quant, Form] = {
     "int8": Form("int8", "int8"),
     "fp8": Form("fp8", "fp8"),
     "nvfp4": Form("nvfp4", "fp8"),
+    "nvfp4_bf16": Form("nvfp4", "plain"),
 }
 OWN: dict[SchemeName, Form] = {
     "fp8": Form("fp8", "fp8", is_own=True),
@@ -71,7 +72,8 @@ def form_of(quant: Quant, scheme: SchemeName | None) -> Form:
         raise UsageError(f"quant {quant!r} is not known; use {', '.join(QUANTS)}")
     if quant == "own":
         return Form() if scheme is None else OWN[scheme]
-    if scheme is not None and quant in ("fp8", "nvfp4") and quant != scheme:
+    stored_as = quant.removesuffix("_bf16")
+    if scheme is not None and stored_as in ("fp8", "nvfp4") and stored_as != scheme:
         raise UsageError(
             f"the checkpoint is stored as {scheme}, and rounding it again to {quant} would lose "
             f"more than either; use --quant auto or {scheme}, or load its original as {quant}"
@@ -113,8 +115,8 @@ def shrink(layer: Layer, form: Form) -> None:
         for name in names.split():
             if type(source := getattr(part, name)) is nn.Linear:
                 setattr(part, name, Fp8Linear.of(source))
-    if can_join(layer):
-        join_layer(layer)
+    if is_mergeable(layer):
+        merge_layer(layer)
 
 
 def shrink_model(model: Gemma, form: Form) -> Gemma:

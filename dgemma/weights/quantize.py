@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dgemma.config import load_config
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.ops import nvfp4
+from dgemma.quant import nvfp4
 from dgemma.weights.check import check_copies, check_names
 from dgemma.weights.files import CONFIGS, INDEX
 from dgemma.weights.layouts import (

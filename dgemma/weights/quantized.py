@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dgemma.config import ModelConfig
 from dgemma.errors import CheckpointError
-from dgemma.ops.nvfp4 import Packed
+from dgemma.quant.nvfp4 import Packed
 from dgemma.weights.files import ITEM_BYTES, StoredTensor, listing, read_headers
 from dgemma.weights.int8 import open_tensors
 from dgemma.weights.layouts import ONE_EXPERT, Scheme, expert_slices, read_scheme

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgemma.config import ModelConfig
 from dgemma.device import give_back
-from dgemma.model import Gemma, Layer
+from dgemma.model.gemma import Gemma, Layer
 from dgemma.weights.names import LAYER_SCALAR, layer_of, skeleton
 
 SPREAD = 0.1  # of weights that multiply, around their mean

@@ -9,14 +9,14 @@ from typing import TypedDict
 
 import torch
 
+from dgemma.backends.cpu.pack import pack
+from dgemma.backends.cpu.pack_int8 import pack_int8
 from dgemma.device import choose_device, choose_dtype
 from dgemma.errors import UsageError
-from dgemma.weights.adapter import Adapter, attach
+from dgemma.quant.fp8_head import shrink_head
+from dgemma.weights.adapter import Adapter, attach, merge
 from dgemma.weights.choose import Choice, choose_quant
-from dgemma.weights.cpu_int8 import pack_int8
-from dgemma.weights.head import shrink_head
 from dgemma.weights.load import Checkpoint, Progress, load_model
-from dgemma.weights.pack import pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,8 @@ def load_served(
     if decided.choice.head_8:
         shrink_head(found.model, soft=decided.choice.soft_8)
     if adapter is not None:
-        attach(found.model, adapter)
+        # The fused kernels take plain linears: on a GPU an adapter is merged into the weights.
+        (merge if device.type == "cuda" else attach)(found.model, adapter)
         if is_int8:
             pack_int8(found.model)
     # Packing does nothing where a form of fewer bits stands already.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgemma.graph.capture import Graphs
+from dgemma.backends.cuda.capture import Graphs
 from recipes.teacher.qwen import Qwen
 
 LEAST_SHARE = 0.05  # of the likeliest token's probability that a drawn one must have
@@ -48,7 +48,7 @@ class Desk:
         self.over_B = torch.ones(places, dtype=torch.bool, device=device)
         self.is_end_V = torch.zeros(len(model.weights.head_VD), dtype=torch.bool, device=device)
         self.is_end_V[torch.tensor(sorted(ends), device=device)] = True
-        self.graphs = Graphs()
+        self.graphs = Graphs(device)
 
     @property
     def free(self) -> list[int]:
@@ -77,8 +77,7 @@ class Desk:
 
     def advance(self) -> None:
         """A token more for every text that has not ended."""
-        changed = [self.tokens_BS, self.at_B, self.over_B]
-        self.graphs.run("advance", self._advance, kept=changed)
+        self.graphs.run("advance", self._advance)
 
     @torch.inference_mode()
     def _advance(self) -> None:

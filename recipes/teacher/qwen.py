@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.ops.rope import rotate
+from dgemma.model.rope import apply_rope
 from recipes.teacher.gguf import Gguf
 
 ARCHITECTURE = "qwen2"
@@ -156,7 +156,7 @@ class Qwen:
             qkv_TX = F.linear(self._normed(x_TD, layer.norm), layer.qkv, layer.qkv_bias)
             heads_TXH = qkv_TX.view(len(x_TD), -1, self.shape.head_width)
             q_TNH, k_TMH, v_TMH = torch.split(heads_TXH, [self.shape.heads, keys, keys], 1)
-            out_TD = attend(number, rotate(q_TNH, *turns), rotate(k_TMH, *turns), v_TMH)
+            out_TD = attend(number, apply_rope(q_TNH, *turns), apply_rope(k_TMH, *turns), v_TMH)
             x_TD = x_TD + F.linear(out_TD, layer.out)
             gate_up = F.linear(self._normed(x_TD, layer.ff_norm), layer.gate_up)
             gate_TI, up_TI = gate_up.chunk(2, -1)

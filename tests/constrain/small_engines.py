@@ -6,8 +6,8 @@ from functools import cache
 import torch
 
 from dgemma.config import GenerationConfig
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine import Engine
-from dgemma.sampler import Sampler
 from dgemma.text.chat import ChatTemplate
 from dgemma.weights.random import random_model
 from examples.memorize import memorize

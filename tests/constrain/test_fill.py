@@ -1,5 +1,7 @@
 """Filling with real canvases: nothing outside the holes changes, no hole stays empty."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -7,9 +9,9 @@ from hypothesis import strategies as st
 from dgemma.constrain.holes import MARK, Holed
 from dgemma.engine import Done, Draft, Engine, Options
 from dgemma.engine.candidates import Candidate, scored
-from dgemma.engine.fill import Filled, FillOptions
+from dgemma.engine.fill import EFFORTS, FAST_LENGTHS, FAST_STEPS, Filled, FillOptions
 from dgemma.engine.score import Score, score
-from dgemma.engine.search import DRAWS
+from dgemma.engine.search import DRAWS, Effort
 from dgemma.errors import PromptTooLong, UsageError
 from tests.constrain.small_engines import (
     AFTER,
@@ -38,6 +40,7 @@ options = st.builds(
     stop=st.sampled_from([(), ("e",), ("zz", "\n")]),
     single_line=st.booleans(),
     candidates=st.integers(1, 2),
+    effort=st.sampled_from(EFFORTS),
     proposals=st.sampled_from([0, 3]),
     form=st.sampled_from(["base", "instruct", "both"]),
     seed=st.integers(0, 1 << 60),
@@ -85,7 +88,8 @@ def test_known_lengths_keep_the_promise_too(
     holed = Holed(texts)
     # Some of them longer than a canvas.
     lengths = tuple(data.draw(st.integers(1, 20)) for _ in range(holed.count))
-    chosen = FillOptions(lengths=lengths, seed=data.draw(st.integers(0, 99)), sampler=QUICK)
+    seed, effort = data.draw(st.integers(0, 99)), data.draw(st.sampled_from(EFFORTS))
+    chosen = FillOptions(lengths=lengths, seed=seed, sampler=QUICK, effort=effort)
     filled = engine.fill(holed, chosen)
     assert_kept(holed, filled)
     assert all(hole.text for hole in filled.holes)
@@ -96,7 +100,8 @@ def test_known_lengths_keep_the_promise_too(
 def test_other_requests_in_the_same_passes_change_nothing(
     engine: Engine, texts: tuple[str, ...], data: st.DataObject
 ) -> None:
-    chosen = FillOptions(seed=data.draw(st.integers(0, 99)), sampler=QUICK, max_tokens=4)
+    seed, effort = data.draw(st.integers(0, 99)), data.draw(st.sampled_from(EFFORTS))
+    chosen = FillOptions(seed=seed, sampler=QUICK, max_tokens=4, effort=effort)
     alone = engine.fill(texts, chosen)
     # All drawn before any is let in: a draw may end the example, and the engine is shared.
     plans = [
@@ -129,9 +134,10 @@ def test_other_requests_in_the_same_passes_change_nothing(
     ],
     ids=repr,
 )
+@pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("form", ["base", "instruct", "both"])
-def test_odd_texts_keep_the_promise(text: str, form: str) -> None:
-    chosen = FillOptions(seed=1, sampler=QUICK, form=form, max_tokens=8)  # type: ignore[arg-type]
+def test_odd_texts_keep_the_promise(text: str, form: str, effort: Effort) -> None:
+    chosen = FillOptions(seed=1, sampler=QUICK, form=form, max_tokens=8, effort=effort)  # type: ignore[arg-type]
     filled = random_engine(1).fill(text, chosen)
     assert_kept(Holed.read(text), filled)
     assert all(hole.text for hole in filled.holes)
@@ -145,24 +151,26 @@ def test_a_long_text_is_filled_within_a_window() -> None:
         assert_kept(Holed.read(text), filled)
 
 
-def test_holes_far_apart_are_filled_from_left_to_right() -> None:
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_holes_far_apart_are_filled_from_left_to_right(effort: Effort) -> None:
     engine = random_engine(1)
     text = MARK.join(f"part {i}: {'some words ' * 6}" for i in range(4))
-    filled = engine.fill(text, FillOptions(seed=1, sampler=QUICK, max_tokens=4, candidates=2))
-    assert_kept(Holed.read(text), filled)
+    chosen = FillOptions(seed=1, sampler=QUICK, max_tokens=4, candidates=2, effort=effort)
+    assert_kept(Holed.read(text), engine.fill(text, chosen))
 
 
-def test_empty_holes_need_permission() -> None:
-    chosen = FillOptions(seed=1, sampler=QUICK, stop=("",))
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_empty_holes_need_permission(effort: Effort) -> None:
+    chosen = FillOptions(seed=1, sampler=QUICK, stop=("",), effort=effort)
     with pytest.raises(UsageError, match="stop string is empty"):
         random_engine(0).fill(MARK, chosen)
     everything = tuple(
         random_engine(0).tokenizer.decode([token]) for token in range(24, 24 + 256 + 110)
     )
     stops = tuple(text for text in everything if text)
-    allowed = FillOptions(seed=1, sampler=QUICK, max_tokens=2, allow_empty=True, stop=stops)
+    chosen = FillOptions(seed=1, sampler=QUICK, max_tokens=2, stop=stops, effort=effort)
+    allowed = replace(chosen, allow_empty=True)
     assert random_engine(0).fill(f"a{MARK}b", allowed).text == "ab"
-    chosen = FillOptions(seed=1, sampler=QUICK, max_tokens=2, stop=stops)
     with pytest.raises(UsageError, match="leave nothing that a hole could hold"):
         random_engine(0).fill(f"a{MARK}b", chosen)
 
@@ -191,6 +199,42 @@ def test_a_known_text_is_found_without_its_length(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_a_fast_fill_finds_a_known_text_in_one_batch(seed: int) -> None:
+    engine = knowing_engine()
+    limit = len(engine.tokenizer.encode(HOLE))
+    chosen = FillOptions(seed=seed, max_tokens=limit, candidates=3, effort="fast")
+    filled = engine.fill([BEFORE, AFTER], chosen)
+    assert filled.text == BEFORE + HOLE + AFTER
+    assert filled.canvases <= FAST_LENGTHS and filled.steps <= filled.canvases * FAST_STEPS
+    assert filled.form == "base"  # there are no proposals that could be asked for otherwise
+    scores = [one.score for one in filled.candidates]
+    assert scores == sorted(scores, reverse=True) and len(scores) == 3
+    thorough = engine.fill([BEFORE, AFTER], replace(chosen, effort="thorough"))
+    assert filled.steps < thorough.steps and filled.text == thorough.text
+    assert filled.candidates == engine.fill([BEFORE, AFTER], chosen).candidates
+
+
+@pytest.mark.parametrize("candidates", [1, 5])
+def test_a_fast_fill_of_few_lengths_has_other_noise_for_its_candidates(candidates: int) -> None:
+    chosen = FillOptions(
+        seed=1, sampler=QUICK, max_tokens=2, candidates=candidates, effort="fast", form="instruct"
+    )
+    filled = random_engine(1).fill(f"one {MARK}, two", chosen)
+    assert filled.form == "instruct" and len(filled.candidates) <= candidates
+    assert filled.canvases >= candidates
+
+
+def test_a_fast_fill_gives_each_hole_a_batch() -> None:
+    engine, text = random_engine(1), f"a {MARK} b {MARK} c"
+    one, two = (
+        engine.fill(some, FillOptions(seed=1, sampler=QUICK, effort="fast"))
+        for some in (text.replace(f" b {MARK}", ""), text)
+    )
+    assert_kept(Holed.read(text), two)
+    assert one.canvases < two.canvases and len(two.holes) == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_of_any_length_a_text_counts_by_the_likelihood_of_the_whole(seed: int) -> None:
     """A sum, not a mean: the scores differ by as much as the texts with all that stands there."""
     engine, pieces = random_engine(seed), ("one two three", " four five")
@@ -198,7 +242,7 @@ def test_of_any_length_a_text_counts_by_the_likelihood_of_the_whole(seed: int) -
     filled = engine.fill(pieces, chosen)
     bos, end = engine.model.config.bos_token_id, engine.tokenizer.control_ids["<eos>"]
     texts = [[*engine.tokenizer.encode(one.text), end] for one in filled.candidates]
-    wholes = [whole.total for whole in score(engine.model, [bos], texts)]
+    wholes = [whole.total for whole in score(engine.backend, [bos], texts)]
     assert len({len(ids) for ids in texts}) > 1
     # What stands before the hole is the same in all of them.
     before = [whole - one.score for whole, one in zip(wholes, filled.candidates, strict=True)]
@@ -230,11 +274,12 @@ def test_two_holes_are_filled_together() -> None:
     assert filled.text == BEFORE + HOLE + AFTER and filled.canvases == DRAWS
 
 
-def test_a_single_line_and_a_stop_string_end_a_hole() -> None:
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_a_single_line_and_a_stop_string_end_a_hole(effort: Effort) -> None:
     engine = knowing_engine()
-    line = engine.fill([BEFORE, ""], FillOptions(seed=1, single_line=True))
+    line = engine.fill([BEFORE, ""], FillOptions(seed=1, single_line=True, effort=effort))
     assert line.text.count("\n") == 1
-    stopped = engine.fill([BEFORE, AFTER], FillOptions(seed=1, stop=("=",)))
+    stopped = engine.fill([BEFORE, AFTER], FillOptions(seed=1, stop=("=",), effort=effort))
     assert "=" not in stopped.holes[0].text
 
 
@@ -250,8 +295,10 @@ def test_the_same_seed_gives_the_same_text_alone_and_beside_others() -> None:
     assert [event.text for event in job.events if isinstance(event, Done)] == [answer.text]
 
 
-def test_drafts_are_reported_and_closing_the_stream_cancels() -> None:
-    engine, chosen = random_engine(1), FillOptions(seed=5, sampler=QUICK, drafts=True)
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_drafts_are_reported_and_closing_the_stream_cancels(effort: Effort) -> None:
+    engine = random_engine(1)
+    chosen = FillOptions(seed=5, sampler=QUICK, drafts=True, effort=effort)
     events = list(engine.stream_fill(f"a{MARK}b", chosen))
     assert isinstance(events[-1], Filled) and all(isinstance(e, Draft) for e in events[:-1])
     assert len(events) > 2
@@ -272,6 +319,7 @@ def test_drafts_are_reported_and_closing_the_stream_cancels() -> None:
         (FillOptions(lengths=(0,)), "each must be 1 or more"),
         (FillOptions(lengths=(2, 3)), "2 lengths are given for 1 holes"),
         (FillOptions(form="other"), "form 'other' is not known"),  # type: ignore[arg-type]
+        (FillOptions(effort="slow"), "effort 'slow' is not known; use fast or thorough"),  # type: ignore[arg-type]
         (FillOptions(seed=-1), "seed is -1"),
     ],
 )

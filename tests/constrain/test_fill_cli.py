@@ -98,6 +98,8 @@ def test_fill_options_reach_the_engine(call: Call, knowing: Path, holed: Path) -
     size = len(Tokenizer.load(knowing).encode(HOLE))
     code, out, err = call("fill", holed, "-m", knowing, *HERE, "--length", str(size))
     assert (code, out, err) == (0, WHOLE, "")
+    fast = ["--effort", "fast", "--max-tokens", str(size)]
+    assert call("fill", holed, "-m", knowing, *HERE, *fast) == (0, WHOLE, "")
     _, out, _ = call("fill", holed, "-m", knowing, *HERE, "--stop", "=", "--max-tokens", "4")
     assert b"=" not in out.removesuffix(AFTER.encode())
     _, out, err = call("fill", holed, "-m", knowing, *HERE, "--candidates", "2", "--single-line")
@@ -113,6 +115,7 @@ def test_fill_options_reach_the_engine(call: Call, knowing: Path, holed: Path) -
         (["-"], b"\xff" + MARK.encode(), "is not UTF-8 text"),
         (["-", "--length", "1", "--length", "2"], MARK.encode(), "2 lengths are given for 1 holes"),
         (["-", "--form", "other"], MARK.encode(), "form 'other' is not known"),
+        (["-", "--effort", "slow"], MARK.encode(), "effort 'slow' is not known"),
         (["-", "--candidates", "0"], MARK.encode(), "candidates is 0"),
     ],
 )

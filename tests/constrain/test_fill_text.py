@@ -18,6 +18,7 @@ from dgemma.constrain.holes import (
     lay_out,
     needed,
     shape,
+    spread,
     sweep,
     tail,
     without_overlap,
@@ -140,6 +141,15 @@ def test_grids_reach_the_limit_without_a_long_gap(limit: int) -> None:
         found[0] == 1 and found == sorted(set(found)) and found[-1] <= limit < 1.5 * found[-1] + 1
     )
     assert all(b <= 2 * a for a, b in pairwise(found))
+
+
+@many
+@given(st.integers(1, 300), st.integers(2, 16))
+def test_one_batch_of_lengths_reaches_the_limit_evenly(limit: int, count: int) -> None:
+    found, factor = spread(limit, count), limit ** (1 / (count - 1))
+    assert found == sorted(set(found)) and len(found) <= count
+    assert found[0] == 1 and found[-1] == limit
+    assert len(found) == limit or all(b <= factor * (a + 0.5) + 0.501 for a, b in pairwise(found))
 
 
 @many

@@ -46,7 +46,7 @@ def test_a_search_wide_enough_finds_all_texts_in_their_order(seed: int) -> None:
     """Also that rows which part share nothing but their past: else the order would differ."""
     shared = SharedPrefix(random_engine(seed), PREFIX)
     tokens = range(70, 74)
-    found = likeliest(shared.engine.model, shared.behind(()), wanted(3, 3, 64, tokens), idle)
+    found = likeliest(shared.engine.backend, shared.behind(()), wanted(3, 3, 64, tokens), idle)
     every = list(product(tokens, repeat=3))
     totals = {ids: score.total for ids, score in zip(every, shared.score(every), strict=True)}
     assert len(found) == len(every)
@@ -58,7 +58,7 @@ def test_a_search_wide_enough_finds_all_texts_in_their_order(seed: int) -> None:
 def test_of_texts_of_several_lengths_those_count_that_lead_to_what_follows(by_total: bool) -> None:
     shared, after, tokens = SharedPrefix(random_engine(2), PREFIX), 90, range(70, 73)
     texts = replace(wanted(1, 2, 12, tokens, after), by_total=by_total)
-    found = likeliest(shared.engine.model, shared.behind(()), texts, idle)
+    found = likeliest(shared.engine.backend, shared.behind(()), texts, idle)
     every = [ids for size in (1, 2) for ids in product(tokens, repeat=size)]
     scores = shared.score([(*ids, after) for ids in every])
     worths = [score.total if by_total else score.mean for score in scores]
@@ -71,14 +71,16 @@ def test_of_texts_of_several_lengths_those_count_that_lead_to_what_follows(by_to
 def test_others_have_their_turn_between_two_tokens() -> None:
     shared, turns = SharedPrefix(random_engine(1), PREFIX), list[str]()
     texts = wanted(4, 4, 2, range(70, 74))
-    likeliest(shared.engine.model, shared.behind(()), texts, lambda: turns.append("theirs"))
+    likeliest(shared.engine.backend, shared.behind(()), texts, lambda: turns.append("theirs"))
     assert len(turns) == 3
 
 
 def test_a_narrow_search_is_the_greedy_mode() -> None:
     shared = SharedPrefix(random_engine(1), PREFIX)
     anything = range(shared.engine.tokenizer.vocab_size)
-    [found] = likeliest(shared.engine.model, shared.behind((61,)), wanted(4, 4, 1, anything), idle)
+    [found] = likeliest(
+        shared.engine.backend, shared.behind((61,)), wanted(4, 4, 1, anything), idle
+    )
     ids: tuple[int, ...] = (61,)
     for _ in range(4):
         after = SharedPrefix(shared.engine, (*PREFIX, *ids))
@@ -97,11 +99,11 @@ def test_what_ends_a_text_has_nothing_behind_it() -> None:
         allowed=plain.allowed,
         ends=lambda token: token == 70,
     )
-    found = likeliest(shared.engine.model, shared.behind(()), ending, idle)
+    found = likeliest(shared.engine.backend, shared.behind(()), ending, idle)
     # 70 stands last or not at all: 4, 3 * 4 and 9 * 4 texts.
     assert len(found) == 4 + 12 + 36 and not any(70 in ids[:-1] for ids in found)
     impossible = wanted(1, 3, 4, range(0))
-    assert likeliest(shared.engine.model, shared.behind(()), impossible, idle) == []
+    assert likeliest(shared.engine.backend, shared.behind(()), impossible, idle) == []
 
 
 @pytest.mark.parametrize("seed", range(3))

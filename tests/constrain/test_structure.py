@@ -12,13 +12,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dgemma.canvas import NO_PINS, Pins, fresh
+from dgemma.backends.reference import conditioned
 from dgemma.constrain.frontier import Frontier
 from dgemma.constrain.matcher import Ending, Guide
+from dgemma.diffusion.canvas import NO_PINS, Pins, fresh
+from dgemma.diffusion.logit_stats import RowStats
+from dgemma.diffusion.sampler import View
 from dgemma.engine import Done, Draft, Engine, Mode, Options, Retry, Text
 from dgemma.errors import UsageError
-from dgemma.ops.row_stats import RowStats
-from dgemma.sampler import View
 from dgemma.text.chat import ChatTemplate, Message, Prompt
 from dgemma.text.tokenizer import Tokenizer
 from tests.constrain.languages import Language, languages, schema_language, schemas
@@ -253,20 +254,23 @@ def test_a_canvas_beyond_the_frontier_is_refined_and_not_held() -> None:
 
 
 def test_a_stop_where_the_text_cannot_have_ended_is_noise_again() -> None:
-    frontier = Frontier(random_engine(0).guide(regex="[xz]{10}y"))
+    engine = random_engine(0)
+    frontier = Frontier(engine.guide(regex="[xz]{10}y"))
     frontier.start(30)
     frontier.begin_block(NO_PINS, 10)
     ends_L, half_L = torch.full((16,), EOS), torch.full((16,), 0.5)
     noise_L = torch.arange(300, 316)
     stats = RowStats(draw_T=ends_L, top_T=ends_L, entropy_T=half_L, top_p_T=half_L, held_p_T=half_L)
-    canvas = replace(fresh(ends_L), soft_LD=torch.ones(16, 2), num_steps=1)
+    canvas = replace(fresh(ends_L), num_steps=1)
     look = torch.zeros(1, TOKENIZER.vocab_size).expand
     canvas = frontier.walk(canvas, View(stats, noise_L, lambda places: look(len(places), -1)))
     assert frontier.block == [] and not canvas.pinned_L.any()
     assert canvas.tokens_L.tolist() == [*range(300, 311), *[EOS] * 5]
-    assert canvas.soft_LD is not None
-    assert canvas.soft_LD[:, 0].tolist() == [0.0] * 11 + [1.0] * 5
     assert not canvas.kept_L[:11].any()
+    soft_LD = torch.ones(16, engine.model.config.hidden_size)
+    canvas = conditioned(engine.model, canvas, soft_LD)
+    assert canvas.soft_LD is not None and canvas.reopened_L is None
+    assert canvas.soft_LD[:, 0].tolist() == [0.0] * 11 + [1.0] * 5
 
 
 def test_where_no_more_ends_can_be_found_the_known_one_is_taken() -> None:

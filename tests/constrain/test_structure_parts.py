@@ -410,7 +410,7 @@ def test_a_causal_probability_is_that_of_the_label_and_its_end() -> None:
     engine, prompt = random_engine(0), random_prompt(0)
     labels = ["a", "the", "call: x"]
     totals = [
-        score(engine.model, prompt.ids, [[*TOKENIZER.encode(label), TURN]])[0].total
+        score(engine.backend, prompt.ids, [[*TOKENIZER.encode(label), TURN]])[0].total
         for label in labels
     ]
     whole = sum(map(math.exp, totals))

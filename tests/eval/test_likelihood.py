@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.denoise import commit
+from dgemma.backends.reference import ReferenceBackend, commit
 from dgemma.engine.score import score
 from dgemma.eval import likelihood
 from dgemma.eval.likelihood import causal_losses, denoising_losses
-from dgemma.model import Gemma
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.weights.random import random_model
 from tests.taught import CANVAS, taught_config
 from tests.tiny import CPU
@@ -31,7 +32,7 @@ def texts(*lengths: int) -> list[list[int]]:
 def test_causal_losses_are_the_engines_scores(model: Gemma) -> None:
     given = texts(40, 3, 17, 2)
     for ids, losses in zip(given, causal_losses(model, given), strict=True):
-        expected = score(model, ids[:1], [ids[1:]])[0].logprobs
+        expected = score(ReferenceBackend(model), ids[:1], [ids[1:]])[0].logprobs
         assert losses == pytest.approx([-x for x in expected], abs=2e-4)
 
 
@@ -52,9 +53,9 @@ def through_the_cache(
     model: Gemma, past: list[int], canvas: torch.Tensor, soft: torch.Tensor | None
 ) -> torch.Tensor:
     """Logits of a canvas behind committed tokens, by the passes that generate."""
-    cache = KVCache(model.config, Room(tokens=len(past) + CANVAS), torch.float32, CPU)
+    cache = KVCache(model.config, Capacity(tokens=len(past) + CANVAS), torch.float32, CPU)
     commit(model, cache, torch.tensor(past), chunk=512)
-    context = Pass([Span(cache, CANVAS, commit=False)])
+    context = ForwardBatch([Segment(cache, CANVAS, commit=False)])
     return model.logits(model.denoise(canvas, soft, context))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.weights.download import NANO_DIRECTORY
 from dgemma.weights.export import export
 from dgemma.weights.load import load_model

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.config import ModelConfig, load_config
-from dgemma.model import Gemma
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.sudoku import prompt_text
 from dgemma.text.tokenizer import Tokenizer
@@ -49,17 +50,17 @@ def random_ids(config: ModelConfig, count: int, seed: int) -> Tensor:
 def our_passes(model: Gemma, case: Case) -> dict[str, Tensor]:
     """Logits of a prompt, of a canvas without and with self-conditioning, and of the next one."""
     canvas_L = case.canvas_L
-    room = Room(tokens=len(case.prompt_T) + 2 * len(canvas_L))
+    room = Capacity(tokens=len(case.prompt_T) + 2 * len(canvas_L))
     cache = KVCache(model.config, room, torch.float32, CPU)
 
     def encode(ids_T: Tensor) -> Tensor:
-        writing = Pass([Span(cache, len(ids_T), commit=True)])
+        writing = ForwardBatch([Segment(cache, len(ids_T), commit=True)])
         logits_TV = model.logits(model.encode(ids_T, writing))
         writing.close()
         return logits_TV
 
     def denoise(soft_LD: Tensor | None) -> Tensor:
-        reading = Pass([Span(cache, len(canvas_L), commit=False)])
+        reading = ForwardBatch([Segment(cache, len(canvas_L), commit=False)])
         return model.logits(model.denoise(canvas_L, soft_LD, reading))
 
     prefill, first = encode(case.prompt_T), denoise(None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.weights.download import NANO_DIRECTORY
 from tests.interop.sample import Case, cases, our_passes
 

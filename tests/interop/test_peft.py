@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.weights.adapter import Adapter, attach, load_adapter, new_adapter, save_adapter
 from dgemma.weights.download import NANO_DIRECTORY
 from dgemma.weights.export import export

@@ -4,42 +4,42 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.ops import fused
-from dgemma.ops.fast import switched
-from dgemma.ops.kernels import router as kernels
-from dgemma.ops.kernels.buckets import buckets
+from dgemma.backends.cuda.configs import RouterConfig, router_config
+from dgemma.backends.cuda.kernels import router as kernels
+from dgemma.backends.cuda.kernels.moe_sort import buckets
+from dgemma.model.moe import topk
 
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def weights(num_experts: int, width: int, top_k: int) -> fused.RouterWeights:
-    weight_ED = normal(2, num_experts, width) * width**-0.5
-    return fused.RouterWeights(weight_ED, 1 + 0.1 * normal(3, num_experts), top_k)
+def routed(logits_TE: Tensor, scale_E: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return experts and shares as the model's router does."""
+    share_TK, ids_TK = topk(logits_TE.softmax(-1), top_k)
+    return ids_TK, share_TK / share_TK.sum(-1, keepdim=True) * scale_E[ids_TK]
 
 
 @pytest.mark.parametrize(
     ("rows", "width", "num_experts", "top_k", "form"),
     [
-        (6, 40, 5, 3, kernels.Cut(rows=16, columns=16, share=16, depth=16)),
-        (18, 64, 20, 8, kernels.Cut(rows=16, columns=16, share=32, depth=16)),
-        (3, 48, 4, 2, kernels.Cut(rows=16, columns=16, share=64, depth=32, choosers=2)),
-        (1, 32, 1, 1, kernels.Cut(rows=16, columns=16, share=16, depth=16)),
+        (6, 40, 5, 3, RouterConfig(rows=16, columns=16, share=16, depth=16)),
+        (18, 64, 20, 8, RouterConfig(rows=16, columns=16, share=32, depth=16)),
+        (3, 48, 4, 2, RouterConfig(rows=16, columns=16, share=64, depth=32, choosers=2)),
+        (1, 32, 1, 1, RouterConfig(rows=16, columns=16, share=16, depth=16)),
     ],
 )
 def test_both_launches_agree_with_the_definition(
-    rows: int, width: int, num_experts: int, top_k: int, form: kernels.Cut
+    rows: int, width: int, num_experts: int, top_k: int, form: RouterConfig
 ) -> None:
-    x_TD, router = normal(1, rows, width), weights(num_experts, width, top_k)
-    with torch.inference_mode(), switched(False):
-        want = fused.routed(x_TD, router)
-    parts = kernels.parts(x_TD, router.weight_ED, form)
-    scores_TE = x_TD @ router.weight_ED.T
+    x_TD, weight_ED = normal(1, rows, width), normal(2, num_experts, width) * width**-0.5
+    scale_E, scores_TE = 1 + 0.1 * normal(3, num_experts), x_TD @ weight_ED.T
+    want_ids, want = routed(scores_TE, scale_E, top_k)
+    parts = kernels.parts(x_TD, weight_ED, form)
     torch.testing.assert_close(parts.part_STE.sum(0), scores_TE, atol=2e-6, rtol=1e-5)
-    ids, share, into = kernels.choose(parts, router.scale_E, top_k, form.choosers)
-    assert ids.tolist() == want.ids_TK.tolist()
-    torch.testing.assert_close(share, want.share_TK, atol=1e-6, rtol=1e-5)
+    ids, share, into = kernels.choose(parts, scale_E, top_k, form.choosers)
+    assert ids.tolist() == want_ids.tolist()
+    torch.testing.assert_close(share, want, atol=1e-6, rtol=1e-5)
     assert into is not None
     sorted_ = buckets(ids, num_experts)
     assert into.count_E.tolist() == sorted_.count_E.tolist()
@@ -48,16 +48,28 @@ def test_both_launches_agree_with_the_definition(
         assert sorted(own) == other
 
 
-def test_the_op_hands_out_buckets_where_it_runs_by_kernels() -> None:
-    x_TD, router = normal(1, 7, 32), weights(4, 32, 2)
-    with torch.inference_mode():
-        want = fused.routed(x_TD, router)
-        with switched(True):
-            got = fused.routed(x_TD, router)
-    assert want.into is None
-    assert got.into is not None
-    assert got.ids_TK.tolist() == want.ids_TK.tolist()
-    assert int(got.into.count_E.sum()) == 14
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (5, 3), (128, 8), (1, 1)])
+def test_choices_agree_with_the_definition(experts: int, top_k: int) -> None:
+    """Without counts there are no buckets."""
+    logits, scale = 2 * normal(1, 6, experts), 1 + 0.1 * normal(2, experts)
+    ids, share, into = kernels.choose(kernels.Parts(logits[None]), scale, top_k)
+    want_ids, want = routed(logits, scale, top_k)
+    assert ids.tolist() == want_ids.tolist()
+    torch.testing.assert_close(share, want, atol=1e-6, rtol=1e-5)
+    assert into is None
+
+
+@pytest.mark.parametrize("num_experts", [8, 6])
+def test_one_token_chooses_the_experts_that_it_chooses_among_others(num_experts: int) -> None:
+    scale = 1 + 0.1 * normal(1, num_experts)
+    for seed in range(4):
+        logits = normal(seed, 1, 1, num_experts)
+        logits[0, 0, 2] = logits[0, 0, 4] if seed else float("nan")
+        twice = kernels.Parts(logits.expand(1, 2, num_experts).contiguous())
+        ids, share, _ = kernels.choose(twice, scale, 3)  # one after the other
+        ranked, shares, _ = kernels.choose(kernels.Parts(logits), scale, 3)
+        assert torch.equal(ids[:1], ranked)
+        torch.testing.assert_close(shares, share[:1])
 
 
 def test_scores_that_are_no_numbers_still_choose_each_expert_once() -> None:
@@ -85,8 +97,8 @@ def test_equal_scores_are_taken_from_the_first_on_and_signs_are_in_order() -> No
 
 
 def test_the_depth_is_cut_less_the_more_rows_there_are() -> None:
-    shares = [kernels.cut(rows, 128, 2816).share for rows in (1, 256, 1024, 4096, 1 << 14)]
+    shares = [router_config(rows, 128, 2816).share for rows in (1, 256, 1024, 4096, 1 << 14)]
     assert shares == sorted(shares)
-    assert shares[1] == kernels.cut(256, 128, 2816).depth == 128
-    assert kernels.cut(4096, 128, 2816).depth == 64
+    assert shares[1] == router_config(256, 128, 2816).depth == 128
+    assert router_config(4096, 128, 2816).depth == 64
     assert shares[-1] >= 2816

@@ -1,104 +1,137 @@
-"""Compiles the kernels at both ends of a pass for an H100 or H200, as `compile_all.py`."""
+"""Kernels at both ends of a pass, to be compiled by `compile_all.py`."""
 
-from compile_all import DOUBLE, EIGHT, FLOAT, HALF, INT, LONG, WIDTH, Case, compiled, told
+from compile_card import (
+    BYTE,
+    CANVAS,
+    DOUBLE,
+    EIGHT,
+    FLOAT,
+    HALF,
+    INT,
+    LONG,
+    WIDTH,
+    Case,
+    fp8_operand,
+)
 
-from dgemma.ops.kernels import cuts, enter, enter_1, move, row_stats, soft_8, sparse
-from dgemma.ops.soft_table import NEAR, SHARE, SMALLEST
+from dgemma.backends.cuda.configs import SOFT, fitted
+from dgemma.backends.cuda.kernels import (
+    device,
+    embed,
+    logit_stats,
+    sampler_update,
+    soft_embed_fp8,
+    soft_embed_topk,
+)
+from dgemma.quant.soft_table import NEAR, SHARE, SMALLEST
 
-BYTE = "*u8"
-CANVAS = 256
-EARLY = {"EARLY": True}
+VOCAB = 1 << 18
+PAIRS = 128 + 64  # of RoPE, of both layer types
+# Where soft embeddings go.
+INTO = {"soft_ELD": HALF, "tokens_EL": LONG, "pinned_EL": BYTE, "entry_I": INT, "scale": "fp32"}
+INTO |= {"tokens_stride": "i32", "pinned_stride": "i32"}
+
+
+def end_cases() -> list[Case]:
+    """Return kernels of all families at both ends."""
+    return [*embed_cases(), *stats_cases(), *soft_cases(), *soft_fp8_cases(), *sampler_cases()]
+
+
+def embed_cases() -> list[Case]:
+    """Return embeddings of passes with canvases and without, and what makes the stack's input."""
+    longs = "canvas_EL commit_EL start_E"
+    floats = "freq_F cos_TF sin_TF"
+    ints = "canvas_stride commit_stride start_stride count canvas_tokens steps"
+    types = {**dict.fromkeys(longs.split(), LONG), **dict.fromkeys(floats.split(), FLOAT)}
+    types |= {"entry_I": INT, "start_F": INT, "width_F": INT, "scale": "fp32", "eps": "fp32"}
+    types |= dict.fromkeys("table_VD weight_D vector_TD normed_TD".split(), HALF)
+    types |= dict.fromkeys(ints.split(), "i32")
+    temperatures = "temperature_EN draw_temperature_E temperature_T draw_temperature_T"
+    step = {"soft_ELD": HALF, "step_E": LONG, "uniform_ENL": DOUBLE, "uniform_T": DOUBLE}
+    step |= {"held_T": LONG, **dict.fromkeys(temperatures.split(), FLOAT)}
+    sizes = {"D": WIDTH, "F": PAIRS, "BLOCK": 4096, "PAIRS": embed.PAIRS}
+    canvas, token = {"L": CANVAS, "HAS_CANVAS": True}, {"L": 1, "HAS_CANVAS": False}
+    added = {"x_TD": HALF, "part_CD": HALF, "out_TD": HALF, "eps": "fp32", "canvas_tokens": "i32"}
+    no_step = dict.fromkeys(step, LONG)  # anything stands in for it
+    return [
+        Case("embed canvases", embed._embed, {**types, **step}, {**sizes, **canvas}, 8),
+        Case("embed tokens", embed._embed, {**types, **no_step}, {**sizes, **token}, 8),
+        Case("add and norm", embed._add_and_norm, added, sizes, 8),
+    ]
 
 
 def stats_cases() -> list[Case]:
-    sizes = {"CAP": 30.0, "W": row_stats.CHUNK, "CHUNKS": 128, "C": 128, "S": 128}
-    sizes |= {"EACH": 4, "EVEN": True, "MOST": row_stats.most_entropy(1 << 18), **EARLY}
-    sizes |= {name: getattr(row_stats, name) for name in ("SPARE", "READ", "MISSED")}
-    sizes |= {"TOKENS": row_stats.most_tokens(), "SMALL": row_stats.SMALL}
+    """Return row statistics, and the search for likely tokens."""
+    sizes = {"CAP": 30.0, "W": logit_stats.CHUNK, "CHUNKS": 128, "C": 128, "S": 128}
+    sizes |= {"EACH": 4, "EVEN": True, "MOST": logit_stats.most_entropy(VOCAB), "L": CANVAS}
+    sizes |= {n: getattr(logit_stats, n) for n in ("SPARE", "READ", "MISSED", "SMALL", "COLDEST")}
+    sizes |= {"TOKENS": logit_stats.most_tokens()}
     row = {"raw_TV": HALF, "heat_T": FLOAT, "vocab": "i32"}
-    marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "flat_1": INT}
+    marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "draw_sum_TC": FLOAT}
+    marks |= {"draw_heat_T": FLOAT, "flat_C": INT}
     totals = {"peak_T": FLOAT, "total_T": FLOAT, "least_T": FLOAT}
     merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
     floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT, "next_T": FLOAT}
     merged = {**row, **marks, **merge, **floats, **totals}
     likely = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
     seen = {**row, **totals, "peak_TC": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
-    grouped = {**sizes, "EACH": sparse.AT_ONCE, "COLUMN": sparse.COLUMN, "G": 32}
+    grouped = {**sizes, "EACH": soft_embed_topk.AT_ONCE, "COLUMN": soft_embed_topk.COLUMN, "G": 32}
     return [
-        Case("marks", row_stats._marks, {**row, **marks, "chunks": "i32"}, sizes),
-        Case("merge", row_stats._merge, merged, sizes, 8),
-        Case("probabilities", row_stats._probabilities, {**row, **totals}, sizes),
-        Case("likely", sparse._likely, {**seen, "flat_1": INT}, grouped, 8),
-        Case("survivors", sparse._survivors, {**seen, **likely}, grouped, 8),
+        Case("marks", logit_stats._marks, {**row, **marks, "chunks": "i32"}, sizes),
+        Case("merge", logit_stats._merge, merged, sizes, 8),
+        Case("probabilities", logit_stats._probabilities, {**row, **totals}, sizes),
+        Case("likely", soft_embed_topk._likely, {**seen, "flat_C": INT}, grouped, 8),
+        Case("survivors", soft_embed_topk._survivors, {**seen, **likely}, grouped, 8),
     ]
 
 
 def soft_cases() -> list[Case]:
-    into = {"table_VD": HALF, "tokens_T": LONG, "pinned_T": BYTE, "soft_TD": HALF, "scale": "fp32"}
+    """Return the sparse soft embedding."""
+    into = {**INTO, "table_VD": HALF}
     mean = {**into, "id_TS": INT, "p_TS": FLOAT, "count_T": INT}
-    sizes = {"D": WIDTH, "S": 128, "BLOCK": sparse.BLOCK, "EACH": 16, "HAS_PINS": True, **EARLY}
+    sizes = {"D": WIDTH, "S": 128, "BLOCK": soft_embed_topk.BLOCK, "EACH": 16, "L": CANVAS}
     return [
-        Case("soft mean", sparse._soft_mean, mean, sizes),
-        Case("pin mean", sparse._pin_mean, {**into, "mean_TD": HALF}, sizes),
+        Case("soft mean", soft_embed_topk._soft_mean, mean, sizes),
+        Case("pin mean", soft_embed_topk._pin_mean, {**into, "mean_TD": HALF}, sizes),
     ]
 
 
-def soft_8_cases() -> list[Case]:
-    form = cuts.SOFT
+def soft_fp8_cases() -> list[Case]:
+    """Return the dense soft embedding in fp8."""
+    form = fitted(SOFT)
     row = {"heat_T": FLOAT, "peak_T": FLOAT, "total_T": FLOAT, "top_T": LONG, "factor_ST": FLOAT}
     row |= {"peak_TC": FLOAT, "next_T": FLOAT}
     shares = {**row, "from_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": EIGHT}
-    rounding = {"LEAST": SMALLEST, "CAP": 30.0, "SHARE": SHARE, "W": soft_8.AT_ONCE, **EARLY}
-    rounding |= {"CHUNKS": 128, "NEAR": NEAR, "REACH": soft_8.reach(SHARE)}
+    rounding = {"LEAST": SMALLEST, "CAP": 30.0, "SHARE": SHARE, "W": soft_embed_fp8.AT_ONCE}
+    rounding |= {"CHUNKS": 128, "NEAR": NEAR, "REACH": soft_embed_fp8.reach(SHARE), "IS_RAW": True}
     product = {
-        "numbers_TV": f"tensordesc<fp8e4nv[{form.rows},{form.depth}]>",
-        "numbers_DV": f"tensordesc<fp8e4nv[{form.outputs},{form.depth}]>",
+        "numbers_TV": fp8_operand(form.rows, form.depth),
+        "numbers_DV": fp8_operand(form.outputs, form.depth),
     }
     product |= {"factor_ST": FLOAT, "out_STD": HALF, "rows": "i32"}
     cut = {"D": WIDTH, "SHARE": SHARE, "BM": form.rows, "BN": form.outputs, "BK": form.depth}
-    into = {"weight_VD": HALF, "tokens_T": LONG, "pinned_T": BYTE, "soft_TD": HALF, "scale": "fp32"}
-    adding = {**into, "parts_STD": HALF, "top_T": LONG, "top_p_T": FLOAT}
-    sizes = {"D": WIDTH, "PARTS": 36, "BLOCK": sparse.BLOCK, "HAS_PINS": True, **EARLY}
+    cut |= {"V": VOCAB, "TMA": device.has_tma()}
+    adding = {**INTO, "weight_VD": HALF, "parts_STD": HALF, "top_T": LONG, "top_p_T": FLOAT}
+    sizes = {"D": WIDTH, "PARTS": 36, "BLOCK": soft_embed_topk.BLOCK, "L": CANVAS}
+    of_soft = soft_embed_fp8
     return [
-        *(
-            Case(name, soft_8._shares, {**shares, "vocab": "i32"}, {**rounding, "IS_RAW": is_raw})
-            for name, is_raw in (("shares", True), ("shares of p", False))
-        ),
-        Case("soft 8", soft_8._product, product, {**cut, **EARLY}, form.warps, form.stages),
-        Case("soft 8 added up", soft_8._add_up, adding, sizes),
+        Case("soft fp8 shares", of_soft._shares, {**shares, "vocab": "i32"}, rounding),
+        Case("soft fp8 product", of_soft._product, product, cut, form.warps, form.stages),
+        Case("soft fp8 sum", of_soft._add_up, adding, sizes),
     ]
 
 
-def move_cases() -> list[Case]:
-    types = {name: LONG for name in ("draw_L", "top_L", "noise_NL", "tokens_L", "guess_L")}
-    types |= {"found_L": FLOAT, "entropy_L": FLOAT, "count_LG": INT, "mass_LG": FLOAT}
-    types |= {"pinned_L": BYTE, "kept_L": BYTE, "settled_0": BYTE, "seen_2": BYTE}
-    types |= {"steady_0": LONG, "index_1": LONG, "settle_steps": "i32"}
-    types |= {"bound": "fp32", "settle_entropy": "fp32"}
+def sampler_cases() -> list[Case]:
+    """Return the update of canvases, of the released length and of the greatest."""
+    longs = "draw_T top_T noise_ENL tokens_EL guess_EL steady_E step_E"
+    types = {**dict.fromkeys(longs.split(), LONG), "entry_C": INT}
+    types |= {"found_T": FLOAT, "entropy_EL": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
+    types |= dict.fromkeys("pinned_EL kept_EL settled_E flags_E2".split(), BYTE)
+    types |= {"rule_E3": FLOAT, **dict.fromkeys("stride_1 stride_8 stride_4".split(), "i32")}
+    types["num_noise"] = "i32"
     found = []
-    for length in (CANVAS, move.LONGEST):
-        sizes = {"L": length, "P": length, "B": move.PAIRS // length, "GROUPS": 32, "G": 32}
-        sizes |= {"S": row_stats.SURVIVORS, "MASS": row_stats.MASS, **EARLY}
-        found.append(Case(f"move {length}", move._move, types, sizes, 8))
+    for length in (CANVAS, sampler_update.MAX_LENGTH):
+        sizes = {"L": length, "P": length, "B": sampler_update.PAIRS // length}
+        sizes |= {"GROUPS": 32, "G": 32, "S": logit_stats.SURVIVORS, "MASS": logit_stats.MASS}
+        found.append(Case(f"sampler update {length}", sampler_update._update, types, sizes, 8))
     return found
-
-
-def enter_cases() -> list[Case]:
-    halves = "table_VD soft_LD weight_D vector_LD normed_LD out_TD x_TD part_TD"
-    types = {**dict.fromkeys(halves.split(), HALF), "tokens_L": LONG, "block_L": LONG}
-    types |= {"index_1": LONG, "heat_N": FLOAT, "uniform_NL": DOUBLE, "heat_L": FLOAT}
-    types |= {"uniform_L": DOUBLE, "scale": "fp32", "eps": "fp32"}
-    sizes = {"L": CANVAS, "D": WIDTH, "BLOCK": 4096, **EARLY}
-    found = [
-        Case(name.strip("_"), getattr(enter, name), types, sizes, 8)
-        for name in ("_conditioned", "_unconditioned", "_add_and_norm")
-    ]
-    one = {"token_1": LONG, "start_1": LONG, "table_VD": HALF, "weight_D": HALF, "x_1D": HALF}
-    one |= {"normed_1D": HALF, **dict.fromkeys(("frequency_F", "cos_F", "sin_F"), FLOAT)}
-    one |= {"scale": "fp32", "eps": "fp32", "count": "i32"}
-    return [*found, Case("one token", enter_1._enter, one, {**sizes, "PAIRS": enter_1.TURNS}, 8)]
-
-
-if __name__ == "__main__":
-    for case in stats_cases() + soft_cases() + soft_8_cases() + move_cases() + enter_cases():
-        print(told(case, compiled(case)), flush=True)

@@ -1,38 +1,76 @@
-"""Compiles the experts' kernels with 4-bit weights, and for one token, for an H100 or H200.
+"""Kernels of the experts, to be compiled by `compile_all.py`.
 
-As `compile_all.py`. Where weights are unpacked for the matrix unit, what that costs depends on how
-the compiler lays them over threads: a conversion inside the loop would cost more than the product.
+Where 4-bit weights are unpacked for the matrix unit, what that costs depends on how the compiler
+lays them over threads: on Hopper a conversion inside the loop would cost more than the product.
 """
 
-from compile_all import FLOAT, HALF, INNER, INT, LONG, TOP_K, WIDTH, Case, compiled, told
+from typing import Any
 
-from dgemma.ops.kernels import experts_1, experts_4
-from dgemma.ops.kernels.tiles import TABLE_4
+from compile_card import FLOAT, HALF, INNER, INT, LONG, TOP_K, WIDTH, Card, Case
+
+from dgemma.backends.cuda.configs import MOE_DECODE, MoeTable, moe_table
+from dgemma.backends.cuda.kernels import moe, moe_decode, moe_nvfp4, moe_sort
 
 WORDS = {"words": "*i16", "scales": INT, "out": HALF}
 BUCKETS = {"choice_ES": INT, "count_E": INT, "capacity": "i32"}
+SIZES = {"D": WIDTH, "I": INNER, "TOP": TOP_K, "E": 128, "P": 128}
 
 
-def four_bit_cases() -> list[Case]:
-    found = []
-    # A canvas, whose steps are one product each, and more rows, whose are four.
-    entries = [entry for _, entry in TABLE_4[:2]]
-    tiles = [("gate_up", entry.gate_up) for entry in entries]
-    for part, tile in [*tiles, *(("down", entry.down) for entry in entries)]:
-        options = experts_4._options(tile, fast=True) | {"EARLY": True}
-        constants = {"D": WIDTH, "I": INNER, "TOP": TOP_K, "E": 128, "P": 128, **options}
-        x, factor = ("x", "factor_E2") if part == "gate_up" else ("hidden", "factor_E")
-        types = {x: HALF, factor: FLOAT, **WORDS, **BUCKETS}
-        kernel = experts_4._gate_up_4 if part == "gate_up" else experts_4._down_4
-        name = f"{part} 4 bits, {tile.rows} rows"
-        found.append(Case(name, kernel, types, constants, tile.warps, tile.stages))
+def entries(bits: int, *, everything: bool) -> MoeTable:
+    """Return all configs, or those of a canvas and of very many rows."""
+    found = moe_table(bits)
+    return found if everything else tuple(e for e in found if e[0] in (24.0, float("inf")))
+
+
+def moe_cases(bits: int, *, everything: bool = True) -> list[Case]:
+    """Return grouped GEMMs with 16-bit or fp8 weights."""
+    found, kind = [], {16: "bf16", 8: "fp8e4nv"}[bits]
+    for most, entry in entries(bits, everything=everything):
+        for part, tile in (("gate_up", entry.gate_up), ("down", entry.down)):
+            shared = {"out": HALF, **BUCKETS, "row_scale": FLOAT, "column_scale": FLOAT}
+            block = f"tensordesc<{kind}[{tile.columns},{tile.depth}]>"
+            types = {"x" if part == "gate_up" else "hidden": f"*{kind}", **shared}
+            types["weights"] = block if tile.tma else f"*{kind}"
+            constants = _constants(moe._options(tile, eight=bits == 8))
+            if bits == 8:
+                del constants["PDL"]  # as the card has it
+            name = f"moe {part} {bits} bits <= {most:g} rows"
+            kernel = moe._gate_up if part == "gate_up" else moe._down
+            found.append(Case(name, kernel, types, constants, tile.warps, tile.stages))
     return found
 
 
-def one_token_cases() -> list[Case]:
+def sort_cases() -> list[Case]:
+    """Return what comes before the grouped GEMMs, and behind them."""
+    fill = {"ids": INT, "num_choices": "i32", **BUCKETS}
+    combine = {"out_AD": HALF, "share_TK": FLOAT, "mixed_TD": HALF}
+    sizes = {"D": WIDTH, "TOP": TOP_K, "BLOCK": 1024}
+    return [
+        Case("moe sort", moe_sort._buckets, fill, {"STEPS": 2, "BLOCK": moe_sort.SCAN}),
+        Case("moe combine", moe._combine, combine, sizes),
+    ]
+
+
+def nvfp4_cases(*, everything: bool = True) -> list[Case]:
+    """Return grouped GEMMs with NVFP4 weights."""
+    found = []
+    for most, entry in entries(4, everything=everything):
+        for part, tile in (("gate_up", entry.gate_up), ("down", entry.down)):
+            constants = _constants(moe_nvfp4._options(tile, fast=True))
+            del constants["PDL"]
+            x, factor = ("x", "factor_E2") if part == "gate_up" else ("hidden", "factor_E")
+            types = {x: HALF, factor: FLOAT, **WORDS, **BUCKETS}
+            kernel = moe_nvfp4._gate_up_4 if part == "gate_up" else moe_nvfp4._down_4
+            name = f"moe {part} 4 bits <= {most:g} rows"
+            found.append(Case(name, kernel, types, constants, tile.warps, tile.stages))
+    return found
+
+
+def decode_cases() -> list[Case]:
+    """Return the experts of single tokens, for each form of weights."""
     found = []
     for bits, kind in ((16, "*bf16"), (8, "*fp8e4nv"), (4, "*i16")):
-        cuts = experts_1.TABLE[bits]
+        cuts = MOE_DECODE[bits]
         for part, cut in (("gate_up", cuts.gate_up), ("down", cuts.down)):
             x = "x" if part == "gate_up" else "hidden"
             types = {x: HALF, "ids": LONG, "out": HALF}
@@ -40,24 +78,28 @@ def one_token_cases() -> list[Case]:
                 types |= {**WORDS, "factor_E2" if part == "gate_up" else "factor_E": FLOAT}
             else:
                 types |= {"weights": kind, "factor": FLOAT}
-            # The depth is unrolled: half of it shows that it compiles, in a third of the time.
-            sizes = {"D": WIDTH // 2, "I": INNER, "TOP": TOP_K}
-            constants = {**sizes, "BN": cut.columns, "BK": cut.depth}
-            constants |= {"FAST": True, "HAS_FACTOR": bits == 8}
-            kernel = getattr(experts_1, f"_{part}_4" if bits == 4 else f"_{part}")
-            found.append(Case(f"{part} {bits} bits, one", kernel, types, constants, cut.warps))
+            # The depth is unrolled: less of it shows that it compiles, in a fraction of the time.
+            sizes = {"D": 768, "I": INNER, "TOP": TOP_K, "BN": cut.columns, "BK": cut.depth}
+            constants = {**sizes, "FAST": True, "HAS_FACTOR": bits == 8, "maxnreg": cut.registers}
+            kernel = getattr(moe_decode, f"_{part}_4" if bits == 4 else f"_{part}")
+            found.append(
+                Case(f"moe decode {part} {bits} bits", kernel, types, constants, cut.warps)
+            )
     return found
 
 
-if __name__ == "__main__":
-    for case in four_bit_cases():
-        made = compiled(case)
-        print(told(case, made), flush=True)
-        text = made.asm["ttgir"]
-        loop = text[text.index("warp_group_dot") : text.rindex("warp_group_dot ")]
-        # Where parts are put together for one product, registers are renamed: nothing is stored.
-        moves = ("local_store", "local_alloc") if case.constants["WHOLE"] else ("convert_layout",)
-        assert not any(move in loop for move in moves), f"{case.name}: weights are laid out twice"
-        assert "local_load" in text
-    for case in one_token_cases():
-        print(told(case, compiled(case)), flush=True)
+def check_layout(case: Case, card: Card, made: Any) -> None:
+    """Fail if NVFP4 weights are laid out twice on their way to Hopper's matrix unit."""
+    if card.capability != (9, 0) or case.kernel not in (moe_nvfp4._gate_up_4, moe_nvfp4._down_4):
+        return
+    text = made.asm["ttgir"]
+    loop = text[text.index("warp_group_dot") : text.rindex("warp_group_dot ")]
+    # Where parts are put together for one product, registers are renamed: nothing is stored.
+    moves = ("local_store", "local_alloc") if case.constants["WHOLE"] else ("convert_layout",)
+    assert not any(move in loop for move in moves), f"{case.name}: weights are laid out twice"
+    assert "local_load" in text
+
+
+def _constants(options: dict[str, Any]) -> dict[str, Any]:
+    kept = {k: v for k, v in options.items() if k.isupper() or k == "maxnreg"}
+    return {**SIZES, **kept}

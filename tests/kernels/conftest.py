@@ -1,9 +1,8 @@
 """Kernels run here under Triton's interpreter, which has to be chosen before Triton is imported.
 
 `test_interpreted.py` starts a process of its own for the `check_*.py` files. What the interpreter
-cannot do: products of bfloat16 are wrong without a word, and rounding to 8-bit floats has no carry
-(both 3.9); loops to a bound that is only known at run time fail with numpy 2.4 (3.6). Types are
-therefore float32 and float16 here.
+cannot do: products of bfloat16 are wrong without a word (3.9); loops to a bound that is only known
+at run time fail with numpy 2.4 (3.6). Types are therefore float32 and float16 here.
 """
 
 import os
@@ -42,25 +41,56 @@ def interpret_for_good() -> None:
     interpreter._patch_lang = swap
 
 
+def round_to_fp8() -> None:
+    """Let torch round to e4m3, as a GPU does: the interpreter's own rounding has no carry (3.9)."""
+    import numpy as np
+    import torch
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    usual: Callable[..., Any] = interpreter._convert_float
+
+    def convert(given: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.float8e4nv):
+            return usual(given, source, target, mode)
+        values = torch.from_numpy(np.ascontiguousarray(given)).clamp(-448, 448)
+        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert
+
+
 if IS_INTERPRETED:
     interpret_for_good()
+    round_to_fp8()
 
 
 @pytest.fixture
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts for whole small models, where the interpreter pays for programs and for what is masked.
+    """Configs for whole small models, where the interpreter pays for programs and for masks.
 
-    Attention has two parts, and the deepest products take two turns.
+    Attention has two parts, and the deepest products take two steps.
     """
-    from dgemma.ops.kernels import attention, experts, experts_1, router, vector
-    from dgemma.ops.kernels.tiles import Tile, Tiles
+    from dgemma.backends.cuda import configs
+    from dgemma.backends.cuda.kernels import attention, gemv, moe, moe_decode, moe_nvfp4, router
 
-    form = attention.Cut(queries=16, keys=16, warps=4, stages=2, parts=2)
-    monkeypatch.setattr(attention, "cut", lambda *_: form)
-    tile = Tile(rows=16, columns=16, depth=32)
-    monkeypatch.setattr(experts, "tiles", lambda *_: Tiles(tile, tile))
-    few = experts_1.Cut(columns=16, depth=64)
-    monkeypatch.setattr(experts_1, "TABLE", dict.fromkeys((16, 8, 4), experts_1.Cuts(few, few)))
-    narrow = router.Cut(rows=16, columns=16, share=32, depth=32)
-    monkeypatch.setattr(router, "cut", lambda *_: narrow)
-    monkeypatch.setattr(vector, "cut", lambda *_, **__: vector.Cut(outputs=32, chunk=64))
+    def swap(module: object, config: object, other: object) -> None:
+        """Replace a config, or a choice of one, by whatever name a kernel's module has it."""
+        names = [name for name, value in vars(module).items() if value is config]
+        assert names
+        for name in names:
+            monkeypatch.setattr(module, name, other)
+
+    blocks = {"queries": 16, "keys": 16, "warps": 4, "stages": 2}
+    form = configs.AttentionConfig(**blocks, parts=2)
+    swap(attention, configs.attention_config, lambda *_: form)
+    tile = configs.MoeConfig(rows=16, columns=16, depth=32)
+    swap(moe, configs.moe_config, lambda *_: configs.MoeConfigs(tile, tile))
+    large = configs.MoeConfig(rows=16, columns=64, depth=64)
+    swap(moe_nvfp4, configs.moe_config, lambda *_: configs.MoeConfigs(large, large))
+    few = configs.MoeDecodeConfig(columns=16, depth=64)
+    by_bits = dict.fromkeys((16, 8, 4), configs.MoeDecodeConfigs(few, few))
+    swap(moe_decode, configs.MOE_DECODE, by_bits)
+    narrow = configs.RouterConfig(rows=16, columns=16, share=32, depth=32)
+    swap(router, configs.router_config, lambda *_: narrow)
+    streamed = configs.GemvConfig(outputs=32, chunk=64)
+    swap(gemv, configs.gemv_config, lambda *_, **__: streamed)

@@ -2,12 +2,13 @@
 
 import torch
 
-from dgemma.cache import KVCache, Room
-from dgemma.canvas import NO_PINS, Noise, Pins
+from dgemma.backends.reference import commit
 from dgemma.config import FULL, SLIDING, ModelConfig
-from dgemma.denoise import Row, commit, start
-from dgemma.model import Gemma
-from dgemma.sampler import Sampler
+from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
+from dgemma.diffusion.denoise import Row, start
+from dgemma.diffusion.sampler import Sampler
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.weights.random import random_model
 
 CPU = torch.device("cpu")
@@ -39,11 +40,11 @@ def model(seed: int = 0, sharpness: float = 6.0) -> Gemma:
 
 
 def cache(of: Gemma, prompt: int) -> KVCache:
-    row = KVCache(SMALL, Room(tokens=prompt + 16, span=16), torch.float32, CPU)
+    row = KVCache(SMALL, Capacity(tokens=prompt + 16, segment=16), torch.float32, CPU)
     commit(of, row, torch.arange(prompt) % SMALL.vocab_size, chunk=8)
     return row
 
 
-def row(sampler: Sampler, block: int, pins: Pins = NO_PINS) -> Row:
-    noise = Noise(seed=3).block(block, sampler.max_steps, 4, SMALL.vocab_size, CPU)
+def row(sampler: Sampler, block: int, pins: Pins = NO_PINS, length: int = 4) -> Row:
+    noise = Noise(seed=3).block(block, sampler.max_steps, length, SMALL.vocab_size, CPU)
     return start(sampler, noise, pins)

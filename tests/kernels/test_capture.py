@@ -1,57 +1,132 @@
-"""In whose memory work is tried before it is captured; what torch is asked for, without a GPU."""
+"""When a pass runs eagerly, is captured and is replayed; what torch is asked for, without a GPU."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from dgemma.graph import capture
+from dgemma.backends.cuda import capture
+from dgemma.backends.cuda.capture import Graphs
 
-POOL = (0, 7)
+POOL, GPU = (0, 7), torch.device("cuda", 1)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What torch was asked for, in order; a stream that is a name."""
+    """What torch was asked for, in order; a stream is a name."""
     told: list[str] = []
-    names = {"begin": "_cuda_beginAllocateCurrentThreadToPool", "end": "_cuda_endAllocateToPool"}
-    for name, call in {**names, "release": "_cuda_releasePool"}.items():
 
-        def note(device: int, pool: tuple[int, int], name: str = name) -> None:
-            assert (device, pool) == (3, POOL)
-            told.append(name)
+    class Graph:
+        def replay(self) -> None:
+            told.append("replay")
 
-        monkeypatch.setattr(torch._C, call, note, raising=False)
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    @contextmanager
+    def graph(of: Graph, *, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, stream, capture_error_mode) == (POOL, "stream", "thread_local")
+        told.append("begin")
+        try:
+            yield
+        finally:
+            told.append("end")
+
+    monkeypatch.setattr(capture, "_streams", {})
+    fakes = {
+        "graph_pool_handle": lambda: POOL,
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "synchronize": lambda device: told.append("wait"),
+        "empty_cache": lambda: told.append("empty"),
+        "current_device": lambda: 1,
+        "Stream": lambda device: "stream",
+        "stream": lambda stream: nullcontext(),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     return told
 
 
-def warmed(work: Any) -> Any:
-    stream: Any = SimpleNamespace(device_index=3, wait_stream=lambda other: None)
-    return capture._warmed(POOL, stream, work)
+CAPTURED = ["wait", "empty", "begin", "work", "end", "replay"]
 
 
-def test_a_pool_is_drawn_from_while_work_is_tried_and_lasts_until_it_is_captured(
-    calls: list[str],
-) -> None:
-    with warmed(lambda: calls.append("work")):
-        calls.append("capture")
-    assert calls == ["begin", *["work"] * capture.WARM_UPS, "end", "wait", "capture", "release"]
+def test_a_pass_runs_eagerly_first_is_captured_second_and_then_replayed(calls: list[str]) -> None:
+    graphs = Graphs(GPU)
+
+    def work() -> None:
+        calls.append("work")
+
+    for want in (["work"], CAPTURED, ["replay"], ["replay"]):
+        calls.clear()
+        graphs.run(("step", 1, 0), work)
+        assert calls == want
 
 
-def test_a_pool_is_left_alone_when_work_or_its_capture_fails(calls: list[str]) -> None:
+def test_each_key_has_a_graph_of_its_own(calls: list[str]) -> None:
+    graphs = Graphs(GPU)
+    for key in ("a", "b", "a"):
+        graphs.run(key, lambda: calls.append("work"))
+    assert calls == ["work", "work", *CAPTURED]
+    assert set(graphs.captured) == {"a"}
+    assert graphs.seen == {"a", "b"}
+
+
+def test_all_captures_share_one_stream(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (torch.cuda.Stream, None):
+        monkeypatch.setattr(torch.cuda, "Stream", stream)
+        graphs = Graphs(GPU)
+        for _ in range(2):
+            graphs.run("a", lambda: None)
+        assert graphs.captured["a"] is not None
+
+
+def test_what_was_captured_is_forgotten_with_its_buffers(calls: list[str]) -> None:
+    graphs = Graphs(GPU)
+    for _ in range(3):
+        graphs.run("a", lambda: calls.append("work"))
+    graphs.clear()
+    calls.clear()
+    graphs.run("a", lambda: calls.append("work"))
+    assert calls == ["work"]
+
+
+def test_a_pass_that_fails_has_not_run(calls: list[str]) -> None:
+    graphs = Graphs(GPU)
+
     def fails() -> None:
         raise RuntimeError("no memory")
 
-    with pytest.raises(RuntimeError, match="no memory"), warmed(fails):
-        pytest.fail("it is not captured")
-    assert calls == ["begin", "end", "release"]
+    with pytest.raises(RuntimeError, match="no memory"):
+        graphs.run("a", fails)
+    graphs.run("a", lambda: calls.append("work"))
+    assert calls == ["work"]
+
+
+def test_a_pass_that_cannot_be_captured_runs_eagerly_from_then_on(
+    calls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and not tried again."""
+    graphs = Graphs(GPU)
+
+    def work() -> None:
+        if calls[-1:] == ["begin"]:
+            raise RuntimeError("operation not permitted\nand more")
+        calls.append("work")
+
+    graphs.run("a", work)
     calls.clear()
-    with pytest.raises(RuntimeError, match="no memory"), warmed(lambda: None):
-        fails()
-    assert calls == ["begin", "end", "wait", "release"]
+    with caplog.at_level(logging.WARNING, logger="dgemma"):
+        for _ in range(2):
+            graphs.run("a", work)
+    assert calls == ["wait", "empty", "begin", "end", "work", "work"]
+    (record,) = caplog.records
+    assert record.getMessage().endswith(": operation not permitted")
+
+
+def test_nothing_is_captured_on_a_cpu(calls: list[str]) -> None:
+    graphs = Graphs(torch.device("cpu"))
+    for _ in range(3):
+        graphs.run("a", lambda: calls.append("work"))
+    assert calls == ["work"] * 3
+    assert not graphs.captured

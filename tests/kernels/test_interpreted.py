@@ -39,9 +39,13 @@ def test_every_kernel_agrees_with_its_definition() -> None:
 
 
 @needs_triton
-def test_every_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
+def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     out = run(str(HERE / "compile_all.py"), TRITON_INTERPRET="0", PYTHONPATH=path_with_root())
-    assert out.count("compiled") > 15
+    lines = [line.split()[0] for line in out.splitlines() if "compiled" in line]
+    found = {card: lines.count(card) for card in set(lines)}
+    assert found.keys() == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}
+    assert min(found.values()) > 10
+    assert min(found["sm_86"], found["sm_90"]) > 50  # all kernels, without fp8 and with it
 
 
 def path_with_root() -> str:

@@ -15,9 +15,11 @@ import pytest
 
 from dgemma.engine import Engine, FillOptions, Options
 from dgemma.server import asking
+from dgemma.server.asking_fill import read_fill, read_fim, read_infill
 from dgemma.server.errands import FENCE, rewrite_errand
 from dgemma.server.sentinels import Around, find_hole, read_region, read_update
-from dgemma.server.wire import CompletionBody
+from dgemma.server.wire import Body, CompletionBody
+from dgemma.server.wire_fill import FillBody, FimBody, InfillBody
 from tests.server.conftest import MODEL, Running, wait_for
 from tests.server.test_scheduling import Brake
 from tests.taught import ANSWERS, LONG, SHORT, ask
@@ -280,6 +282,33 @@ def test_a_next_edit_is_a_fenced_region_or_none(shared: Running) -> None:
     assert shared.post("/v1/edit/completions", system).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("read", "body", "usual"),
+    [
+        (read_fim, FimBody(prompt=BEFORE, suffix=AFTER, seed=3), "fast"),
+        (read_infill, InfillBody(prompt=BEFORE, input_suffix=AFTER, seed=3), "fast"),
+        (asking.read_completion, CompletionBody(prompt=BEFORE, suffix=AFTER, seed=3), "fast"),
+        (read_fill, FillBody(text=[BEFORE, AFTER], seed=3), "thorough"),
+    ],
+)
+def test_editors_are_served_fast_unless_they_ask_for_more(
+    checkpoint: Path, read: Callable[..., asking.Asked], body: Body, usual: str
+) -> None:
+    engine = Engine.load(checkpoint, device="cpu", dtype="float32")
+
+    def steps(**chosen: str) -> int:
+        (errand,) = read(engine, body.model_copy(update=chosen)).plans
+        course = errand.run(engine)  # type: ignore[union-attr]
+        while True:
+            try:
+                next(course)
+            except StopIteration as end:
+                return int(end.value[0].steps)
+
+    by_effort = {effort: steps(effort=effort) for effort in ("fast", "thorough")}
+    assert steps() == by_effort[usual] and by_effort["fast"] < by_effort["thorough"]
+
+
 def test_of_several_fills_the_first_alone_takes_what_knows_no_seed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,8 +387,12 @@ def test_what_stands_outside_holes_and_edits_stays(shared: Running) -> None:
         ("/v1/fim/completions", {"prompt": "a", "seed": 1, "random_seed": 2}, "differ"),
         ("/v1/fim/completions", {"prompt": "a", "suffx": "b"}, "did you mean 'suffix'"),
         ("/v1/completions", {"prompt": [5], "suffix": "b"}, "not of token ids"),
+        ("/v1/completions", {"prompt": "a", "effort": "fast"}, "effort is for a hole"),
+        ("/v1/fim/completions", {"prompt": "a", "effort": "thorough"}, "effort is for a hole"),
         ("/infill", {"prompt": "a", "n_probs": 3}, "n_probs is refused"),
         ("/infill", {}, "no text around"),
+        ("/infill", {"prompt": "a", "effort": "slow"}, "effort"),
+        ("/v1/dgemma/fill", {"text": "a<|fill|>", "effort": "slow"}, "effort"),
         ("/v1/apply/completions", {"messages": [{"role": "user", "content": "x"}]}, "original"),
     ],
 )

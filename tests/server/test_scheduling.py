@@ -5,13 +5,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.engine import Engine
 from dgemma.server.security import Keys
 from dgemma.server.waiting import FairQueue
@@ -242,17 +243,16 @@ def test_memory_bounds_who_runs_together(serve: Serve, pool: ThreadPoolExecutor)
 def test_a_row_that_breaks_a_pass_takes_nobody_with_it(
     serve: Serve, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    import dgemma.engine.engine as module
+    server = serve()
+    backend = server.service.engine.backend
+    real, poison = backend.run, server.service.engine.tokenizer.encode("Ж")[0]
 
-    real, server = module.run, serve()
-    poison = server.service.engine.tokenizer.encode("Ж")[0]
-
-    def run(model: Any, works: Any, *fast: Any) -> Any:
-        if any(poison in work.tokens for work in works):
+    def run(inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
+        if any(poison in given.tokens for given in inputs):
             raise RuntimeError("no memory for this pass")
-        return real(model, works, *fast)
+        return real(inputs)
 
-    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(backend, "run", run)
     brake = Brake(server.service.engine)
     good = [ask(server, pool, question, seed=1) for question in (LONG, SHORT)]
     wait_for(lambda: len(server.service.worker.running) >= 1)

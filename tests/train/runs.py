@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dgemma.config import ModelConfig, config_to_json, generation_config_to_json
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.train.context import Batch
 from dgemma.train.fresh import fresh_model
 from dgemma.train.loop import RunSettings, Trainer

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dgemma.config import FULL
 from dgemma.errors import ConfigError, UsageError
-from dgemma.ops import routed
+from dgemma.model import moe_train as routed
 from dgemma.train import speed
 from dgemma.train.build import build_mixture
 from dgemma.train.carry import Beside, Carry, all_right, carried_losses

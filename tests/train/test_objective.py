@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
-from dgemma.cache import Pass, Span
+from dgemma.backends.reference import commit
 from dgemma.config import FULL, SLIDING, ModelConfig
-from dgemma.denoise import commit
-from dgemma.model import Gemma
-from dgemma.ops import routed
+from dgemma.model import moe_train as routed
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
 from dgemma.train import speed
 from dgemma.train.context import BLOCKS, Batch, PackedContext, contexts, dense_mask, rule
 from dgemma.train.objective import Guess, Objective, to_every_second
@@ -143,7 +143,7 @@ def test_a_packed_pass_sees_what_inference_sees(config: ModelConfig, seed: int) 
         text = torch.from_numpy(one[TOKEN, clean]).long()
         with torch.inference_mode():
             cache = row_cache(config, len(text))
-            reading = Pass([Span(cache, len(text), commit=True)])
+            reading = ForwardBatch([Segment(cache, len(text), commit=True)])
             theirs = model.logits(model.encode(text, reading))
         assert (mine[clean] - theirs).abs().max() < TOLERANCE
         for canvas in range(one[CANVAS].max() + 1):
@@ -158,7 +158,7 @@ def inference_logits(model: Gemma, canvas: Ints, text: Tensor, soft_LD: Tensor) 
     start = int(canvas[START, 0])
     cache = row_cache(model.config, start)
     commit(model, cache, text[:start], chunk=7)
-    reading = Pass([Span(cache, canvas.shape[1], commit=False)])
+    reading = ForwardBatch([Segment(cache, canvas.shape[1], commit=False)])
     tokens_L = torch.from_numpy(canvas[TOKEN]).long()
     return model.logits(model.denoise(tokens_L, soft_LD, reading))
 
@@ -543,7 +543,7 @@ def test_blocks_and_turns_of_both_passes_are_those_of_each(rows: int) -> None:
             b, t = (torch.arange(n) for n in own.token.shape)
             seen = mask.mask_mod(b[:, None, None, None], t, t[:, None], t[None, :])
             assert torch.equal(seen, plain.masks[kind])
-            for a, b in zip(context.turns[kind], plain.turns[kind], strict=True):
+            for a, b in zip(context.cos_sin[kind], plain.cos_sin[kind], strict=True):
                 assert torch.equal(a, b)
 
 

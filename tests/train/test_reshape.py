@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dgemma.config import GenerationConfig
 from dgemma.errors import UsageError
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.train.context import Batch, PackedContext
 from dgemma.train.objective import Objective
 from dgemma.train.weighting import Weighting

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgemma.ops import experts as ops
-from dgemma.ops.experts import experts_reference, top
-from dgemma.ops.routed import ALIGNMENT, assign, routed_experts
+from dgemma.backends.cuda import moe as ops
+from dgemma.model.moe import moe_reference, topk
+from dgemma.model.moe_train import ALIGNMENT, assign, routed_experts
 
 REPEATABLE = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 
@@ -43,7 +43,7 @@ def test_values_and_gradients_are_those_of_the_definition(
 ) -> None:
     inputs = case(tokens, experts, min(chosen, experts), seed)
     found = []
-    for function in (routed_experts, experts_reference):
+    for function in (routed_experts, moe_reference):
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
         out_TD = function(*leaves)
         out_TD.square().sum().backward()
@@ -87,7 +87,7 @@ def test_every_choice_has_its_own_slot_in_its_experts_range(
 
 def test_what_stands_in_slots_of_nobody_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grouped kernel leaves rows of nobody as it finds them."""
-    from dgemma.ops import routed
+    from dgemma.model import moe_train as routed
 
     plain = routed.grouped
 
@@ -97,7 +97,7 @@ def test_what_stands_in_slots_of_nobody_reaches_nothing(monkeypatch: pytest.Monk
         return torch.where(is_nobodys[:, None], float("nan"), out)
 
     inputs = case(7, 3, 2, seed=1)
-    expected = experts_reference(*inputs)
+    expected = moe_reference(*inputs)
     monkeypatch.setattr(routed, "grouped", careless)
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     out_TD = routed_experts(*leaves)
@@ -111,7 +111,7 @@ def test_the_compiled_choice_is_that_of_topk(count: int, monkeypatch: pytest.Mon
     p_TE = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
     expected = p_TE.topk(count, dim=-1)
     monkeypatch.setattr(ops.torch.compiler, "is_compiling", lambda: True)
-    values_TK, ids_TK = top(p_TE.clone().requires_grad_(), count)
+    values_TK, ids_TK = topk(p_TE.clone().requires_grad_(), count)
     assert torch.equal(ids_TK, expected.indices) and torch.equal(values_TK, expected.values)
 
 
@@ -122,7 +122,7 @@ def test_gradients_of_the_compiled_choice_are_those_of_topk(
     for is_compiling in (False, True):
         monkeypatch.setattr(ops.torch.compiler, "is_compiling", lambda now=is_compiling: now)
         p_TE = torch.randn(9, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        values_TK, _ = top(p_TE.softmax(-1), 3)
+        values_TK, _ = topk(p_TE.softmax(-1), 3)
         (values_TK * torch.arange(1, 4)).sum().backward()
         found.append(p_TE.grad)
     assert torch.allclose(*found)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
-from dgemma.cache import KVCache, Pass, Room, Span
 from dgemma.config import FULL, SLIDING, ModelConfig
-from dgemma.model import Gemma
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from tests.tiny import gemma4_twin, shake, twin
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "checkpoint"
@@ -96,13 +97,13 @@ def tensor_bytes(directory: Path) -> dict[str, tuple[str, list[int], bytes]]:
 def our_logits(model: Gemma, ids_T: Tensor, canvas_L: Tensor | None) -> Tensor:
     """Logits of a canvas behind a prompt, or of the prompt itself where there is no canvas."""
     dtype = model.embed_tokens.weight.dtype
-    cache = KVCache(model.config, Room(tokens=128), dtype, torch.device("cpu"))
+    cache = KVCache(model.config, Capacity(tokens=128), dtype, torch.device("cpu"))
     with torch.inference_mode():
-        prompt = Pass([Span(cache, len(ids_T), commit=True)])
+        prompt = ForwardBatch([Segment(cache, len(ids_T), commit=True)])
         hidden_TD = model.encode(ids_T, prompt)
         prompt.close()
         if canvas_L is not None:
-            canvas = Pass([Span(cache, len(canvas_L), commit=False)])
+            canvas = ForwardBatch([Segment(cache, len(canvas_L), commit=False)])
             hidden_TD = model.denoise(canvas_L, None, canvas)
         return model.logits(hidden_TD)
 

@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dgemma.cache import KVCache, Pass, Room, Span
+from dgemma.backends.cpu.fused_layer import MergedLinear
+from dgemma.backends.cpu.pack import pack
+from dgemma.backends.cpu.packed_linear import can_pack
 from dgemma.config import ModelConfig
 from dgemma.errors import CheckpointError, ConfigError, DgemmaError, UsageError
-from dgemma.model import Gemma
-from dgemma.ops.linear import can_pack
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.weights.adapter import (
     Adapter,
     Pair,
@@ -30,10 +33,8 @@ from dgemma.weights.adapter import (
     save_adapter,
 )
 from dgemma.weights.adapter.modules import LoRALinear
-from dgemma.weights.joined import Product
 from dgemma.weights.load import load_model
 from dgemma.weights.names import skeleton
-from dgemma.weights.pack import pack
 from dgemma.weights.random import random_model
 from tests.weights.sample import CONFIG, SIBLING, header, our_logits, some_ids, their_logits
 
@@ -110,14 +111,14 @@ def exact_model() -> Gemma:
 def soft_logits(model: Gemma, ids_T: Tensor, canvas_T: Tensor) -> Tensor:
     """Logits of a second step, so that the self-conditioning block takes part too."""
     table = model.embed_tokens.weight
-    cache = KVCache(model.config, Room(tokens=128), table.dtype, table.device)
+    cache = KVCache(model.config, Capacity(tokens=128), table.dtype, table.device)
     with torch.inference_mode():
-        prompt = Pass([Span(cache, len(ids_T), commit=True)])
+        prompt = ForwardBatch([Segment(cache, len(ids_T), commit=True)])
         model.encode(ids_T, prompt)
         prompt.close()
         soft_TD = None
         for _ in range(2):
-            canvas = Pass([Span(cache, len(canvas_T), commit=False)])
+            canvas = ForwardBatch([Segment(cache, len(canvas_T), commit=False)])
             logits_TV = model.logits(model.denoise(canvas_T, soft_TD, canvas))
             soft_TD = model.embed_soft(logits_TV.softmax(-1))
         return logits_TV
@@ -233,7 +234,7 @@ def test_a_packed_model_with_an_adapter_computes_the_same(config: ModelConfig) -
     attached = all_logits(attach(model, some_adapter(model)))
     pack(model)
     lora = model.get_submodule("layers.0.self_attn.q_proj")
-    assert isinstance(lora, LoRALinear) and isinstance(lora.base, Product)
+    assert isinstance(lora, LoRALinear) and isinstance(lora.base, MergedLinear)
     assert_close(model, attached, atol=1e-4)
     assert_close(detach(model), all_logits(pack(random_model(config, 7))), atol=1e-4)
 
@@ -280,8 +281,8 @@ def test_gradients_reach_both_matrices_and_nothing_else(model: Gemma, adapter: A
     loras = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for lora in loras:
         lora.requires_grad_(True).base.requires_grad_(False)
-    cache = KVCache(CONFIG, Room(tokens=128), torch.float32, torch.device("cpu"))
-    context = Pass([Span(cache, 8, commit=False)])
+    cache = KVCache(CONFIG, Capacity(tokens=128), torch.float32, torch.device("cpu"))
+    context = ForwardBatch([Segment(cache, 8, commit=False)])
     model.logits(model.denoise(some_ids(8), torch.randn(8, 32), context)).square().mean().backward()
     has_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     assert has_gradient == {

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dgemma.backends.cpu.int8_linear import int8_experts, int8_grouped
+from dgemma.backends.cpu.pack_int8 import Int8Experts
 from dgemma.engine import Engine, Options
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.ops.int8 import int8_experts, int8_grouped
+from dgemma.quant.int8 import quantize
 from dgemma.weights import choose
 from dgemma.weights.bits import GROUP, Grouped, pack, quantize_groups, unpack
-from dgemma.weights.cpu_int8 import Int8Experts
 from dgemma.weights.export import export
-from dgemma.weights.int8 import EIGHT, FEW, Bits, quantize, to_int8
+from dgemma.weights.int8 import EIGHT, FEW, Bits, to_int8
 from dgemma.weights.load import load_model
 from dgemma.weights.names import stored_names
 from dgemma.weights.save import save_int8

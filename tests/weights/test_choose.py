@@ -81,16 +81,18 @@ def test_other_checkpoints_are_never_rounded_unasked(tmp_path: Path) -> None:
 def test_a_gpu_takes_the_checkpoints_own_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = Writer("nvfp4", WIDE).save(tmp_path)
-    monkeypatch.setattr(choose, "reason_against", lambda device: None)
+    packed = Writer("nvfp4", WIDE).save(tmp_path / "packed")
+    monkeypatch.setattr(choose, "unsupported_reason", lambda device: None)
     monkeypatch.setattr(choose, "_free", lambda device: 1e9)
     capability(9, 0, monkeypatch)
     assert choose_quant("auto", packed, GPU, HALF) == Choice("own", "stored as nvfp4")
     assert choose_quant("nvfp4", packed, GPU, HALF).quant == "nvfp4"
     assert choose_quant("none", packed, GPU, HALF).quant == "none"
     capability(8, 6, monkeypatch)
-    found = choose_quant("auto", packed, GPU, HALF)
-    assert found == Choice("none", "stored as nvfp4, multiplied out: the GPU has no 8-bit floats")
+    assert choose_quant("auto", packed, GPU, HALF) == Choice("own", "stored as nvfp4")
+    eight = Writer("fp8", WIDE).save(tmp_path / "eight")
+    found = choose_quant("auto", eight, GPU, HALF)
+    assert found == Choice("none", "stored as fp8, multiplied out: the GPU has no fp8 arithmetic")
     monkeypatch.setattr(choose, "_free", lambda device: 1e5)
     with pytest.raises(UsageError, match="of the GPU's memory are free"):
         choose_quant("none", packed, GPU, HALF)
@@ -103,9 +105,11 @@ def test_what_a_device_cannot_do_is_refused(
     with pytest.raises(UsageError, match="int8 is for CPUs; on a GPU use fp8 or nvfp4"):
         choose_quant("int8", plain, GPU, HALF)
     capability(8, 6, monkeypatch)
-    for quant in ("fp8", "nvfp4"):
-        with pytest.raises(UsageError, match=r"capability 8\.9.*this one has 8\.6"):
-            choose_quant(quant, plain, GPU, HALF)
+    with pytest.raises(UsageError, match=r"capability 8\.9.*this one has 8\.6; use --quant nvfp4"):
+        choose_quant("fp8", plain, GPU, HALF)
+    monkeypatch.setattr(choose, "_free", lambda device: 1e9)
+    found = choose_quant("nvfp4", plain, GPU, HALF)
+    assert (found.quant, found.head_8) == ("nvfp4_bf16", False)
     with pytest.raises(UsageError, match="quant 'int4' is not known; use auto, none, int8"):
         choose_quant("int4", plain, CPU, SINGLE)
 
@@ -115,7 +119,7 @@ def test_an_adapter_wants_plain_weights(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match="an adapter cannot be put on weights in fp8; merge it"):
         decide(plain, Wanted(device="cpu", quant="fp8"), adapted=True)
     packed = Writer("fp8", WIDE).save(tmp_path / "packed")
-    monkeypatch.setattr(choose, "reason_against", lambda device: None)
+    monkeypatch.setattr(choose, "unsupported_reason", lambda device: None)
     assert decide(packed, Wanted(device="cpu")).choice.quant == "own"
     assert decide(packed, Wanted(device="cpu"), adapted=True).choice.quant == "none"
 

@@ -4,31 +4,32 @@ import pytest
 import torch
 from torch import nn
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.engine import Engine, Options
-from dgemma.model import Attention, Experts, Gemma, Router
-from dgemma.ops.experts import gated, gated_by_sigmoid
-from dgemma.ops.int8 import (
+from dgemma.backends.cpu.fused_layer import MergedAttention, MergedFeedForward, MergedLinear
+from dgemma.backends.cpu.int8_linear import (
     int8_experts,
     int8_grouped,
     int8_linear,
     int8_reference,
     quantize_rows,
 )
-from dgemma.ops.quantized import Quantized
-from dgemma.weights.adapter import attach, new_adapter
-from dgemma.weights.adapter.modules import LoRALinear
-from dgemma.weights.agreement import agreement
-from dgemma.weights.cpu_int8 import (
+from dgemma.backends.cpu.pack_int8 import (
     Int8Experts,
     Int8Table,
     lay_int8,
     pack_int8,
 )
+from dgemma.engine import Engine, Options
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Attention, Experts, Gemma, Router
+from dgemma.model.kv_cache import Capacity, KVCache
+from dgemma.model.moe import gelu_and_mul, gelu_and_mul_cpu
+from dgemma.quant.int8 import quantize
+from dgemma.quant.qtensor import Quantized
+from dgemma.weights.adapter import attach, new_adapter
+from dgemma.weights.adapter.modules import LoRALinear
+from dgemma.weights.agreement import agreement
 from dgemma.weights.download import NANO_DIRECTORY
 from dgemma.weights.files import read_headers
-from dgemma.weights.int8 import quantize
-from dgemma.weights.joined import JoinedAttention, JoinedFeedForward, Product
 from dgemma.weights.load import load_model
 from dgemma.weights.random import random_model
 from dgemma.weights.served import Wanted, load_served
@@ -88,7 +89,7 @@ def test_experts_are_weighted_products_of_one_token_with_one_expert(
     for choice, expert in enumerate(ids.flatten().tolist()):
         both = [Quantized(*(part[expert] for part in weight)) for weight in (up, down)]
         row = x[choice // 2][None].float()
-        for weight, hidden in zip(both, (gated_by_sigmoid, lambda out: out), strict=True):
+        for weight, hidden in zip(both, (gelu_and_mul_cpu, lambda out: out), strict=True):
             row = hidden(int8_reference(row, weight))
         want_TD[choice // 2] += share.flatten()[choice] * row[0]
     near = {"rtol": 1e-5, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.1}
@@ -99,13 +100,13 @@ def test_experts_are_weighted_products_of_one_token_with_one_expert(
 
 def canvas_logits(model: Gemma) -> torch.Tensor:
     """Of a canvas behind a prompt."""
-    cache = KVCache(model.config, Room(tokens=24), torch.float32, CPU)
+    cache = KVCache(model.config, Capacity(tokens=24), torch.float32, CPU)
     with torch.inference_mode():
-        run = Pass([Span(cache, 9, commit=True)])
+        run = ForwardBatch([Segment(cache, 9, commit=True)])
         model.encode(torch.arange(9), run)
         run.close()
         tokens_T = torch.arange(20, 28)
-        run = Pass([Span(cache, 8, commit=False)])
+        run = ForwardBatch([Segment(cache, 8, commit=False)])
         return model.logits(model.denoise(tokens_T, model.embed(tokens_T), run))
 
 
@@ -115,18 +116,20 @@ def swap_apart(module: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Experts):
                 is_linear = isinstance(child, nn.Linear)
-                setattr(parent, name, Product(lay_int8, child) if is_linear else Int8Experts(child))
+                setattr(
+                    parent, name, MergedLinear(lay_int8, child) if is_linear else Int8Experts(child)
+                )
 
 
 def test_joined_products_give_the_bits_of_those_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {TINY.attention(layer).has_value for layer in range(2)} == {True, False}
-    monkeypatch.setattr("dgemma.weights.joined.gated_by_sigmoid", gated)
+    monkeypatch.setattr("dgemma.backends.cpu.fused_layer.gelu_and_mul_cpu", gelu_and_mul)
     joined, apart = pack_int8(random_model(TINY, seed=3)), random_model(TINY, seed=3)
     apart.embed_tokens = Int8Table(apart.embed_tokens)
     swap_apart(apart)
     for layer in joined.layers:
-        assert isinstance(layer.self_attn, JoinedAttention)
-        assert isinstance(layer.mlp, JoinedFeedForward)
+        assert isinstance(layer.self_attn, MergedAttention)
+        assert isinstance(layer.mlp, MergedFeedForward)
     assert torch.equal(canvas_logits(joined), canvas_logits(apart))
 
 
@@ -137,7 +140,7 @@ def test_what_is_adapted_is_not_joined_and_gives_the_same_bits() -> None:
     pack_int8(attach(adapted, new_adapter(adapted, targets, 4, 8.0, seed=0)))
     for layer in adapted.layers:
         assert isinstance(layer.self_attn, Attention)
-        assert isinstance(layer.mlp, JoinedFeedForward)
+        assert isinstance(layer.mlp, MergedFeedForward)
         assert isinstance(layer.router.proj.base, nn.Linear)
     assert torch.equal(canvas_logits(adapted), canvas_logits(pack_int8(plain)))
 
@@ -179,7 +182,7 @@ def test_an_adapter_stands_beside_whole_numbers() -> None:
     for name in adapter.targets:
         module = found.get_submodule(name)
         assert isinstance(module, LoRALinear)
-        assert isinstance(module.base, Product)
+        assert isinstance(module.base, MergedLinear)
 
 
 def test_the_engine_answers_with_it() -> None:

@@ -9,25 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.cache import KVCache, Room
-from dgemma.canvas import NO_PINS, Noise
+from dgemma.backends.base import ForwardInput, TokenDraw
+from dgemma.backends.choose import _form
+from dgemma.backends.reference import ReferenceBackend, commit, denoise
 from dgemma.cli.info import _weights
-from dgemma.denoise import Row, commit, denoise, start
-from dgemma.graph.memory import Shape
-from dgemma.graph.step import Stepper
-from dgemma.graph.steppers import _form
-from dgemma.graph.token import Teller
-from dgemma.model import Gemma, TokenTable
-from dgemma.ops import dense
-from dgemma.ops.fp8 import quantize
-from dgemma.ops.soft import soft_mean_reference
-from dgemma.ops.soft_table import NEAR
+from dgemma.diffusion.canvas import NO_PINS, Noise
+from dgemma.diffusion.denoise import Row, start
+from dgemma.diffusion.sampler import EntropyBound, Sampler
+from dgemma.model.gemma import Gemma, TokenTable
+from dgemma.model.kv_cache import Capacity, KVCache
+from dgemma.quant import fp8
+from dgemma.quant import fp8_head as head
+from dgemma.quant.fp8 import quantize
+from dgemma.quant.fp8_head import shrink_head
+from dgemma.quant.soft_embed import soft_mean_reference
+from dgemma.quant.soft_table import NEAR
 from dgemma.roofline.table import RELEASED
-from dgemma.sampler import EntropyBound, Sampler
-from dgemma.stack import Stack
-from dgemma.weights import choose, head, served
+from dgemma.weights import choose, served
 from dgemma.weights.choose import choose_quant
-from dgemma.weights.head import shrink_head
 from dgemma.weights.load import Checkpoint, load_model
 from dgemma.weights.packed import Quant
 from dgemma.weights.random import random_model
@@ -63,14 +62,11 @@ def defined(model: Gemma, hidden_TD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_scores_are_the_definition_s(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (dense, head):  # the last piece is smaller than the others
+    for module in (fp8, head):  # the last piece is smaller than the others
         monkeypatch.setattr(module, "PIECE", CONFIG.vocab_size // 3)
     model, hidden_TD = made(eight=True), drawn(rows, CONFIG.hidden_size)
     want_TV = defined(model, hidden_TD)
     torch.testing.assert_close(model.head(hidden_TD), want_TV, atol=1e-4, rtol=1e-5)
-    out_TV = torch.empty_like(want_TV)
-    assert dense.scores(hidden_TD, model.embed_tokens.head, out_TV) is out_TV
-    torch.testing.assert_close(out_TV, want_TV, atol=1e-4, rtol=1e-5)
     assert not torch.allclose(made(eight=False).head(hidden_TD), want_TV, atol=1e-2)
 
 
@@ -134,7 +130,7 @@ def test_a_vocabulary_that_cannot_be_turned_keeps_its_means() -> None:
 
 
 def cache_of(model: Gemma) -> KVCache:
-    cache = KVCache(CONFIG, Room(tokens=64, span=2 * CANVAS), torch.float32, CPU)
+    cache = KVCache(CONFIG, Capacity(tokens=64, segment=2 * CANVAS), torch.float32, CPU)
     commit(model, cache, torch.arange(300, 309), chunk=8)
     return cache
 
@@ -144,27 +140,28 @@ def row() -> Row:
     return start(SAMPLER, noise, NO_PINS)
 
 
-def test_a_captured_step_and_a_single_token_take_it() -> None:
-    entropies = []
+def test_a_step_and_a_single_token_take_it() -> None:
+    """Those of the CUDA backend are compared with these in `tests/kernels`."""
+    entropies, logits = [], []
     for bits in ({"eight": False}, {"eight": True}, {"eight": True, "soft": True}):
         model = made(**bits)
-        *_, (want,) = denoise(model, [cache_of(model)], [row()])
-        stepper = Stepper(model, Stack(model), Shape(CANVAS, STEPS, SAMPLER.rule))
-        cache, got = cache_of(model), row()
-        while not got.is_done:
-            after = stepper.step(got, cache)
-            assert after is not None
-            got = after
-        assert torch.equal(got.canvas.guess_L, want.canvas.guess_L)
-        torch.testing.assert_close(got.canvas.entropy_L, want.canvas.entropy_L)
-        entropies.append(got.canvas.entropy_L)
-        told_V = Teller(model, Stack(model)).tell(7, cache)
-        assert told_V is not None
-        other = cache_of(model)
-        want_1D = commit(model, other, torch.tensor([7]), chunk=8)
-        torch.testing.assert_close(told_V, model.logits(want_1D)[0], atol=1e-4, rtol=1e-4)
+        *_, (last,) = denoise(model, [cache_of(model)], [row()])
+        entropies.append(last.canvas.entropy_L)
+        given = ForwardInput(
+            cache=cache_of(model), tokens=(7,), draw=TokenDraw(), needs_logits=True
+        )
+        (output,) = ReferenceBackend(model).run([given])
+        assert output.logits_V is not None
+        want_1D = commit(model, cache_of(model), torch.tensor([7]), chunk=8)
+        raw_1V = defined(model, want_1D) if bits["eight"] else want_1D @ model.embed_tokens.weight.T
+        cap = CONFIG.final_logit_softcapping
+        assert cap is not None
+        want_V = cap * torch.tanh(raw_1V[0] / cap)
+        torch.testing.assert_close(output.logits_V, want_V, atol=1e-4, rtol=1e-4)
+        logits.append(output.logits_V)
     assert not torch.allclose(*entropies[:2], atol=1e-3)
     assert not torch.allclose(*entropies[1:], atol=1e-6)
+    assert not torch.allclose(*logits[:2], atol=1e-3)
 
 
 def test_a_check_of_kernels_is_not_that_of_another_head() -> None:
@@ -178,7 +175,7 @@ def test_a_checkpoint_does_not_hold_it(tmp_path: Path) -> None:
     save_checkpoint(Checkpoint(model=model), tmp_path / "saved")
     again = load_model(tmp_path / "saved").model
     assert torch.equal(again.embed_tokens.weight, plain.embed_tokens.weight)
-    assert again.embed_tokens.head.factor_O is None
+    assert type(again.embed_tokens) is TokenTable
 
 
 def test_it_moves_with_its_model() -> None:
@@ -213,7 +210,7 @@ def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.Mo
     packed = Writer("fp8", WIDE).save(tmp_path / "packed")
     half = torch.bfloat16
     assert not choose_quant("fp8", plain, CPU, half).head_8
-    monkeypatch.setattr(choose, "reason_against", lambda *_: None)
+    monkeypatch.setattr(choose, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(choose, "_free", lambda device: 1e9)
     monkeypatch.setattr(choose, "_total", lambda device: 24e9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -228,5 +225,5 @@ def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert _weights(str(uneven), "auto", "bfloat16", "fp8") == said
     for quant, directory in (("none", plain), ("auto", plain), ("auto", packed), ("fp8", packed)):
         assert not choose_quant(quant, directory, GPU, half).head_8
-    monkeypatch.setattr(choose, "reason_against", lambda *_: "there are none")
+    monkeypatch.setattr(choose, "unsupported_reason", lambda *_: "there are none")
     assert not choose_quant("fp8", plain, GPU, half).head_8

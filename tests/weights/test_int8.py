@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.weights.int8 import quantize, to_int8
+from dgemma.quant.int8 import quantize
+from dgemma.weights.int8 import to_int8
 from dgemma.weights.load import Checkpoint, load_model
 from dgemma.weights.names import stored_names
 from dgemma.weights.random import random_model

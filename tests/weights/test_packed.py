@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.model import Experts, Gemma, Layer
-from dgemma.ops.dense import Fp8Linear
-from dgemma.ops.fp8 import quantize
+from dgemma.model.gemma import Experts, Gemma, Layer
+from dgemma.quant.fp4_experts import Fp4Experts, lay_stacked
+from dgemma.quant.fp8 import Fp8Linear, quantize
+from dgemma.quant.fp8_experts import Fp8Experts
 from dgemma.weights import load
-from dgemma.weights.fp8 import Fp8Experts
 from dgemma.weights.load import load_model
 from dgemma.weights.names import skeleton
-from dgemma.weights.nvfp4 import Fp4Experts, lay_stacked
 from dgemma.weights.packed import FORMS, OWN, Quant, form_of, shrink_model
 from tests.weights.packed import SMALL, Writer
 from tests.weights.sample import our_logits, some_ids

@@ -12,7 +12,7 @@ import torch
 
 from dgemma.config import load_config
 from dgemma.errors import CheckpointError, ConfigError
-from dgemma.ops import nvfp4
+from dgemma.quant import nvfp4
 from dgemma.weights.check import check_names
 from dgemma.weights.files import read_headers
 from dgemma.weights.layouts import FP8, NVFP4, Scheme, expert_slices, read_scheme

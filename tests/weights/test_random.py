@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dgemma.config import FULL, SLIDING, load_config
-from dgemma.model import Layer
+from dgemma.model.gemma import Layer
 from dgemma.weights import random
 from dgemma.weights.random import count_parameters, random_model, short_count
 from tests.weights.sample import CONFIG, SHARED, SIBLING, our_logits, some_ids

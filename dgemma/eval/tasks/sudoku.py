@@ -4,18 +4,14 @@ A puzzle counts as solved if the reply is a whole grid that obeys the rules and 
 solver is asked at inference: a canvas is begun again only when it did not settle.
 """
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from dgemma.engine import Engine
-from dgemma.engine.sudoku import STEPS
+from dgemma.engine.sudoku import STEPS, How, Solved, follow
 from dgemma.eval.answers import show
 from dgemma.eval.data import Data, MissingData
-from dgemma.eval.lockstep import greedy, settle, text_of
 from dgemma.eval.measure import Case, Measure
-from dgemma.eval.sudoku import Attempt, How, Solved, canvas_length, plan, solve
-from dgemma.text.sudoku import reply_slots
 
 TASK = "sudoku"
 LISTED = "sudoku_17clue.txt"
@@ -55,10 +51,10 @@ def _diffusion(
 
     The noise belongs to the puzzle, so the others would come out as they did.
     """
-    once = solve_together(engine, puzzles, How(pinned=pinned, seed=seed))
+    once = solve_all(engine, puzzles, How(pinned=pinned, seed=seed))
     open_ = [one.puzzle for one in once if not is_soon(one)]
     how = How(pinned=pinned, restarts=RESTARTS, seed=seed)
-    again = iter(solve_together(engine, open_, how))
+    again = iter(solve_all(engine, open_, how))
     often = [one if is_soon(one) else next(again) for one in once]
     name = f"{clues}, {'pinned' if pinned else 'free'}, "
     return [
@@ -82,54 +78,17 @@ def measures_of(solved: Sequence[Solved], case: Case) -> list[Measure]:
 
 
 def _ar(engine: Engine, puzzles: Sequence[str], clues: str, seed: int) -> list[Measure]:
-    solved = solve_together(engine, puzzles, How(mode="ar", pinned=False, seed=seed))
+    solved = solve_all(engine, puzzles, How(mode="ar", pinned=False, seed=seed))
     # Beside the diffusion that has no more help than AR.
     case = Case(TASK, "ar", f"{clues}, free, no restart: ")
     return [case.share("solved", [one.is_right for one in solved], "greedy")]
 
 
-def solve_together(engine: Engine, puzzles: Sequence[str], how: How) -> list[Solved]:
-    """What `solve` gives, in large batches; by `solve` itself where a grid takes several canvases.
-
-    Only the seconds differ: each puzzle's are its share of the whole.
-    """
-    layout, begun = reply_slots(engine.tokenizer), time.perf_counter()
-    if how.mode != "ar" and canvas_length(layout) > engine.model.config.canvas_length:
-        return solve(
-            engine,
-            puzzles,
-            mode=how.mode,
-            pinned=how.pinned,
-            restarts=how.restarts,
-            seed=how.seed,
-        )
-    attempts = [Attempt(index, puzzle) for index, puzzle in enumerate(puzzles)]
-    replies, running = [""] * len(puzzles), attempts
-    while running:
-        plans = [plan(engine, attempt, layout, how) for attempt in running]
-        if how.mode == "ar":
-            outcomes = greedy(engine.model, plans, engine.stop_ids)
-        else:
-            outcomes = settle(engine.model, plans)
-        for attempt, own, outcome in zip(running, plans, outcomes, strict=True):
-            attempt.steps += outcome.steps
-            attempt.settled = outcome.is_settled
-            replies[attempt.index] = text_of(own, outcome, engine.tokenizer, engine.stop_ids)
-        running = [one for one in running if one.is_open(how)]
-        show(f"{TASK}, {how.mode}", len(attempts) - len(running), len(attempts))
-        for attempt in running:
-            attempt.begin_again(how)
-    share = (time.perf_counter() - begun) / max(1, len(puzzles))
-    return [_solved(one, replies[one.index], share) for one in attempts]
-
-
-def _solved(attempt: Attempt, reply: str, seconds: float) -> Solved:
-    return Solved(
-        puzzle=attempt.puzzle,
-        solution=attempt.read(reply),
-        settled=attempt.settled,
-        steps=attempt.steps,
-        restarts=attempt.restarts,
-        seconds=seconds,
-        reply=reply,
-    )
+def solve_all(engine: Engine, puzzles: Sequence[str], how: How) -> list[Solved]:
+    """Solve puzzles in the engine's batches, with progress."""
+    results: dict[int, Solved] = {}
+    for index, event in follow(engine, puzzles, how):
+        if isinstance(event, Solved):
+            results[index] = event
+            show(f"{TASK}, {how.mode}", len(results), len(puzzles))
+    return [results[index] for index in range(len(puzzles))]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dgemma.config import ModelConfig
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.model import Gemma
+from dgemma.model.gemma import Gemma
 from dgemma.weights.adapter.pairs import (
     NO_TARGET,
     NO_TARGETS,

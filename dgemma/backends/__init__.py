@@ -1,0 +1,1 @@
+"""Executes forward passes: a reference over the modules, a CPU layout, fused CUDA kernels."""

@@ -1,0 +1,267 @@
+"""Fused execution of the layer stack: merged QKV and gate/up GEMMs, one kernel between GEMMs.
+
+Computes what `Gemma.stack` defines, on segments of a fixed stride (`kernels.attention.Segments`).
+Merged weights share memory with the model's modules, which keep views: nothing is stored twice.
+
+T tokens of a pass, D width, X outputs of a merged GEMM, E KV table entries.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgemma.backends.cuda import configs
+from dgemma.backends.cuda.gemm import (
+    Rows,
+    accepts_fp8,
+    gemm,
+    gemm_gelu_mul,
+    quantize_rows,
+    use_gemv,
+)
+from dgemma.backends.cuda.kernels import attention, gemv, residual_norm, router
+from dgemma.backends.cuda.kernels.attention import Segments
+from dgemma.backends.cuda.kernels.moe_sort import Buckets
+from dgemma.backends.cuda.kernels.qk_norm_rope import Heads, heads
+from dgemma.backends.cuda.merge import (
+    gate_up,
+    is_mergeable,
+    layers_of,
+    merge_weights,
+    qkv,
+    weight_of,
+)
+from dgemma.backends.cuda.moe import MoeKernels, moe_kernels
+from dgemma.config import LayerType
+from dgemma.model.gemma import Gemma, Layer
+from dgemma.model.rope import CosSin
+from dgemma.quant.fp8 import Weight
+from dgemma.quant.qtensor import Quantized
+
+
+class Routing(NamedTuple):
+    """The experts of each token, their weights, and the assignments sorted by expert."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    buckets: Buckets | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedLayer:
+    """The weights of one layer as the kernels take them."""
+
+    index: int
+    layer_type: LayerType
+    window: int
+    heads: Heads
+    qkv: Weight
+    out: Weight
+    gate_up: Weight
+    down: Weight
+    router: tuple[Tensor, Tensor, int]  # weight, scale of each expert, top-k
+    experts: MoeKernels
+    attention_norms: tuple[Tensor, Tensor, Tensor, Tensor]  # post, dense, experts, router scale
+    ffn_norms: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dense, experts, both, scalar, next
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Segments of a pass and the KV table they read."""
+
+    segments: Segments
+    table_EX6: Tensor  # int64: entries, layers
+
+
+Watch = Callable[[FusedLayer, Tensor, Routing], Routing]  # sees, and may replace, the routing
+
+
+class FusedModel:
+    """Runs the layers of a model by kernels alone."""
+
+    def __init__(self, model: Gemma) -> None:
+        self.config, self.eps = model.config, model.config.rms_norm_eps
+        layers = layers_of(model)
+        norms = [*(layer.input_layernorm.weight for layer in layers), model.norm.weight]
+        self.input_norm_D = norms[0]
+        self.watch: Watch | None = None
+        self.layers = [
+            fuse(layer, index, next_D)
+            for index, (layer, next_D) in enumerate(zip(layers, norms[1:], strict=True))
+        ]
+
+    def forward(
+        self, x_TD: Tensor, cos_sin: CosSin, batch: Batch, normed_TD: Tensor | None = None
+    ) -> Tensor:
+        """Run all layers and the final norm; `normed_TD`: the first layer's normalized input."""
+        decode = use_gemv(x_TD)
+        if normed_TD is None:
+            normed_TD = residual_norm.norm(x_TD, self.input_norm_D, self.eps)
+        is_fp8 = not decode and self.layers[0].qkv.is_8
+        normed: Rows = quantize_rows(normed_TD) if is_fp8 else normed_TD
+        del normed_TD
+        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
+            fp8_out = not decode and following is not None and following.qkv.is_8
+            qkv_TX = gemm(normed, layer.qkv, x_TD.dtype, configs.QKV)
+            attended = self._attend(layer, qkv_TX, cos_sin, batch)
+            x_TD, normed = self._after_attention(layer, x_TD, attended, fp8_out=fp8_out)
+            del qkv_TX, attended  # no layer's memory is held in the next
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def _attend(self, layer: FusedLayer, qkv_TX: Tensor, cos_sin: CosSin, batch: Batch) -> Rows:
+        table_E6, segments = batch.table_EX6[:, layer.index], batch.segments
+        rope = cos_sin[layer.layer_type]
+        q_TNH = heads(qkv_TX, layer.heads, rope, table_E6, segments, self.eps)
+        given = (q_TNH, table_E6, segments, layer.heads.keys, layer.window)
+        if accepts_fp8(qkv_TX, layer.out):
+            return Quantized(*attention.attention_fp8(*given))
+        return attention.attention(*given).flatten(1)
+
+    def _after_attention(
+        self, layer: FusedLayer, x_TD: Tensor, attended: Rows, *, fp8_out: bool
+    ) -> tuple[Tensor, Rows]:
+        """Return the residual after a layer, and normalized for the next one."""
+        dtype = x_TD.dtype
+        out = gemm(attended, layer.out, dtype, configs.OUT)
+        if use_gemv(x_TD):
+            norms, (weight_ED, scale_E, top_k) = layer.attention_norms, layer.router
+            read, part_1TE = gemv.join(x_TD, out, norms, weight_ED, self.eps)
+            x_TD, dense, expert = read[0], *(_rows(part) for part in read[1:])
+            routing = Routing(*router.choose(router.Parts(part_1TE), scale_E, top_k))
+            routing = self._watched(layer, x_TD, routing)
+            ffn = self._feed_forward(layer, dense, expert, lambda: routing, dtype)
+        else:
+            fp8 = {"eight": layer.gate_up.is_8, "experts_eight": layer.experts.accepts_fp8(x_TD)}
+            joined = residual_norm.join(x_TD, out, layer.attention_norms, self.eps, **fp8)
+            x_TD, router_TD = joined[0], joined[3]
+            dense, expert = (_rows(part) for part in joined[1:3])
+
+            def route() -> Routing:
+                return self._watched(layer, x_TD, self._route(layer, router_TD))
+
+            ffn = self._feed_forward(layer, dense, expert, route, dtype)
+        dense_TD, mixed = ffn
+        x_TD, normed = residual_norm.close(
+            x_TD, dense_TD, mixed, layer.ffn_norms, self.eps, eight=fp8_out
+        )
+        return x_TD, _rows(normed)
+
+    def _feed_forward(
+        self,
+        layer: FusedLayer,
+        dense: Rows,
+        expert: Rows,
+        route: Callable[[], Routing],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the dense MLP's output, and the experts' with the router's weights."""
+        device = layer.gate_up.numbers_OI.device
+        try:
+            with _on_side_stream(device):
+                hidden = gemm_gelu_mul(dense, layer.gate_up, dtype)
+                dense_TD = gemm(hidden, layer.down, dtype, configs.DOWN)
+            routing = route()
+            out_AD = layer.experts.outputs(expert, routing.ids_TK, routing.buckets, dtype)
+        finally:  # a capture that is not joined cannot be ended
+            _join_side_stream(device)
+        return dense_TD, (out_AD, routing.weights_TK)
+
+    def _route(self, layer: FusedLayer, router_TD: Tensor) -> Routing:
+        weight_ED, scale_E, top_k = layer.router
+        return Routing(*router.choose(router.parts(router_TD, weight_ED), scale_E, top_k))
+
+    def _watched(self, layer: FusedLayer, x_TD: Tensor, routing: Routing) -> Routing:
+        return routing if self.watch is None else self.watch(layer, x_TD, routing)
+
+
+def _rows(found: Tensor | tuple[Tensor, Tensor]) -> Rows:
+    return Quantized(*found) if isinstance(found, tuple) else found
+
+
+# --- the dense MLP runs beside the experts
+
+_side_streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all models, since libraries keep up to 63 MB for each stream they have seen.
+
+    But one for each thread: what another thread captures must not be joined.
+    """
+    key = device, get_ident()
+    if key not in _side_streams:
+        _side_streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _side_streams[key]
+
+
+@contextmanager
+def _on_side_stream(device: torch.device) -> Iterator[None]:
+    """Run work on the side stream, after all that was launched before, until it is joined."""
+    if device.type != "cuda":
+        yield
+        return
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def _join_side_stream(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+
+
+# --- weights
+
+
+def can_fuse(model: Gemma) -> bool:
+    """True if all linears are plain, or fp8, and the experts have kernels; none is adapted."""
+    dtype = model.embed_tokens.weight.dtype
+    return all(
+        is_mergeable(layer) and moe_kernels(layer.experts, dtype) is not None
+        for layer in layers_of(model)
+    )
+
+
+def fuse(layer: Layer, index: int, next_D: Tensor) -> FusedLayer:
+    attn, experts = layer.self_attn, moe_kernels(layer.experts, layer.input_layernorm.weight.dtype)
+    assert experts is not None
+    scale = layer.router.per_expert_scale
+    return FusedLayer(
+        index=index,
+        layer_type=attn.kind,
+        window=attn.shape.window or 0,
+        heads=Heads(
+            queries=attn.q_proj.weight.shape[0] // attn.shape.head_dim,
+            keys=attn.shape.num_kv_heads,
+            width=attn.shape.head_dim,
+            q_weight=attn.q_norm.weight,
+            k_weight=attn.k_norm.weight,
+            has_value=attn.v_proj is not None,
+        ),
+        qkv=merge_weights(qkv(layer)),
+        out=weight_of(attn.o_proj),
+        gate_up=merge_weights(gate_up(layer)),
+        down=weight_of(layer.mlp.down_proj),
+        router=(layer.router.proj.weight, scale, layer.router.top_k),
+        experts=experts,
+        attention_norms=(
+            layer.post_attention_layernorm.weight,
+            layer.pre_feedforward_layernorm.weight,
+            layer.pre_feedforward_layernorm_2.weight,
+            layer.router.scale,
+        ),
+        ffn_norms=(
+            layer.post_feedforward_layernorm_1.weight,
+            layer.post_feedforward_layernorm_2.weight,
+            layer.post_feedforward_layernorm.weight,
+            layer.layer_scalar,
+            next_D,
+        ),
+    )

@@ -1,0 +1,86 @@
+"""Merged weights of linears that read the same rows: one GEMM instead of two or three.
+
+The modules keep views of the merged weight, so that nothing is stored twice. Known where there is
+no Triton too, since layers are merged while they are loaded.
+"""
+
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dgemma.model.gemma import Attention, FeedForward, Gemma, Layer
+from dgemma.quant.fp8 import Fp8Linear, Weight
+
+PlainLinear = nn.Linear | Fp8Linear
+
+
+def layers_of(model: Gemma) -> list[Layer]:
+    return cast(list[Layer], list(model.layers))
+
+
+def is_mergeable(layer: Layer) -> bool:
+    """True if the linears of each group are all plain, or all fp8; none has an adapter."""
+    parts: list[nn.Module] = [layer.self_attn, layer.mlp]
+    if not all(type(part) in (Attention, FeedForward) for part in parts):
+        return False  # laid out for a CPU
+    groups = (qkv(layer), gate_up(layer), [layer.self_attn.o_proj], [layer.mlp.down_proj])
+    kinds = [{type(module) for module in group} for group in groups]
+    is_known = all(kind in ({nn.Linear}, {Fp8Linear}) for kind in kinds)
+    return is_known and type(layer.router.proj) is nn.Linear
+
+
+def merge_layer(layer: Layer) -> None:
+    """Merge weights while a layer is loaded, so that freed memory serves the next layer."""
+    for group in (qkv(layer), gate_up(layer)):
+        merge_weights(group)
+
+
+def qkv(layer: Layer) -> list[PlainLinear]:
+    attn = layer.self_attn
+    return [p for p in (attn.q_proj, attn.k_proj, attn.v_proj) if p is not None]
+
+
+def gate_up(layer: Layer) -> list[PlainLinear]:
+    return [layer.mlp.gate_proj, layer.mlp.up_proj]
+
+
+def weight_of(source: PlainLinear) -> Weight:
+    return source.stored if isinstance(source, Fp8Linear) else Weight(source.weight)
+
+
+@torch.no_grad()
+def merge_weights(linears: list[PlainLinear]) -> Weight:
+    """Concatenate the weights of several linears, which from then on are views of the result."""
+    weights = [part.weight for part in linears]
+    is_done, values_XD = _is_contiguous(weights), _concat(weights)
+    scales_X1 = [part.weight_scale for part in linears if isinstance(part, Fp8Linear)]
+    scale_X1 = _concat(scales_X1) if scales_X1 else None
+    end = 0
+    for part in linears:
+        rows = slice(end, end := end + len(part.weight))
+        if isinstance(part, Fp8Linear):
+            assert scale_X1 is not None
+            part.weight, part.weight_scale = values_XD[rows], scale_X1[rows]
+        elif not is_done:
+            requires_grad = part.weight.requires_grad
+            part.weight = nn.Parameter(values_XD[rows], requires_grad=requires_grad)
+    return Weight(values_XD, None if scale_X1 is None else scale_X1[:, 0])
+
+
+def _concat(weights: list[Tensor]) -> Tensor:
+    """Concatenate, as bytes where the dtype has no arithmetic; a view of what is contiguous."""
+    if _is_contiguous(weights):
+        rows = sum(len(weight) for weight in weights)
+        return weights[0].detach().as_strided((rows, weights[0].shape[1]), weights[0].stride())
+    if weights[0].dtype.itemsize > 1:
+        return torch.cat(weights)
+    return torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
+
+
+def _is_contiguous(weights: list[Tensor]) -> bool:
+    """True if each begins where the one before it ends, in the same memory."""
+    places = [(w.untyped_storage().data_ptr(), w.data_ptr(), w.nbytes) for w in weights]
+    is_whole = all(weight.is_contiguous() for weight in weights)
+    return is_whole and all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(places))

@@ -1,0 +1,1 @@
+"""Block diffusion: the canvas, its noise, the sampler and the denoising step."""

@@ -1,0 +1,77 @@
+"""One denoising step of all canvases of a pass, whatever memory and kernels it runs on.
+
+A backend supplies the four operations; a CUDA graph is this step captured on static buffers. Rows
+with a constraint, or with a rule of their own, are updated by `update_canvas` on the host.
+
+T positions of all canvases, L of one, D width.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from dgemma.diffusion.canvas import BlockNoise, Canvas, Pins, fresh
+from dgemma.diffusion.logit_stats import RowStats
+from dgemma.diffusion.sampler import Look, Sampler, View, advance
+
+Stats = TypeVar("Stats")
+
+
+class Walker(Protocol):
+    """Narrows a canvas after each step: a grammar pins tokens here."""
+
+    def walk(self, canvas: Canvas, view: View) -> Canvas:
+        """Return the canvas with added pins, and with `reopened_L` where it takes back a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A canvas between two steps, its sampler and its noise."""
+
+    canvas: Canvas
+    sampler: Sampler
+    noise: BlockNoise
+    walker: Walker | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if converged or out of steps; reading the flag waits for the device."""
+        return self.canvas.num_steps >= self.sampler.max_steps or bool(self.canvas.settled)
+
+
+def start(sampler: Sampler, noise: BlockNoise, pins: Pins, walker: Walker | None = None) -> Row:
+    """A row about to take its first step."""
+    return Row(fresh(noise.tokens_NL[0], pins), sampler, noise, walker)
+
+
+class StepOps(Protocol[Stats]):
+    """The operations of a step on a backend's memory."""
+
+    def embed(self) -> Tensor:
+        """Embed all tokens of the pass; canvases with their self-conditioning."""
+
+    def forward(self, embeds_TD: Tensor) -> Tensor:
+        """Run the stack; returns the hidden states of the canvases."""
+
+    def logit_stats(self, hidden_TD: Tensor) -> Stats:
+        """Compute statistics of each position's distribution: the only vocabulary-sized work."""
+
+    def advance(self, stats: Stats) -> None:
+        """Let the sampler accept positions, renoise the others and test for convergence."""
+
+
+def denoise_step(ops: StepOps[Stats]) -> Stats:
+    """Take one step with every canvas of a pass."""
+    stats = ops.logit_stats(ops.forward(ops.embed()))
+    ops.advance(stats)
+    return stats
+
+
+def update_canvas(row: Row, stats: RowStats, look: Look) -> Canvas:
+    """Apply the sampler's rule, then the constraint if there is one; soft embeddings come later."""
+    noise_L = row.noise.tokens_NL[row.canvas.num_steps + 1]
+    canvas = advance(row.canvas, stats, noise_L, row.sampler.rule)
+    if row.walker is None:
+        return canvas
+    return row.walker.walk(canvas, View(stats, noise_L, look))

@@ -1,0 +1,201 @@
+"""What the sampler needs to know of each position: the only vocabulary-sized work of a step.
+
+The head's output turns, in place, into probabilities; everything else is a handful of numbers per
+position. The draw is an exact inverse-CDF draw from one uniform
+number: the running sums of chunks pick a chunk, then only that chunk is looked at.
+
+T positions, V vocabulary, C chunks of W tokens each.
+"""
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 128  # tokens summed together; the draw re-reads one chunk per position
+COLDEST = 1e-3  # a temperature below it takes the likeliest token
+SCRATCH_ELEMENTS = 1 << 20  # numbers in a group of rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """What is asked of each position."""
+
+    heat_T: Tensor  # temperature, float32
+    uniform_T: Tensor  # the number that decides the draw, float64 in [0, 1)
+    held_T: Tensor  # the token now on the canvas
+    temperature_T: Tensor | None = None  # of the draw alone, beside the heat; None: 1 everywhere
+
+    def rows(self, rows: slice) -> "Query":
+        tempered = self.temperature_T is not None
+        names = self.__slots__ if tempered else self.__slots__[:-1]
+        return Query(**{name: getattr(self, name)[rows] for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowStats:
+    """Statistics of the heated, soft-capped distribution at each position."""
+
+    draw_T: Tensor  # a token drawn from it
+    top_T: Tensor  # its likeliest token
+    entropy_T: Tensor  # in nats
+    top_p_T: Tensor  # probability of the likeliest token
+    held_p_T: Tensor  # probability of the token now on the canvas
+
+    def rows(self, rows: slice) -> "RowStats":
+        return RowStats(**{name: getattr(self, name)[rows] for name in self.__slots__})
+
+    @classmethod
+    def join(cls, parts: list["RowStats"]) -> "RowStats":
+        names = cls.__slots__
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def row_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
+    """Statistics and probabilities of each position. `raw_TV` is consumed: these replace it."""
+    stats, p_TV = _by_groups(raw_TV, softcap, query)
+    return (stats if query.temperature_T is None else _redraw(stats, p_TV, query)), p_TV
+
+
+def _redraw(stats: RowStats, p_TV: Tensor, query: Query) -> RowStats:
+    """The same statistics with draws at their own temperatures; at zero, the likeliest token."""
+    assert query.temperature_T is not None
+    # Beside the largest, which no power makes vanish.
+    share_TV = p_TV.float() / p_TV.amax(-1, keepdim=True).float()
+    hot_TV = share_TV.pow_(1 / query.temperature_T.clamp(min=COLDEST)[:, None])
+    draw_T = draw(hot_TV, query.uniform_T)
+    is_cold_T = query.temperature_T < COLDEST
+    return replace(stats, draw_T=torch.where(is_cold_T, stats.top_T, draw_T))
+
+
+def _by_groups(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
+    p_TV = raw_TV if raw_TV.dtype == torch.float32 else raw_TV.float()
+    # A GPU takes all rows at once; on a CPU a group should stay in the cache between passes.
+    is_cpu = p_TV.device.type == "cpu"
+    group = max(1, SCRATCH_ELEMENTS // p_TV.shape[-1]) if is_cpu else len(p_TV)
+    parts = []
+    for start in range(0, len(p_TV), group):
+        rows = slice(start, start + group)
+        parts.append(_group_stats(p_TV[rows], softcap, query.rows(rows)))
+    return RowStats.join(parts), p_TV
+
+
+def row_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
+    """The definition, in float64."""
+    p_TV = _exact(raw_TV, softcap, query.heat_T)
+    return RowStats(
+        draw_T=_draw_reference(p_TV, query),
+        top_T=p_TV.argmax(-1),
+        entropy_T=torch.special.entr(p_TV).sum(-1).float(),
+        top_p_T=p_TV.amax(-1).float(),
+        held_p_T=p_TV.gather(-1, query.held_T[:, None])[:, 0].float(),
+    )
+
+
+def _draw_reference(p_TV: Tensor, query: Query) -> Tensor:
+    if query.temperature_T is not None:
+        p_TV = (p_TV.log() / query.temperature_T[:, None]).softmax(-1)
+    return (p_TV.cumsum(-1) <= query.uniform_T[:, None]).sum(-1).clamp(max=p_TV.shape[-1] - 1)
+
+
+def draw_misses(raw_TV: Tensor, softcap: float | None, query: Query, draw_T: Tensor) -> Tensor:
+    """How far each row's number lies outside the interval of its draw, in probability; float64.
+
+    Zero for the draws of the definition. Where tokens are many and alike their intervals are as
+    narrow as the rounding of any sum over them: a neighbour is then no worse a draw, and this tells
+    it from a wrong one.
+    """
+    cdf_TV = _exact(raw_TV, softcap, query.heat_T).cumsum(-1)
+    high_T = cdf_TV.gather(-1, draw_T[:, None])[:, 0]
+    low_T = F.pad(cdf_TV, (1, 0)).gather(-1, draw_T[:, None])[:, 0]
+    return torch.maximum(low_T - query.uniform_T, query.uniform_T - high_T).clamp(min=0)
+
+
+def _exact(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Tensor:
+    """Probabilities in float64."""
+    logits_TV = raw_TV.double()
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    return (logits_TV / heat_T[:, None]).softmax(-1)
+
+
+def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
+    """Turn a few rows of head output into probabilities, in place, and return their statistics."""
+    scale_T = 1 / query.heat_T
+    if softcap is not None:
+        # c tanh(x / c) = 2c sigmoid(2x / c) - c, and no statistic sees the constant.
+        x_TV.mul_(2 / softcap).sigmoid_()
+        scale_T = 2 * softcap / query.heat_T
+    width = gcd(x_TV.shape[-1], CHUNK)
+    top_T = _argmax(x_TV.view(len(x_TV), -1, width))
+    # Scaled behind the peak, so that large logits lose no digits.
+    x_TV.sub_(x_TV.gather(-1, top_T[:, None])).mul_(scale_T[:, None])
+    p_TV = x_TV.softmax(-1)
+    p_TCW = p_TV.view(len(p_TV), -1, width)
+    cdf_TC = wide(p_TCW.sum(-1)).cumsum(-1)
+    # Over a large vocabulary the float32 softmax adds up to 1 only within some 1e-5.
+    total_T = cdf_TC[:, -1].float()
+    top_p_T = (p_TV.gather(-1, top_T[:, None])[:, 0] / total_T).clamp(max=1.0)
+    # H = log Z - E[x]: with the peak at zero Z is 1 / p(top), and a small H loses no digits.
+    entropy_T = -top_p_T.log() - torch.linalg.vecdot(p_TV, x_TV) / total_T
+    x_TV.copy_(p_TV)
+    return RowStats(
+        draw_T=_draw(p_TCW, cdf_TC, query.uniform_T),
+        top_T=top_T,
+        entropy_T=entropy_T,
+        top_p_T=top_p_T,
+        held_p_T=p_TV.gather(-1, query.held_T[:, None])[:, 0] / total_T,
+    )
+
+
+def _argmax(x_TCW: Tensor) -> Tensor:
+    """Index of the largest entry. Chunk maxima first: the plain argmax is not vectorised on CPU."""
+    chunk_T = x_TCW.amax(-1).argmax(-1)
+    return chunk_T * x_TCW.shape[-1] + _chunk(x_TCW, chunk_T).argmax(-1)
+
+
+def wide(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """Convert to float64, or to float32 on a device that has no float64."""
+    device = device or x.device
+    return x.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
+
+
+def draw_token(logits_V: Tensor, temperature: float, uniform: float) -> tuple[int, float]:
+    """Draw a token from capped logits; returns its log-probability at temperature 1 too."""
+    logprob_V = logits_V.log_softmax(-1)
+    token = logits_V.argmax()
+    if temperature > 0:
+        query = Query(
+            heat_T=logits_V.new_full((1,), temperature),
+            uniform_T=wide(torch.tensor([uniform], dtype=torch.float64), logits_V.device),
+            held_T=token[None],
+        )
+        token = row_stats(logits_V[None].clone(), None, query)[0].draw_T[0]
+    # Read at once: each read waits for the device.
+    number, logprob = torch.stack([wide(token), wide(logprob_V[token])]).tolist()
+    return int(number), logprob
+
+
+def draw(p_TV: Tensor, uniform_T: Tensor) -> Tensor:
+    """A token of each row, as often as its share; the shares need not add up to 1."""
+    p_TCW = p_TV.view(len(p_TV), -1, gcd(p_TV.shape[-1], CHUNK))
+    return _draw(p_TCW, wide(p_TCW.sum(-1)).cumsum(-1), uniform_T)
+
+
+def _draw(p_TCW: Tensor, cdf_TC: Tensor, uniform_T: Tensor) -> Tensor:
+    """The token whose interval of the running sum holds `uniform` times the total."""
+    target_T = uniform_T * cdf_TC[:, -1]
+    chunk_T = (cdf_TC <= target_T[:, None]).sum(-1).clamp(max=cdf_TC.shape[-1] - 1)
+    p_TW = wide(_chunk(p_TCW, chunk_T))
+    before_T = F.pad(cdf_TC, (1, 0)).gather(-1, chunk_T[:, None])[:, 0]
+    inside_T = (p_TW.cumsum(-1) <= (target_T - before_T)[:, None]).sum(-1)
+    # Rounding may put the target past the chunk's end: then its likeliest token is taken.
+    inside_T = torch.where(inside_T < p_TW.shape[-1], inside_T, p_TW.argmax(-1))
+    return chunk_T * p_TCW.shape[-1] + inside_T
+
+
+def _chunk(x_TCW: Tensor, chunk_T: Tensor) -> Tensor:
+    index = chunk_T[:, None, None].expand(-1, 1, x_TCW.shape[-1])
+    return x_TCW.gather(1, index)[:, 0]

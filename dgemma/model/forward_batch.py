@@ -1,0 +1,113 @@
+"""One forward pass over new tokens of several sequences, packed end to end.
+
+A *commit* segment is causal and stays in the cache; a *canvas* segment is bidirectional, written
+after the sequence's last token so that keys need no concatenation, and dropped.
+
+T tokens of a pass, L of them in one segment, S keys, N query heads, M key heads, H head width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dgemma.model.attention import KVSegment, attention
+from dgemma.model.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """New tokens of one sequence in a pass."""
+
+    cache: KVCache
+    count: int
+    commit: bool  # True: causal, and kept; False: a canvas
+
+
+class ForwardBatch:
+    """Positions of the tokens of one forward pass, and which keys each of them sees.
+
+    A batch of canvases alone may be run again and again: nothing in it depends on the step.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        self.starts = self._reserve()
+        device = self.segments[0].cache.device
+        self.positions_T = torch.cat(
+            [
+                torch.arange(start, start + segment.count, device=device)
+                for start, segment in zip(self.starts, self.segments, strict=True)
+            ]
+        )
+        self.masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def _reserve(self) -> list[int]:
+        """First position of each segment; a sequence may commit and denoise in the same pass."""
+        added: dict[int, int] = {}
+        starts = []
+        for segment in self.segments:
+            before = added.get(id(segment.cache), 0)
+            starts.append(segment.cache.length + before)
+            added[id(segment.cache)] = before + segment.count
+        for segment in self.segments:
+            segment.cache.reserve(added[id(segment.cache)])
+        return starts
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
+        """Write the new keys and values, and attend each query to what its segment allows."""
+        if len(self.segments) == 1:
+            return self._attend(0, layer, q_TNH, k_TMH, v_TMH)
+        counts = [segment.count for segment in self.segments]
+        slices = zip(*(torch.split(x, counts) for x in (q_TNH, k_TMH, v_TMH)), strict=True)
+        return torch.cat([self._attend(index, layer, *qkv) for index, qkv in enumerate(slices)])
+
+    def _attend(
+        self, index: int, layer: int, q_LNH: Tensor, k_LMH: Tensor, v_LMH: Tensor
+    ) -> Tensor:
+        segment, start = self.segments[index], self.starts[index]
+        segment.cache.buffers[layer].write(start, k_LMH, v_LMH)
+        return attention(q_LNH, self._visible(index, layer))
+
+    def kv_table(self) -> NDArray[np.int64] | None:
+        """KV pointers of all segments and layers, [segments, layers, 6]; see `KVCache.kv_table`."""
+        pairs = zip(self.segments, self.starts, strict=True)
+        tables = [segment.cache.kv_table(start, segment.count) for segment, start in pairs]
+        return None if any(table is None for table in tables) else np.stack(tables)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Keep what the commit segments wrote."""
+        for segment in self.segments:
+            if segment.commit:
+                segment.cache.length += segment.count
+
+    def _visible(self, index: int, layer: int) -> list[KVSegment]:
+        segment, start = self.segments[index], self.starts[index]
+        window = segment.cache.config.attention(layer).window
+        first = 0 if window is None else max(0, start - (window - 1))
+        if not segment.commit or segment.count == 1:
+            return segment.cache.read(layer, first, start + segment.count)
+        if window is None:
+            new = segment.cache.read(layer, start, start + segment.count)[-1]
+            causal = KVSegment(new.k_SMH, new.v_SMH, self._mask(index, start, None))
+            return [*segment.cache.read(layer, 0, start), causal]
+        mask_LS = self._mask(index, first, window)
+        visible = segment.cache.read(layer, first, start + segment.count)
+        masks = torch.split(mask_LS, [len(s.k_SMH) for s in visible], dim=1)
+        return [KVSegment(s.k_SMH, s.v_SMH, m) for s, m in zip(visible, masks, strict=True)]
+
+    def _mask(self, index: int, first: int, window: int | None) -> Tensor:
+        """Causal mask of a segment over keys [first, its end): itself and `window - 1` before."""
+        if (index, window) not in self.masks:
+            start, count = self.starts[index], self.segments[index].count
+            device = self.positions_T.device
+            query_L1 = torch.arange(start, start + count, device=device)[:, None]
+            key_1S = torch.arange(first, start + count, device=device)[None]
+            mask_LS = key_1S <= query_L1
+            if window is not None:
+                mask_LS &= query_L1 - key_1S < window
+            self.masks[index, window] = mask_LS
+        return self.masks[index, window]

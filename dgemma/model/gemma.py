@@ -1,0 +1,264 @@
+"""The Gemma stack: one set of weights, run causally (prefill, commit) or over a canvas (denoise).
+
+The stack does not know which: a `Context` says where each token stands and what it sees. The only
+difference is at the entrance, where a canvas is conditioned on the last step's soft embeddings.
+Parameter names are those of the released decoder. Nothing here knows files, devices, caches,
+sampling or quantization.
+
+T tokens of a pass, D width, N/M query/key heads, H head width, E experts, K of them per token,
+I expert width, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgemma.config import ModelConfig
+from dgemma.model.moe import grouped_linear, moe_forward, topk
+from dgemma.model.moe_train import routed_experts
+from dgemma.model.norm import rms_norm
+from dgemma.model.rope import CosSin, apply_rope, rope_cos_sin
+
+
+class Context(Protocol):
+    """Where the tokens of a pass stand, and how they see each other and the past."""
+
+    positions_T: Tensor
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor: ...
+
+
+class Runner(Protocol):
+    """Runs all layers and the last norm another way, where it can; None where it cannot."""
+
+    def __call__(self, x_TD: Tensor, context: Context, cos_sin: CosSin) -> Tensor | None: ...
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class FeedForward(nn.Module):
+    """Gated MLP: down(gelu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(self.hidden(x_TD))  # type: ignore[no-any-return]
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        """gelu(gate(x)) * up(x)."""
+        gate_TI = F.gelu(self.gate_proj(x_TD), approximate="tanh")
+        return gate_TI * self.up_proj(x_TD)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normed q, k and v; full layers read V off the raw K."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.shape, self.eps = layer, config.attention(layer), config.rms_norm_eps
+        self.kind = config.layer_types[layer]
+        head_dim = self.shape.head_dim
+        query_width = config.num_attention_heads * head_dim
+        key_width = self.shape.num_kv_heads * head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.v_proj = (
+            nn.Linear(config.hidden_size, key_width, bias=False) if self.shape.has_value else None
+        )
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = Norm(head_dim, self.eps), Norm(head_dim, self.eps)
+
+    def forward(self, x_TD: Tensor, cos_sin: CosSin, context: Context) -> Tensor:
+        out_TNH = context.attend(self.layer, *self.heads(x_TD, cos_sin))
+        return self.o_proj(out_TNH.reshape(len(x_TD), -1))  # type: ignore[no-any-return]
+
+    def heads(self, x_TD: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, normalized; queries and keys rotated."""
+        heads = (len(x_TD), -1, self.shape.head_dim)
+        q_TNH = self.q_proj(x_TD).view(heads)
+        k_TMH = self.k_proj(x_TD).view(heads)
+        v_TMH = k_TMH if self.v_proj is None else self.v_proj(x_TD).view(heads)
+        q_TNH = apply_rope(self.q_norm(q_TNH), *cos_sin[self.kind])
+        k_TMH = apply_rope(self.k_norm(k_TMH), *cos_sin[self.kind])
+        return q_TNH, k_TMH, rms_norm(v_TMH, None, self.eps)
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and their shares."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k, self.eps = config.top_k_experts, config.rms_norm_eps
+        self.proj = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.scale = nn.Parameter(torch.empty(config.hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts))
+
+    def likelihood(self, x_TD: Tensor) -> Tensor:
+        """How likely each expert is, before the best are chosen."""
+        x_TD = rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
+        return self.proj(x_TD).softmax(-1, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        p_TE = self.likelihood(x_TD)
+        share_TK, ids_TK = topk(p_TE, self.top_k)
+        share_TK = share_TK / share_TK.sum(-1, keepdim=True)
+        # Gathered row by row: its gradient is then a sum over rows, not a race for a few numbers.
+        scale_TK = self.per_expert_scale.expand_as(p_TE).gather(-1, ids_TK)
+        return ids_TK, share_TK * scale_TK
+
+
+class Experts(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        count, width, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
+        if self.gate_up_proj.requires_grad:
+            return routed_experts(x_TD, ids_TK, share_TK, self.gate_up_proj, self.down_proj)
+        gate_up, down = grouped_linear(self.gate_up_proj), grouped_linear(self.down_proj)
+        return moe_forward(x_TD, ids_TK, share_TK, gate_up, down)
+
+
+class Layer(nn.Module):
+    """Attention, then a dense MLP and the experts side by side, each between norms."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config, layer)
+        self.mlp = FeedForward(width, config.intermediate_size)
+        self.router, self.experts = Router(config), Experts(config)
+        self.input_layernorm = Norm(width, eps)
+        self.post_attention_layernorm = Norm(width, eps)
+        self.pre_feedforward_layernorm = Norm(width, eps)
+        self.pre_feedforward_layernorm_2 = Norm(width, eps)
+        self.post_feedforward_layernorm_1 = Norm(width, eps)
+        self.post_feedforward_layernorm_2 = Norm(width, eps)
+        self.post_feedforward_layernorm = Norm(width, eps)
+        self.register_buffer("layer_scalar", torch.empty(1))
+
+    def forward(self, x_TD: Tensor, cos_sin: CosSin, context: Context) -> Tensor:
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), cos_sin, context)
+        x_TD = x_TD + self.post_attention_layernorm(attended_TD)
+        dense_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
+        # The router reads the raw stream, the experts the normed one.
+        mixed_TD = self.experts(self.pre_feedforward_layernorm_2(x_TD), *self.router(x_TD))
+        dense_TD = self.post_feedforward_layernorm_1(dense_TD)
+        mixed_TD = self.post_feedforward_layernorm_2(mixed_TD)
+        x_TD = x_TD + self.post_feedforward_layernorm(dense_TD + mixed_TD)
+        return x_TD * self.layer_scalar
+
+
+class SelfConditioning(FeedForward):
+    """Adds to the canvas's embeddings what the last step thought of each position."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size)
+        self.pre_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.eps = config.rms_norm_eps
+
+    def condition(self, x_TD: Tensor, soft_TD: Tensor | None) -> Tensor:
+        # Zero soft embeddings contribute exactly zero, but the closing norm applies even then.
+        if soft_TD is not None:
+            x_TD = x_TD + self(self.pre_norm(soft_TD))
+        return rms_norm(x_TD, None, self.eps)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=dtype).item()
+
+
+class TokenTable(nn.Module):
+    """The vocabulary's vectors, read in three ways: by token, as the head, and as a mean."""
+
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, width))
+
+    @property
+    def scale(self) -> float:
+        """sqrt(width), rounded to the weights' type as the reference does."""
+        return rounded(self.weight.shape[1] ** 0.5, self.weight.dtype)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.weight) * self.scale
+
+    def score(self, hidden_TD: Tensor) -> Tensor:
+        return F.linear(hidden_TD, self.weight)
+
+    def mean(self, p_TV: Tensor) -> Tensor:
+        """The mean vector under each position's distribution."""
+        return p_TV.to(self.weight.dtype) @ self.weight * self.scale
+
+
+class Gemma(nn.Module):
+    """DiffusionGemma, or its autoregressive sibling when there is no self-conditioning."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = TokenTable(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_conditioning = SelfConditioning(config) if config.can_denoise else None
+        self.runner: Runner | None = None  # same function, laid out for a device
+
+    def encode(self, tokens_T: Tensor, context: Context) -> Tensor:
+        """The causal mode: hidden states of prompt or committed tokens."""
+        return self.stack(self.embed(tokens_T), context)
+
+    def denoise(self, tokens_T: Tensor, soft_TD: Tensor | None, context: Context) -> Tensor:
+        """The canvas mode: hidden states of canvases, given the last step's soft embeddings."""
+        return self.stack(self.enter(tokens_T, soft_TD), context)
+
+    def enter(self, tokens_T: Tensor, soft_TD: Tensor | None) -> Tensor:
+        """How canvas tokens enter the stack."""
+        assert self.self_conditioning is not None, "an autoregressive model has no canvas mode"
+        return self.self_conditioning.condition(self.embed(tokens_T), soft_TD)
+
+    def stack(self, x_TD: Tensor, context: Context, cos_sin: CosSin | None = None) -> Tensor:
+        """All layers; `cos_sin`: those of the context's positions, if they are known already."""
+        cos_sin = self.cos_sin(context.positions_T) if cos_sin is None else cos_sin
+        if self.runner is not None:
+            hidden_TD = self.runner(x_TD, context, cos_sin)
+            if hidden_TD is not None:
+                return hidden_TD
+        for layer in self.layers:
+            x_TD = layer(x_TD, cos_sin, context)
+        return self.norm(x_TD)  # type: ignore[no-any-return]
+
+    def cos_sin(self, positions_T: Tensor) -> CosSin:
+        return rope_cos_sin(self.config, positions_T)
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        return self.embed_tokens(tokens_T)  # type: ignore[no-any-return]
+
+    def embed_soft(self, p_TV: Tensor) -> Tensor:
+        """What the next step is told of this one: the mean embedding at each position."""
+        return self.embed_tokens.mean(p_TV)
+
+    def head(self, hidden_TD: Tensor) -> Tensor:
+        """Scores of every token, before the soft cap (which `row_stats` applies on its way)."""
+        return self.embed_tokens.score(hidden_TD)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Soft-capped float32 logits."""
+        raw_TV, cap = self.head(hidden_TD).float(), self.config.final_logit_softcapping
+        return raw_TV if cap is None else torch.tanh(raw_TV / cap) * cap

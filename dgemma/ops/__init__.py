@@ -1,1 +1,0 @@
-"""One file per op: the fast path beside the few lines that define it."""

@@ -1,0 +1,97 @@
+"""The kernels between a layer's GEMMs beside their definitions."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma.backends.cuda.kernels import residual_norm as kernels
+from dgemma.model.moe import gelu_and_mul, weighted_sum
+from dgemma.model.norm import rms_norm
+from dgemma.quant.fp8 import quantize
+
+EPS = 1e-6
+Weights = tuple[Tensor, ...]
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def joined(x_TD: Tensor, attended_TD: Tensor, weights: Weights) -> Weights:
+    """Return what `join` does, as a layer of the model does it."""
+    post_D, dense_D, expert_D, router_D = weights
+    x_TD = x_TD + rms_norm(attended_TD, post_D, EPS)
+    router_TD = rms_norm(x_TD, None, EPS) * router_D * x_TD.shape[1] ** -0.5
+    return x_TD, rms_norm(x_TD, dense_D, EPS), rms_norm(x_TD, expert_D, EPS), router_TD
+
+
+def closed(
+    x_TD: Tensor, dense_TD: Tensor, mixed: tuple[Tensor, Tensor], weights: Weights
+) -> Weights:
+    """Return what `close` does, as a layer of the model and the norm after it do it."""
+    dense_D, expert_D, both_D, scalar, next_D = weights
+    sum_TD = rms_norm(dense_TD, dense_D, EPS) + rms_norm(weighted_sum(*mixed), expert_D, EPS)
+    x_TD = (x_TD + rms_norm(sum_TD, both_D, EPS)) * scalar
+    return x_TD, rms_norm(x_TD, next_D, EPS)
+
+
+def drawn(width: int) -> tuple[Weights, Weights, tuple[Tensor, Tensor]]:
+    """Draw the weights of `join` and `close`, and outputs of three experts with their shares."""
+    weights = [1 + 0.1 * normal(seed, width) for seed in range(10, 15)]
+    mixed = normal(4, 15, width), normal(5, 5, 3).softmax(-1)
+    return tuple(weights[:4]), (*weights[:3], torch.tensor([0.7]), weights[4]), mixed
+
+
+@pytest.mark.parametrize("width", [40, 64])
+def test_norms_and_sums_agree(width: int) -> None:
+    x, y, z = (normal(seed, 5, width) for seed in range(3))
+    joining, closing, mixed = drawn(width)
+    pairs = [
+        ((kernels.norm(x, joining[0], EPS),), (rms_norm(x, joining[0], EPS),)),
+        ((kernels.norm(x, None, EPS),), (rms_norm(x, None, EPS),)),
+        (kernels.join(x, y, joining, EPS), joined(x, y, joining)),
+        (kernels.close(x, z, mixed, closing, EPS), closed(x, z, mixed, closing)),
+        ((kernels.gated(y),), (gelu_and_mul(y),)),
+    ]
+    for got, want in pairs:
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_products_that_come_in_parts_are_added_up(count: int) -> None:
+    x, parts = normal(0, 5, 40), normal(1, count, 5, 40)
+    joining, closing, mixed = drawn(40)
+    whole = parts.sum(0)
+    want = *joined(x, whole, joining), *closed(x, whole, mixed, closing)
+    for given in (whole, parts):
+        got = (
+            *kernels.join(x, given, joining, EPS),
+            *kernels.close(x, given, mixed, closing, EPS),
+        )
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=4e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [40, 64])
+def test_rows_written_in_8_bits_are_those_written_whole(width: int) -> None:
+    x, y, z = (normal(seed, 5, width) for seed in range(3))
+    joining, closing, mixed = drawn(width)
+    # Rows and who reads them; the others stay whole.
+    works: list[tuple[Callable[..., object], str, int]] = [
+        (lambda **how: kernels.join(x, y, joining, EPS, **how), "eight", 1),
+        (lambda **how: kernels.join(x, y, joining, EPS, **how), "experts_eight", 2),
+        (lambda **how: kernels.close(x, z, mixed, closing, EPS, **how), "eight", 1),
+        (lambda **how: (x, kernels.gated(y, **how)), "eight", 1),
+    ]
+    for work, reader, place in works:
+        wholes, found = list(work()), list(work(**{reader: True}))
+        whole, (numbers, factor) = wholes.pop(place), found.pop(place)
+        assert all(torch.equal(a, b) for a, b in zip(found, wholes, strict=True))
+        want = quantize(whole)
+        torch.testing.assert_close(factor, want.factor, atol=0, rtol=1e-6)
+        assert numbers.dtype == torch.float8_e4m3fn
+        assert torch.equal(numbers.float(), want.numbers.float())

@@ -1,0 +1,150 @@
+"""The self-test under the interpreter: right kernels pass it, wrong ones do not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma.backends.cuda import fused, logits, passes
+from dgemma.backends.cuda.kernels import (
+    attention,
+    gemv,
+    moe,
+    router,
+    sampler_update,
+    soft_embed_fp8,
+)
+from dgemma.backends.cuda.selftest import selftest
+from dgemma.config import FULL, ModelConfig
+from dgemma.model.gemma import Gemma
+from dgemma.quant.fp8_head import shrink_head
+from dgemma.weights.packed import FORMS, shrink_model
+from dgemma.weights.random import random_model
+from tests.kernels import small
+from tests.kernels.small import SMALL
+
+pytestmark = pytest.mark.usefixtures("small_cuts")
+WIDE = replace(SMALL, hidden_size=64, moe_intermediate_size=64, intermediate_size=32)
+# One layer: wrong kernels are as wrong in it.
+SINGLE = replace(SMALL, layer_types=(FULL,), num_attention_heads=2)
+
+
+def single() -> Gemma:
+    return random_model(SINGLE, seed=0).requires_grad_(False)
+
+
+def with_fp8_head(config: ModelConfig = SINGLE) -> Gemma:
+    return shrink_head(random_model(config, seed=0), soft=True)
+
+
+def fp8() -> Gemma:
+    return shrink_model(with_fp8_head(WIDE), FORMS["fp8"])
+
+
+@pytest.mark.parametrize("make", [small.model, fp8])
+def test_right_kernels_pass(make: Callable[[], Gemma]) -> None:
+    assert selftest(make()) == ""
+
+
+def test_an_autoregressive_model_passes() -> None:
+    model = single()
+    model.self_conditioning = None
+    assert selftest(model) == ""
+
+
+def spoilt(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda *given, **named: change(function(*given, **named))
+
+
+def flipped(found: Tensor) -> Tensor:
+    return found.flip(-1)
+
+
+def entropy_added(found: Any) -> Any:
+    return replace(found, entropy_T=found.entropy_T + 0.5)
+
+
+# What is wrong, and what the self-test calls it.
+WRONG: list[tuple[Any, str, Callable[[Any], Any], str]] = [
+    (attention, "attention", flipped, "hidden states"),
+    (moe, "choices", lambda out_AD: out_AD.flip(0), "hidden states"),
+    (fused, "heads", flipped, "hidden states"),
+    (router, "parts", lambda p: replace(p, part_STE=-p.part_STE), "hidden states"),
+    (passes, "add_and_norm", flipped, "entropies"),
+    (logits.kernels, "row_merge", entropy_added, "entropies"),
+    (gemv, "gated_product", flipped, "logits of a single token"),
+    (gemv, "scores", lambda out_TV: out_TV.mul_(0.5), "logits of a single token"),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "change", "said"), WRONG, ids=[f"{w[0].__name__}.{w[1]}" for w in WRONG]
+)
+def test_a_wrong_kernel_is_found(
+    module: Any,
+    name: str,
+    change: Callable[[Any], Any],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, name, spoilt(getattr(module, name), change))
+    wrong = selftest(single())
+    assert wrong.startswith(said) and "off by" in wrong
+
+
+def test_numbers_that_are_none_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(out_TNH: Tensor) -> Tensor:
+        return out_TNH.index_fill(0, torch.tensor([0]), torch.nan)
+
+    monkeypatch.setattr(attention, "attention", spoilt(attention.attention, change))
+    assert selftest(single()) == "hidden states of a prompt contain NaN or inf"
+
+
+@pytest.mark.parametrize("field", ["tokens_EL", "kept_EL", "steady_E"])
+def test_a_wrong_update_of_a_canvas_is_found(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sampler_update.update
+
+    def wrong(states: sampler_update.CanvasStates, *given: Any) -> None:
+        real(states, *given)
+        found = getattr(states, field)[0]
+        found[...] = found == 0 if field == "kept_EL" else found + 1
+
+    monkeypatch.setattr(sampler_update, "update", wrong)
+    assert selftest(single()).startswith("the sampler's update is wrong: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("soft_mean", "soft embeddings are off by"),
+        ("pin_mean", "soft embeddings of the whole vocabulary are off by"),
+    ],
+)
+def test_wrong_soft_embeddings_are_found(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of likely tokens, and of the whole vocabulary, which no step has taken."""
+    real = getattr(logits, name)
+
+    def wrong(table_VD: Tensor, *given: Any) -> None:
+        real(table_VD, *given)
+        soft_ELD = given[-1].soft_ELD
+        soft_ELD.copy_(soft_ELD.flip(-1))
+
+    monkeypatch.setattr(logits, name, wrong)
+    assert selftest(single()).startswith(said)
+
+
+@pytest.mark.parametrize("survivors", [sampler_update.SURVIVORS, -1])
+def test_wrong_soft_embeddings_in_fp8_are_found(
+    survivors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where steps have taken them."""
+    monkeypatch.setattr(sampler_update, "SURVIVORS", survivors)
+    product = spoilt(soft_embed_fp8.product, lambda parts: parts * 1.5)
+    monkeypatch.setattr(soft_embed_fp8, "product", product)
+    wrong = selftest(with_fp8_head())
+    assert wrong.startswith("soft embeddings ") and "off by" in wrong

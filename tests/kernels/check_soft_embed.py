@@ -1,0 +1,219 @@
+"""Soft embeddings over the whole vocabulary by kernel, in fp8 and in 16 bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma.backends.cuda import logits
+from dgemma.backends.cuda.configs import GemmConfig
+from dgemma.backends.cuda.kernels import soft_embed_fp8 as kernels
+from dgemma.backends.cuda.kernels.soft_embed_topk import Into
+from dgemma.backends.cuda.logits import LogitStats, TokenQuery
+from dgemma.model.gemma import TokenTable
+from dgemma.quant.fp8_head import Fp8HeadTable
+from dgemma.quant.soft_embed import soft_mean_reference
+from dgemma.quant.soft_table import NEAR, SoftTable
+
+SMALL = GemmConfig(rows=16, outputs=16, depth=16)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def table_of(vocab: int, width: int) -> Fp8HeadTable:
+    """Vectors of lengths that differ."""
+    table = TokenTable(0, width)
+    weight_VD = normal(1, vocab, width) * normal(2, vocab, 1).exp()
+    table.weight = torch.nn.Parameter(weight_VD, requires_grad=False)
+    return Fp8HeadTable(table, soft=True)
+
+
+def soft_of(table: Fp8HeadTable, share: int) -> SoftTable:
+    assert table.soft is not None
+    return table.soft._replace(share=share)
+
+
+def logits_of(vocab: int, rows: int = 6) -> tuple[Tensor, Tensor]:
+    """Draw logits from nearly even to nearly decided, and temperatures."""
+    raw_TV = normal(3, rows, vocab) * torch.linspace(0.1, 30.0, rows)[:, None]
+    return raw_TV, torch.linspace(0.4, 0.8, rows)
+
+
+def probabilities(raw_TV: Tensor, cap: float | None, heat_T: Tensor) -> Tensor:
+    logits_TV = raw_TV if cap is None else cap * torch.tanh(raw_TV / cap)
+    return (logits_TV / heat_T[:, None]).softmax(-1)
+
+
+def stats_of(raw_TV: Tensor, cap: float | None, heat_T: Tensor) -> LogitStats:
+    """Return what the statistics leave of one canvas; its logits stay."""
+    rows = len(raw_TV)
+    query = TokenQuery(
+        temperature_T=heat_T,
+        draw_temperature_T=torch.ones(rows),
+        uniform_T=torch.full((rows,), 0.5, dtype=torch.float64),
+        held_T=torch.zeros(rows, dtype=torch.long),
+    )
+    return logits.logit_stats(raw_TV.clone(), cap, query, rows)
+
+
+def shares_of(found: LogitStats, soft: SoftTable) -> kernels.Shares:
+    given = (found.raw_TV, found.softcap, found.temperature_T, found.marks, found.merged)
+    return kernels.shares(*given, soft)
+
+
+def shares_by_p(p_TV: Tensor, soft: SoftTable) -> kernels.Shares:
+    return shares_of(stats_of(p_TV.log(), None, torch.ones(len(p_TV))), soft)
+
+
+def into_of(rows: int, width: int, scale: float = 1.0) -> Into:
+    """Room for one canvas without pins."""
+    return Into(
+        torch.empty(1, rows, width),
+        torch.zeros(1, rows, dtype=torch.long),
+        torch.zeros(1, rows, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.int32),
+        scale,
+    )
+
+
+def mean_of(found: kernels.Shares, soft: SoftTable, weight_VD: Tensor) -> Tensor:
+    into = into_of(len(found.top_T), weight_VD.shape[1])
+    kernels.mean(found, soft, weight_VD, into)
+    return into.soft_ELD[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "width", "share", "form"),
+    [
+        (5, 48, 24, 48, SMALL),  # one part; positions and width beyond the last
+        (18, 80, 40, 48, SMALL),  # two parts, the second of them shorter
+        (18, 80, 16, 32, SMALL),
+        (3, 48, 20, 32, replace(SMALL, depth=32)),  # a step beyond the vocabulary
+    ],
+)
+def test_products_of_parts_are_exact_on_what_was_rounded(
+    rows: int, vocab: int, width: int, share: int, form: GemmConfig
+) -> None:
+    soft = soft_of(table_of(vocab, width), share)
+    raw_TV, heat_T = logits_of(vocab, rows)
+    found = shares_of(stats_of(raw_TV, None, heat_T), soft)
+    got_STD = kernels.product(found, soft, torch.float32, form)
+    pieces = zip(
+        torch.split(found.numbers_TV.float(), share, 1),
+        torch.split(soft.numbers_DV.float(), share, 1),
+        found.factor_ST,
+        strict=True,
+    )
+    want_STD = torch.stack([(p @ vectors.T) * factor[:, None] for p, vectors, factor in pieces])
+    torch.testing.assert_close(got_STD, want_STD, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [30.0, None])
+@pytest.mark.parametrize("share", [1152, 2304, 3456])
+def test_means_are_the_definition_s(cap: float | None, share: int) -> None:
+    # Chunks and parts begin and end inside each other, and the last of both are short ones.
+    vocab = 2 * NEAR + 560
+    table, (raw_TV, heat_T) = table_of(vocab, 24), logits_of(vocab)
+    soft, p_TV = soft_of(table, share), probabilities(raw_TV, cap, heat_T)
+    want_TD = soft_mean_reference(p_TV, table.weight, soft)
+    got_TD = mean_of(shares_of(stats_of(raw_TV, cap, heat_T), soft), soft, table.weight)
+    # A last bit of a probability may round to another of the few 8-bit numbers.
+    assert far(got_TD, want_TD) < 0.004
+    assert 0.002 < far(want_TD, p_TV @ table.weight) < 0.05
+
+
+def far(got_TD: Tensor, want_TD: Tensor) -> float:
+    """Of the row that is furthest off."""
+    return float(((got_TD - want_TD).norm(dim=-1) / want_TD.norm(dim=-1)).max())
+
+
+def test_small_probabilities_count_where_no_great_one_stands_beside_them() -> None:
+    """Even with the likeliest token: it is not rounded with them."""
+    vocab = 3 * NEAR
+    soft = soft_of(table_of(vocab, 24), NEAR + NEAR // 2)
+    p_TV = torch.full((1, vocab), 1e-9)
+    p_TV[0, 7] = 1 - vocab * 1e-9
+    rest_V = shares_by_p(p_TV, soft).numbers_TV[0].float() / soft.beside_V
+    assert rest_V[7] == 0
+    assert (rest_V[:7] - 1).abs().max() < 1 / 15.9
+    # And now there is one, in the second part and the third chunk, which the first does not touch.
+    p_TV[0, 2 * NEAR] = 2e-3
+    first_V, second_V = shares_by_p(p_TV, soft).numbers_TV[0].float().split(soft.share)
+    assert first_V.count_nonzero() == soft.share - 1
+    assert second_V.count_nonzero() == 1
+    # In the second chunk, which reaches into both parts: the second loses its small ones as well.
+    p_TV[0, 2 * NEAR], p_TV[0, 2 * NEAR - 1 - NEAR // 2] = 1e-9, 2e-3
+    assert shares_by_p(p_TV, soft).numbers_TV[0].float().count_nonzero() == 1
+
+
+@pytest.mark.parametrize("cap", [30.0, None])
+def test_what_is_rounded_is_known_to_be_no_greater_than_what_it_is_rounded_beside(
+    cap: float | None,
+) -> None:
+    """The greatest of each part that is its chunks' greatest is the greatest 8-bit number."""
+    vocab = 4 * NEAR + 48
+    soft, (raw_TV, heat_T) = soft_of(table_of(vocab, 24), NEAR + 128), logits_of(vocab)
+    soft = soft._replace(beside_V=torch.full((vocab,), 448.0))
+    p_TV = probabilities(raw_TV, cap, heat_T)
+    rest_TV = p_TV.scatter(-1, p_TV.argmax(-1, keepdim=True), 0.0)
+    found = shares_of(stats_of(raw_TV, cap, heat_T), soft)
+    for part, numbers_TW in enumerate(found.numbers_TV.float().split(soft.share, 1)):
+        begin, end = part * soft.share, min((part + 1) * soft.share, vocab)
+        near = slice(begin // NEAR * NEAR, -(-end // NEAR) * NEAR)
+        greatest_T = rest_TV[:, near].amax(-1)
+        unit_T = found.factor_ST[part] / soft.unit_1
+        torch.testing.assert_close(unit_T, greatest_T, rtol=1e-4, atol=0)
+        want_TW = 448 * rest_TV[:, begin:end] / greatest_T[:, None]
+        torch.testing.assert_close(numbers_TW, want_TW, rtol=1 / 15.9, atol=2**-10 * 1.01)
+
+
+def test_a_position_that_is_sure_is_told_of_its_token_as_it_is() -> None:
+    table = table_of(96, 24)
+    p_TV = torch.full((2, 96), 1e-7)
+    p_TV[:, 95] = 1 - 95e-7
+    soft = soft_of(table, 128)
+    got_TD = mean_of(shares_by_p(p_TV, soft), soft, table.weight)
+    assert far(got_TD, table.weight[[95, 95]]) < 1e-4
+    assert far(table.head_8[[95]].float() * table.head_factor[95], table.weight[[95]]) > 0.01
+
+
+@pytest.mark.parametrize("has_soft", [True, False])
+def test_pinned_positions_have_their_own_tokens_and_reopened_ones_nothing(has_soft: bool) -> None:
+    """In fp8 where the table has it so, else in the table's own type."""
+    table, (raw_TV, heat_T) = table_of(96, 24), logits_of(96)
+    if not has_soft:
+        table.forget_soft()
+    into = into_of(6, 24, scale=2.5)
+    into.tokens_EL[0] = torch.arange(6) + 3
+    into.pinned_EL[0] = torch.tensor([0, 1, 0, 1, 2, 0])
+    p_TV = probabilities(raw_TV, 30.0, heat_T)
+    with torch.inference_mode():
+        logits.soft_embed_dense(table, stats_of(raw_TV, 30.0, heat_T), into)
+        want_TD = table.mean(p_TV) * (2.5 / table.scale)
+    soft_TD, pinned_T = into.soft_ELD[0], into.pinned_EL[0]
+    assert torch.equal(soft_TD[pinned_T == 1], 2.5 * table.weight[[4, 6]])
+    assert not soft_TD[4].any()
+    off = far(soft_TD[pinned_T == 0], want_TD[pinned_T == 0])
+    assert off < (0.004 if has_soft else 1e-4)
+    exact_TD = 2.5 * p_TV @ table.weight
+    assert (far(want_TD, exact_TD) > 0.002) == has_soft
+
+
+def test_the_sparse_mean_is_the_dense_one_where_few_tokens_suffice() -> None:
+    """Of two canvases in one call."""
+    table, (raw_TV, heat_T) = table_of(96, 24), logits_of(96)
+    found = stats_of(raw_TV, 30.0, heat_T)
+    assert found.likely is not None and found.likely.suffice()
+    into = replace(
+        into_of(6, 24),
+        soft_ELD=torch.empty(2, 3, 24),
+        tokens_EL=torch.zeros(2, 3, dtype=torch.long),
+        pinned_EL=torch.zeros(2, 3, dtype=torch.uint8),
+        entry_I=torch.tensor([1, 0], dtype=torch.int32),
+    )
+    logits.soft_embed_sparse(table, found, into)
+    want_TD = probabilities(raw_TV, 30.0, heat_T) @ table.weight
+    assert far(into.soft_ELD.flip(0).flatten(0, 1), want_TD) < 0.004
