@@ -106,6 +106,21 @@ def test_the_longest_context_fits_and_one_more_does_not() -> None:
     assert not predict(RELEASED, 1024, BF16, device).fits
 
 
+def test_no_speed_is_printed_for_what_cannot_run() -> None:
+    rows = json.loads(fit("--json").stdout)["rows"]
+    found = {(row["device"], row["weights"]): row for row in rows}
+    for row in rows:
+        assert (row["step_ms"] is None) == (not row["fits"] or row["obstacle"] != "")
+        assert (row["tokens_per_second"] is None) == (row["step_ms"] is None)
+    assert found["rtx3090", "fp8"]["obstacle"] == "the GPU has no fp8 arithmetic"
+    # Without fp8 the dense part stays in 16 bits, and still fits a 24 GB card.
+    assert found["rtx3090", "4-bit"]["step_ms"] is not None
+    assert found["rtx3090", "4-bit"]["weights_gb"] > found["rtx4090", "4-bit"]["weights_gb"]
+    assert "reference backend" in found["m4max", "bf16"]["obstacle"]
+    assert found["rtx4090", "bf16"]["obstacle"] == "does not fit"
+    assert " -  " in fit("--device", "rtx3090").stdout
+
+
 def test_what_cannot_be_predicted_is_refused() -> None:
     with pytest.raises(UsageError, match="one token at a time"):
         predict(replace(TINY, family="gemma4"), 16, BF16, H200)

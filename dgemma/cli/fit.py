@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from dgemma.roofline.predict import Prediction
 
 RELEASED_NAME = "released"
+SPEEDS = (
+    "step_ms",
+    "step_floor_ms",
+    "commit_ms",
+    "ar_token_ms",
+    "break_even_steps",
+    "tokens_per_second",
+)
 COLUMNS = "weights  step ms  floor  AR ms  even at  tok/s  memory GB  context"
 
 
@@ -75,12 +83,14 @@ def _print(
 
 
 def _line(row: "Prediction") -> str:
-    longest = f"up to {row.longest} tokens"
-    fits = longest if row.longest else "does not fit"
+    size = f"{row.memory.total / 1e9:10.1f}"
+    if not row.runs:
+        why = row.obstacle or "does not fit"
+        return f"{row.format.name:7} {'-':>8} {'-':>6} {'-':>6} {'-':>8} {'-':>6} {size}  {why}"
     return (
         f"{row.format.name:7} {1e3 * row.step:8.1f} {1e3 * row.step_floor:6.1f}"
         f" {1e3 * row.token:6.1f} {row.break_even:8.1f} {row.per_second[1]:6.0f}"
-        f" {row.memory.total / 1e9:10.1f}  {fits}"
+        f" {size}  up to {row.longest} tokens"
     )
 
 
@@ -112,9 +122,17 @@ def _report(
     return {"kind": "predicted", "model": model, "context": context, "costs": costs, "rows": rows}
 
 
-def _row(name: str, row: "Prediction") -> dict[str, Any]:
+def _speeds(row: "Prediction") -> dict[str, Any]:
+    """What is predicted of a format that runs on its device."""
     from dgemma.roofline.predict import STEPS_PER_BLOCK
 
+    rates = dict(zip(map(str, STEPS_PER_BLOCK), row.per_second, strict=True))
+    times = (row.step, row.step_floor, row.commit, row.token)
+    milliseconds = [1e3 * seconds for seconds in times]
+    return dict(zip(SPEEDS, (*milliseconds, row.break_even, rates), strict=True))
+
+
+def _row(name: str, row: "Prediction") -> dict[str, Any]:
     return {
         "kind": "predicted",
         "device": name,
@@ -122,12 +140,8 @@ def _row(name: str, row: "Prediction") -> dict[str, Any]:
         "rates_from": row.device.source,
         "weights": row.format.name,
         "efficiency": round(row.format.efficiency * row.device.efficiency, 3),
-        "step_ms": 1e3 * row.step,
-        "step_floor_ms": 1e3 * row.step_floor,
-        "commit_ms": 1e3 * row.commit,
-        "ar_token_ms": 1e3 * row.token,
-        "break_even_steps": row.break_even,
-        "tokens_per_second": dict(zip(map(str, STEPS_PER_BLOCK), row.per_second, strict=True)),
+        **(_speeds(row) if row.runs else dict.fromkeys(SPEEDS)),
+        "obstacle": row.obstacle or ("" if row.fits else "does not fit"),
         "weights_gb": row.memory.weights / 1e9,
         "cache_gb": row.memory.cache / 1e9,
         "memory_gb": row.memory.total / 1e9,

@@ -6,7 +6,7 @@ arithmetic (790 of 989 TFLOP/s). Datasheet rates are dense, with sums in float32
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 OF_BANDWIDTH, OF_ARITHMETIC = 0.9, 0.8
 
@@ -45,6 +45,7 @@ class Device:
     runtime: float = 0.8  # memory that is gone before the first weight: driver, libraries, kernels
     layer_micros: float = 15.0  # launches and gaps of a layer, beside its work
     efficiency: float = 1.0  # of what the format's kernels reach elsewhere
+    backend: str = "cuda"  # that runs here; times are predicted for fused kernels alone
     source: str
 
     def rate(self, bits: float) -> float:
@@ -52,6 +53,23 @@ class Device:
         # Four-bit weights are multiplied as 16-bit numbers: their scales change every 16.
         wanted = 16 if bits < 8 else bits
         return 1e12 * self.rates[min(have for have in self.rates if have >= wanted)]
+
+
+def format_on(kind: Format, device: Device) -> Format:
+    """The format as it is loaded on a device: without fp8, 4-bit models keep the rest in 16."""
+    has_fp8 = device.backend != "cuda" or 8 in device.rates
+    return kind if kind is not FOUR_BIT or has_fp8 else replace(FOUR_BIT, dense=16)
+
+
+def obstacle(kind: Format, device: Device) -> str:
+    """Say why a format has no predicted speed on a device; empty if it has one."""
+    if device.backend == "reference":
+        return "no fused kernels here: it runs on the reference backend, at no predicted speed"
+    if device.backend == "cpu" and kind in (FP8, FOUR_BIT):
+        return "a CPU has no kernels for this format"
+    if kind is FP8 and 8 not in device.rates:
+        return "the GPU has no fp8 arithmetic"
+    return ""
 
 
 def _sheet(name: str, bandwidth: float, rates: Mapping[int, float], memory: float) -> Device:
@@ -65,14 +83,15 @@ def _sheet(name: str, bandwidth: float, rates: Mapping[int, float], memory: floa
 
 
 def _apple(name: str, bandwidth: float, rate: float, memory: float) -> Device:
-    """The system keeps a quarter of the shared memory from the GPU; 8-bit products are 16-bit."""
+    """The system keeps a quarter of the shared memory from the GPU."""
     return Device(
         name=name,
         bandwidth=OF_BANDWIDTH * bandwidth,
         rates={16: OF_ARITHMETIC * rate, 32: OF_ARITHMETIC * rate},
         memory=0.75 * memory,
         layer_micros=40.0,
-        source="datasheet; as if kernels like ours existed there",
+        backend="reference",
+        source="datasheet",
     )
 
 
@@ -108,6 +127,7 @@ DEVICES: dict[str, Device] = {
         runtime=0.5,
         layer_micros=700.0,
         efficiency=0.7,
+        backend="cpu",
         source="measured on two Intel cores",
     ),
 }

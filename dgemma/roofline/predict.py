@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dgemma.config import ModelConfig
 from dgemma.errors import UsageError
-from dgemma.roofline.devices import Device, Format
+from dgemma.roofline.devices import Device, Format, format_on, obstacle
 from dgemma.roofline.table import Op, Pass, cache_numbers, ops, passes, stored_parameters
 
 STEPS_PER_BLOCK = (8, 16, 32, 48)
@@ -56,9 +56,15 @@ class Prediction:
     memory: Memory
     longest: int  # context that still fits; 0: not even the weights do
 
+    obstacle: str  # why it does not run here at any predicted speed; else empty
+
     @property
     def fits(self) -> bool:
         return self.memory.total <= 1e9 * self.device.memory
+
+    @property
+    def runs(self) -> bool:
+        return self.fits and not self.obstacle
 
 
 def cost(config: ModelConfig, run: Pass, kind: Format) -> Cost:
@@ -101,6 +107,7 @@ def predict(config: ModelConfig, context: int, kind: Format, device: Device) -> 
             f"a context of {context} tokens is outside this model's 0 to "
             f"{config.max_position_embeddings}"
         )
+    reason, kind = obstacle(kind, device), format_on(kind, device)
     step, commit, token = passes(config, context)
     times = [pass_time(config, run, kind, device) for run in (step, commit, token)]
     block = config.canvas_length
@@ -116,6 +123,7 @@ def predict(config: ModelConfig, context: int, kind: Format, device: Device) -> 
         per_second=tuple(block / (n * times[0] + times[1]) for n in STEPS_PER_BLOCK),
         memory=memory(config, context, kind, device),
         longest=_longest(config, kind, device),
+        obstacle=reason,
     )
 
 
