@@ -28,7 +28,7 @@ fix: $(READY)  ## what can be mended by a tool
 
 bench: $(READY)  ## the CPU numbers of the README
 	$(BIN)/python bench/cpu_step.py
-	$(BIN)/python bench/scaling.py
+	$(BIN)/python bench/step.py --device cpu --shapes example --context 1024 16384 --batch 1 4
 
 docs: $(READY) out/tiny/model.safetensors  ## pages that are generated
 	$(BIN)/python -m examples.picture out/tiny docs/settling.svg

@@ -1,4 +1,4 @@
-"""One denoising step on the CPU: ours beside transformers, same weights, same canvas, one process.
+"""One denoising step on the CPU: ours and transformers, same weights, same canvas, one process.
 
     python bench/cpu_step.py [--rounds 9] [--threads N]
 
@@ -9,58 +9,38 @@ machine disturbs both alike. The last line is JSON.
 """
 
 import argparse
-import json
-import platform
 import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from datetime import date
-from typing import Any
+from functools import partial
 
 import torch
-from shapes import EXAMPLE
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DynamicCache
+from common import EXAMPLE, MAX_STEPS, Facts, finish, head, in_turn, new_row
+from peer import transformers_model
+from torch import Tensor
+from transformers import DynamicCache
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.canvas import NO_PINS, Noise
-from dgemma.config import config_to_json
-from dgemma.denoise import Row, commit, start, step
-from dgemma.model import Gemma
-from dgemma.sampler import Sampler
-from dgemma.weights.pack import pack
+from dgemma.backends.base import ForwardInput, prefill
+from dgemma.backends.choose import choose_backend
+from dgemma.backends.cpu.pack import pack
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.weights.random import random_model
 
 PROMPT = 256
-MAX_STEPS = 48
-
-
-def reference_of(model: Gemma) -> DiffusionGemmaForBlockDiffusion:
-    """The reference model on our very tensors."""
-    config = DiffusionGemmaConfig(**config_to_json(model.config))
-    reference = DiffusionGemmaForBlockDiffusion(config)
-    for name, value in model.state_dict().items():
-        for place in ("model.decoder.", "model.encoder.language_model."):
-            if "self_conditioning" in name and "encoder" in place:
-                continue
-            owner, _, leaf = (place + name).rpartition(".")
-            module = reference.get_submodule(owner)
-            if leaf in module._parameters:
-                module._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
-            else:
-                module._buffers[leaf] = value
-    reference.lm_head.weight = reference.model.decoder.embed_tokens.weight
-    return reference.eval()
+CALLS = 4  # in a row, as in a denoising loop
 
 
 class Theirs:
     """The reference's own step, called as its `generate` calls it."""
 
-    def __init__(self, reference: DiffusionGemmaForBlockDiffusion, prompt: torch.Tensor) -> None:
-        self.model = reference
+    def __init__(self, model: Gemma, prompt_T: Tensor) -> None:
+        self.model = reference = transformers_model(model)
         self.cache = DynamicCache(config=reference.config.get_text_config())
         with torch.no_grad():
-            reference.model.encoder(input_ids=prompt[None], past_key_values=self.cache)
+            reference.model.encoder(input_ids=prompt_T[None], past_key_values=self.cache)
         generation = type(reference.generation_config)(
             **reference.generation_config._get_default_generation_params()
         )
@@ -69,27 +49,28 @@ class Theirs:
         self.stopper = reference._prepare_diffusion_stopping_criteria(generation)
         self.positions = torch.arange(PROMPT, PROMPT + EXAMPLE.canvas_length)[None]
         self.masks = {"full_attention": None, "sliding_attention": None}
-        self.prompt = prompt[None]
+        self.prompt_1T = prompt_T[None]
 
     @torch.no_grad()
-    def forward(self, canvas: torch.Tensor, thought: torch.Tensor | None) -> torch.Tensor:
-        return self.model(
-            decoder_input_ids=canvas[None],
-            self_conditioning_logits=thought,
+    def forward(self, canvas_L: Tensor, logits_1LV: Tensor | None) -> Tensor:
+        found: Tensor = self.model(
+            decoder_input_ids=canvas_L[None],
+            self_conditioning_logits=logits_1LV,
             decoder_attention_mask=self.masks,
             past_key_values=self.cache,
             decoder_position_ids=self.positions,
         ).logits
+        return found
 
     @torch.no_grad()
-    def step(self, canvas: torch.Tensor, thought: torch.Tensor) -> None:
+    def step(self, canvas_L: Tensor, logits_1LV: Tensor) -> None:
         self.model._denoising_step(
             decoder_forward=self.model.forward,
-            current_canvas=canvas[None],
-            argmax_canvas=canvas[None],
-            input_ids=self.prompt,
+            current_canvas=canvas_L[None],
+            argmax_canvas=canvas_L[None],
+            input_ids=self.prompt_1T,
             decoder_position_ids=self.positions,
-            self_conditioning_logits=thought,
+            self_conditioning_logits=logits_1LV,
             mask_mapping=self.masks,
             past_key_values=self.cache,
             finished_denoising=torch.zeros(1, dtype=torch.bool),
@@ -101,53 +82,43 @@ class Theirs:
 
 
 class Ours:
-    def __init__(self, model: Gemma, prompt: torch.Tensor) -> None:
-        self.model = model
-        cpu = torch.device("cpu")
-        self.cache = KVCache(model.config, Room(tokens=PROMPT + 256), torch.float32, cpu)
-        commit(model, self.cache, prompt, chunk=PROMPT)
-        self.context = Pass([Span(self.cache, model.config.canvas_length, commit=False)])
-        length, vocab = model.config.canvas_length, model.config.vocab_size
-        noise = Noise(seed=1).block(0, MAX_STEPS, length, vocab, cpu)
-        (self.row,) = step(
-            model, self.context, [start(Sampler(max_steps=MAX_STEPS), noise, NO_PINS)]
-        )
+    """A step through the backend, as the engine runs it."""
+
+    def __init__(self, model: Gemma, prompt_T: Tensor) -> None:
+        self.model, self.backend = model, choose_backend(model)
+        capacity, cpu = Capacity(tokens=PROMPT + EXAMPLE.canvas_length), torch.device("cpu")
+        self.cache = KVCache(model.config, capacity, torch.float32, cpu)
+        prefill(self.backend, self.cache, prompt_T, PROMPT)
+        (first,) = self.backend.run([ForwardInput(cache=self.cache, row=new_row(model))])
+        self.row = first.row
 
     @torch.inference_mode()
-    def forward(self, canvas: torch.Tensor, thought: torch.Tensor | None) -> torch.Tensor:
-        # Our steps hand probabilities on, where the reference takes the softmax in its forward.
-        soft = None if thought is None else self.model.embed_soft(thought)
-        return self.model.logits(self.model.denoise(canvas, soft, self.context))
+    def forward(self, canvas_L: Tensor, p_LV: Tensor | None) -> Tensor:
+        # Our steps pass probabilities on, where the reference takes the softmax in its forward.
+        soft_LD = None if p_LV is None else self.model.embed_soft(p_LV)
+        batch = ForwardBatch([Segment(self.cache, len(canvas_L), commit=False)])
+        return self.model.logits(self.model.denoise(canvas_L, soft_LD, batch))
 
-    def step(self) -> list[Row]:
-        return step(self.model, self.context, [self.row])
+    def step(self) -> object:
+        return self.backend.run([ForwardInput(cache=self.cache, row=self.row)])
 
 
-def timed(work: Callable[[], object], calls: int = 4) -> float:
-    """Milliseconds per call of several in a row, as in a denoising loop; the first warms up."""
+def ms_per_call(work: Callable[[], object]) -> float:
+    """Milliseconds per call of several in a row; one more before them warms up."""
     work()
     begin = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(CALLS):
         work()
-    return 1000 * (time.perf_counter() - begin) / calls
-
-
-def in_turn(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Times of each, in alternating rounds after two that warm up."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds + 2):
-        for name, work in works.items():
-            times[name].append(timed(work))
-    return {name: values[2:] for name, values in times.items()}
+    return 1000 * (time.perf_counter() - begin) / CALLS
 
 
 def speedup(times: Mapping[str, list[float]], part: str) -> float:
-    """How many times faster ours is, by the median of the rounds."""
+    """Times faster ours is, by the median of the rounds."""
     pairs = zip(times[f"{part} theirs"], times[f"{part} ours"], strict=True)
     return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
-def peak_of(work: Callable[[], object]) -> float:
+def peak_mib(work: Callable[[], object]) -> float:
     """MiB that one call allocates at its peak, as torch's profiler sees it."""
     with torch.profiler.profile(profile_memory=True) as profile:
         work()
@@ -162,8 +133,7 @@ def peak_of(work: Callable[[], object]) -> float:
     return peak / 2**20
 
 
-def report(facts: dict[str, Any]) -> None:
-    """A few lines for people, and one of JSON last."""
+def report(facts: Facts) -> None:
     print(
         f"{facts['parameters'] / 1e6:.1f}M parameters, float32, {facts['threads']} threads, "
         f"{facts['date']}"
@@ -174,7 +144,7 @@ def report(facts: dict[str, Any]) -> None:
         print(f"  {name:16} {value:8.1f} ms{extra}")
     print(f"  forward {ratio['forward']:.2f}x, whole step {ratio['step']:.2f}x faster")
     print(f"  largest logit difference {max(facts['logit_difference'].values()):.1e}")
-    print(json.dumps(facts))
+    finish(facts)
 
 
 def main() -> None:
@@ -185,39 +155,34 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     model = random_model(EXAMPLE, seed=0, device=torch.device("cpu"), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(EXAMPLE.vocab_size, (PROMPT,), generator=generator)
-    canvas = torch.randint(EXAMPLE.vocab_size, (EXAMPLE.canvas_length,), generator=generator)
-    theirs = Theirs(reference_of(model), prompt)
+    prompt_T = torch.randint(EXAMPLE.vocab_size, (PROMPT,), generator=generator)
+    canvas_L = torch.randint(EXAMPLE.vocab_size, (EXAMPLE.canvas_length,), generator=generator)
+    theirs = Theirs(model, prompt_T)
     parameters = sum(p.numel() for p in model.parameters())
-    ours = Ours(pack(model), prompt)
-    thought = theirs.forward(canvas, None)
-    probability = thought[0].softmax(-1)
-    later = theirs.forward(canvas, thought)[0]
-    agreement = {
-        "first step": (thought[0] - ours.forward(canvas, None)).abs().max().item(),
-        "later step": (later - ours.forward(canvas, probability)).abs().max().item(),
+    ours = Ours(pack(model), prompt_T)
+    logits_1LV = theirs.forward(canvas_L, None)
+    p_LV = logits_1LV[0].softmax(-1)
+    later_LV = theirs.forward(canvas_L, logits_1LV)[0]
+    difference = {
+        "first step": (logits_1LV[0] - ours.forward(canvas_L, None)).abs().max().item(),
+        "later step": (later_LV - ours.forward(canvas_L, p_LV)).abs().max().item(),
     }
-    works = {
-        "forward theirs": lambda: theirs.forward(canvas, thought),
-        "forward ours": lambda: ours.forward(canvas, probability),
-        "step theirs": lambda: theirs.step(canvas, thought),
+    works: dict[str, Callable[[], object]] = {
+        "forward theirs": lambda: theirs.forward(canvas_L, logits_1LV),
+        "forward ours": lambda: ours.forward(canvas_L, p_LV),
+        "step theirs": lambda: theirs.step(canvas_L, logits_1LV),
         "step ours": ours.step,
     }
-    times = in_turn(works, arguments.rounds)
-    median = {name: statistics.median(values) for name, values in times.items()}
-    ratio = {part: speedup(times, part) for part in ("forward", "step")}
-    memory = {name: peak_of(works[name]) for name in ("step theirs", "step ours")}
+    timed = {name: partial(ms_per_call, work) for name, work in works.items()}
+    times = in_turn(timed, arguments.rounds, warm=2)
     report(
         {
-            "bench": "cpu_step",
-            "date": str(date.today()),
-            "cpu": platform.processor() or platform.machine(),
-            "threads": arguments.threads,
+            **head("cpu_step"),
             "parameters": parameters,
-            "median_ms": median,
-            "ratio": ratio,
-            "logit_difference": agreement,
-            "step_peak_mib": memory,
+            "median_ms": {name: statistics.median(values) for name, values in times.items()},
+            "ratio": {part: speedup(times, part) for part in ("forward", "step")},
+            "logit_difference": difference,
+            "step_peak_mib": {n: peak_mib(works[n]) for n in ("step theirs", "step ours")},
             "process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
     )

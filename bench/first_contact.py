@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from dgemma.cache import KVCache, Pass, Room, Span
+from dgemma.backends.cpu.pack import pack
 from dgemma.device import choose_device, choose_dtype, describe_device
 from dgemma.engine import Engine, Options
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.load import Checkpoint, load_model
-from dgemma.weights.pack import pack
 from dgemma.weights.random import count_parameters, short_count
 
 PROMPTS = (
@@ -66,12 +67,12 @@ def first_canvas(checkpoint: Checkpoint, seed: int) -> torch.Tensor:
 def our_logits(checkpoint: Checkpoint, ids: list[int], canvas: torch.Tensor) -> torch.Tensor:
     model = checkpoint.model
     weight = model.embed_tokens.weight
-    room = Room(tokens=len(ids) + len(canvas), span=max(len(ids), len(canvas)))
-    cache = KVCache(checkpoint.config, room, weight.dtype, weight.device)
-    prompt = Pass([Span(cache, len(ids), commit=True)])
+    capacity = Capacity(tokens=len(ids) + len(canvas), segment=max(len(ids), len(canvas)))
+    cache = KVCache(checkpoint.config, capacity, weight.dtype, weight.device)
+    prompt = ForwardBatch([Segment(cache, len(ids), commit=True)])
     model.encode(torch.tensor(ids, device=weight.device), prompt)
     prompt.close()
-    over = Pass([Span(cache, len(canvas), commit=False)])
+    over = ForwardBatch([Segment(cache, len(canvas), commit=False)])
     return model.logits(model.denoise(canvas.to(weight.device), None, over)).cpu()
 
 
@@ -145,7 +146,7 @@ def report(facts: dict[str, Any]) -> str:
     ]
     lines += [f"- {key}: {facts[key]}" for key in facts if key not in ("answers", "agreement")]
     if facts["agreement"]:
-        lines += ["", "## Logits beside transformers (first step, random canvas)", ""]
+        lines += ["", "## Logits against transformers (first step, random canvas)", ""]
         lines += ["| prompt | largest difference | same top token | mean KL |", "|---|---|---|---|"]
         for row in facts["agreement"]:
             lines.append(

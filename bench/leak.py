@@ -1,4 +1,4 @@
-"""Whether memory stays flat over many requests, some of them cancelled at random points.
+"""Check that memory stays flat over many requests, some cancelled at random points.
 
     python bench/leak.py MODEL_DIRECTORY [--requests 2000]
 
@@ -8,11 +8,10 @@ tenth of the way; fails if the second half grows by more than 5 %. The last line
 
 import argparse
 import gc
-import json
 import random
 import sys
-from datetime import date
-from pathlib import Path
+
+from common import finish, head, resident_mib
 
 from dgemma import Engine, Options
 from dgemma.engine import MODES
@@ -20,15 +19,8 @@ from dgemma.engine import MODES
 TOLERANCE = 0.05
 
 
-def resident_mib() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError("this system does not tell resident memory in /proc/self/status")
-
-
 def one_request(engine: Engine, rng: random.Random) -> bool:
-    """Run a random request, perhaps only a part of it; returns whether it was cancelled."""
+    """Run a random request, perhaps only a part of it; returns True if it was cancelled."""
     words = " ".join(
         rng.choice(["noise", "canvas", "words", "settle"]) for _ in range(rng.randint(1, 30))
     )
@@ -69,7 +61,7 @@ def main() -> None:
     growth = max(levels[5:]) / max(levels[:5]) - 1
     print(f"second half against first: {growth:+.1%}; running {len(engine.jobs)} jobs")
     facts = {"requests": arguments.requests, "cancelled": cancelled, "mib": levels}
-    print(json.dumps({"bench": "leak", "date": str(date.today()), **facts, "growth": growth}))
+    finish({**head("leak"), **facts, "growth": growth})
     if growth > TOLERANCE or engine.jobs or engine.waiting:
         sys.exit(1)
 

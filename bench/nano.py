@@ -4,28 +4,25 @@
                          [--seed 0]
 
 Seconds are of wall time, the prompt included, loading not; tokens are those committed. Seeds are
-fixed, so every round does the same work: the median counts, the fastest is beside it. A busy
+fixed, so every round does the same work: the median counts; the fastest is given too. A busy
 machine shows in the spread. The last line is JSON.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import cpu_name, finish, head, name_of
 
+from dgemma.backends.cpu.pack_int8 import Int8Table
 from dgemma.engine import Engine, Options
 from dgemma.engine.options import Mode
-from dgemma.eval.sudoku import solve
-from dgemma.weights.cpu_int8 import Int8Table
+from dgemma.engine.sudoku import solve
 
 STORY = "Write a long story about a girl, her dog and a lost ball."
 TOKENS = 200
@@ -51,7 +48,7 @@ def sudoku(engine: Engine, mode: Mode, seed: int) -> dict[str, Any]:
 
 
 def measure(work: Callable[[], dict[str, Any]], engine: Engine, rounds: int) -> dict[str, Any]:
-    """What the work reports, with its seconds; one round before them warms up."""
+    """Return the facts of a work with its seconds; one round before them warms up."""
     times = []
     for _ in range(rounds + 1):
         engine.prefixes.clear()  # each round reads its prompt again
@@ -64,13 +61,6 @@ def measure(work: Callable[[], dict[str, Any]], engine: Engine, rounds: int) -> 
 def describe(result: dict[str, Any]) -> str:
     facts = [f"{k.replace('_', ' ')} {v}" for k, v in result.items() if k not in TIMES]
     return f"{result['seconds']:6.2f} s (fastest {result['fastest']:.2f}): {', '.join(facts)}"
-
-
-def hardware() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
 
 
 def main() -> None:
@@ -87,10 +77,10 @@ def main() -> None:
     form = {"dtype": arguments.dtype, "quant": arguments.quant}
     engine = Engine.load(arguments.model, device="cpu", **form)
     loading = time.perf_counter() - begin
-    dtype = str(engine.dtype).removeprefix("torch.")
+    dtype = name_of(engine.dtype)
     if isinstance(engine.model.embed_tokens, Int8Table):
         dtype = f"int8 beside {dtype}"
-    print(f"{hardware()}; {arguments.threads} threads, {dtype}, load {os.getloadavg()[0]:.1f}")
+    print(f"{cpu_name()}; {arguments.threads} threads, {dtype}, load {os.getloadavg()[0]:.1f}")
     print(f"  load    {loading:6.2f} s")
     results: dict[str, Any] = {}
     for name, task in (("story", story), ("sudoku", sudoku)):
@@ -98,20 +88,15 @@ def main() -> None:
             result = measure(partial(task, engine, mode, arguments.seed), engine, arguments.rounds)
             results[f"{name} {mode}"] = result
             print(f"  {name:6} {mode:9} {describe(result)}")
-    print(
-        json.dumps(
-            {
-                "bench": "nano",
-                "date": str(date.today()),
-                "cpu": hardware(),
-                "threads": arguments.threads,
-                "dtype": dtype,
-                "model": arguments.model,
-                "seed": arguments.seed,
-                "load_seconds": loading,
-                "results": results,
-            }
-        )
+    finish(
+        {
+            **head("nano"),
+            "dtype": dtype,
+            "model": arguments.model,
+            "seed": arguments.seed,
+            "load_seconds": loading,
+            "results": results,
+        }
     )
 
 

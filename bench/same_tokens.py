@@ -1,10 +1,10 @@
-"""A request gives the same tokens alone, in a batch, after a cached prefix, and among neighbours
-that join and leave.
+"""Check that a request gives the same tokens alone, in a batch, and after a cached prefix.
 
     python -m bench.same_tokens [--requests 2000] [--seed 0]
 
 Requests are drawn at random (prompt, length, seed, sampler, canvas length, mode) for random tiny
-models and for ones that were taught a text and settle. Floating-point order differs with the shape
+models and for ones that were taught a text and converge; in a batch, others join and leave.
+Floating-point order differs with the shape
 of a batch, so a request may differ if a decision in its single run was closer than 1e-5: such
 exceptions are counted and printed, and must be at most 1 in 1,000. The last line is JSON.
 """
@@ -19,14 +19,17 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from dgemma.cache import KVCache, Pass, Room, Span
-from dgemma.canvas import Canvas
+from dgemma.backends.base import ForwardInput
+from dgemma.backends.reference import ReferenceBackend, commit, embed_canvases
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig
-from dgemma.denoise import Row, commit, enter_rows, start, step
+from dgemma.diffusion.canvas import Canvas
+from dgemma.diffusion.denoise import Row, start
+from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.engine import Engine, Options
 from dgemma.engine.options import Plan
-from dgemma.model import Gemma
-from dgemma.sampler import EntropyBound, Sampler
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.text.chat import Prompt
 from dgemma.weights.random import random_model
 from examples.memorize import memorize
@@ -125,7 +128,7 @@ def run_together(engine: Engine, plans: list[Plan], rng: random.Random) -> list[
 def compare(
     model: Gemma, known: list[list[int]], count: int, rng: random.Random
 ) -> list[Difference]:
-    """Answer `count` requests alone, together and after cached prefixes; tell what differed."""
+    """Answer `count` requests alone, together and after cached prefixes; return differences."""
     text = make_text()
     generation = GenerationConfig(stop_ids=(1,))
     alone = Engine(model, text, None, generation, prefix_bytes=0)
@@ -148,32 +151,33 @@ def compare(
 
 @torch.inference_mode()
 def margin(model: Gemma, plan: Plan) -> float:
-    """How close the closest decision of a request's single run was."""
-    cache = KVCache(model.config, Room(tokens=plan.room), torch.float32, CPU)
+    """Distance of the closest decision of a request's single run."""
+    cache = KVCache(model.config, Capacity(tokens=plan.room), torch.float32, CPU)
     hidden = commit(model, cache, torch.tensor(plan.prompt.ids), chunk=512)
     if plan.mode == "ar":
         return _ar_margin(model, cache, hidden, plan)
-    closest = float("inf")
+    backend, closest = ReferenceBackend(model), float("inf")
     for block in range(-(-plan.max_tokens // plan.canvas_length)):
         noise = plan.noise.block(
             block, plan.sampler.max_steps, plan.canvas_length, model.config.vocab_size, CPU
         )
         row = start(plan.sampler, noise, plan.options.pins)
-        context = Pass([Span(cache, plan.canvas_length, commit=False)])
         while not row.is_done:
-            (moved,) = step(model, context, [row])
-            closest = min(closest, _step_margin(model, context, row, moved.canvas))
-            row = moved
+            (output,) = backend.run([ForwardInput(cache=cache, row=row)])
+            assert output.row is not None
+            batch = ForwardBatch([Segment(cache, plan.canvas_length, commit=False)])
+            closest = min(closest, _step_margin(model, batch, row, output.row.canvas))
+            row = output.row
         commit(model, cache, row.canvas.guess_L, chunk=512)
     return closest
 
 
-def _step_margin(model: Gemma, context: Pass, row: Row, after: Canvas) -> float:
+def _step_margin(model: Gemma, batch: ForwardBatch, row: Row, after: Canvas) -> float:
     """Distances of one step: draws from edges, sums from the bound, means from settling."""
     rule = row.sampler.rule
     assert isinstance(rule, EntropyBound)
     left = row.sampler.max_steps - row.canvas.num_steps
-    logits_LV = model.logits(model.stack(enter_rows(model, [row]), context)).double()
+    logits_LV = model.logits(model.stack(embed_canvases(model, [row]), batch)).double()
     p_LV = (logits_LV / row.sampler.heat(left)).softmax(-1)
     uniform_L1 = row.noise.uniform_NL[row.canvas.num_steps + 1][:, None]
     edges_L = (p_LV.cumsum(-1) - uniform_L1).abs().amin(-1)

@@ -55,7 +55,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Got:
-    """What a client got."""
+    """Answer to one client."""
 
     ask: Ask
     status: int
@@ -66,7 +66,7 @@ class Got:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a load."""
+    """Outcome of a load."""
 
     gots: list[Got] = field(default_factory=list)
     seconds: float = 0.0
@@ -338,7 +338,7 @@ def _speed(
 
 
 def crossing(rows: Sequence[dict[str, float]]) -> str:
-    """Where AR overtakes, by processor time."""
+    """Number of clients at which AR overtakes, by processor time."""
     pairs = [(row["clients"], row.get("ar cpu", 0), row.get("diffusion cpu", 0)) for row in rows]
     over = [int(clients) for clients, ar, diffusion in pairs if ar > diffusion]
     if not over:

@@ -1,4 +1,4 @@
-"""Texts held to JSON Schemas: which are accepted, whether texts fit, and what holding them costs.
+"""JSON Schema constraints: which schemas are accepted, which texts fit, and the cost of a step.
 
     python bench/structure.py accept   [--refused FILE]
     python bench/structure.py generate [--model nano|random] [--mode diffusion] [--count 300]
@@ -31,18 +31,18 @@ from jsonschema import ValidationError
 from jsonschema.validators import validator_for
 
 from dgemma import Engine, Options
-from dgemma.canvas import NO_PINS, Canvas, fresh
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig, load_generation_config
 from dgemma.constrain.frontier import Frontier
 from dgemma.constrain.grammar import schema_grammar
 from dgemma.constrain.matcher import Guide
 from dgemma.constrain.vocabulary import vocabulary
+from dgemma.diffusion.canvas import NO_PINS, Canvas, fresh
+from dgemma.diffusion.logit_stats import RowStats
+from dgemma.diffusion.sampler import View
 from dgemma.engine.events import Done
 from dgemma.engine.options import Mode
 from dgemma.errors import UsageError
 from dgemma.eval.data import SHARED
-from dgemma.ops.row_stats import RowStats
-from dgemma.sampler import View
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.download import find_checkpoint
 from dgemma.weights.random import random_model
@@ -109,7 +109,7 @@ def random_engine(tokenizer: Tokenizer, generation: GenerationConfig, canvas: in
 
 
 def accept(arguments: argparse.Namespace) -> None:
-    """How many schemas can be held to, and why the others cannot."""
+    """Count schemas that can be compiled, and the reasons of the others."""
     engine = load("random")
     cases, refused = read_cases(arguments.data), []
     seconds = []
@@ -159,7 +159,7 @@ def options(engine: Engine, arguments: argparse.Namespace, mode: Mode, seed: int
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Whether texts are finished, and whether those fit."""
+    """Count texts that are finished, and those of them that fit."""
     engine = load(arguments.model)
     cases = stratified(read_cases(arguments.data))
     end = min(arguments.first + arguments.count, len(cases))

@@ -1,21 +1,31 @@
-"""Edits in place: are they made, and only where they belong; warm starts; self-correction.
+"""Holes filled and texts edited in place: right, local, and at what cost, beside AR.
 
-    python bench/edit.py [--model DIR] [--limit 20] [--sets fix,rename,warm,correct]
-        [--heldout DIR] [--seed 0] [--device cpu] [--threads 1] [--strength 0.5] [--samples 3]
+    python bench/fill_edit.py [--sets humaneval prose fix rename warm correct] [--limit 20]
+        [--model DIR] [--form base] [--effort fast thorough] [--lengths known searched]
+        [--max-tokens 64] [--strength 0.5] [--heldout DIR] [--data DIR] [--seed 0] [--device cpu]
+        [--threads 1] [--samples 3]
 
-fix      stories with planted errors (fix_stories.jsonl), as much of them as one canvas holds, and
-         `engine.edit` with the file's own instruction, beside whole answers of both modes
-rename   sentences of held-out stories in which a name or a noun is to be replaced: likewise
-         For both: edits made, texts exactly as the original has them, words that were right and
-         still are. Locality, against the spans in which the text and its original differ: how much
-         of the text was opened and how much would have been enough, and what share of the changed
-         characters lie within reach of those spans. Opening everything is no locality.
-warm     the same renames answered from noise, and from the old text as the first canvas: steps,
-         only where both made the change
-correct  plain stories settled from noise; then 5 % of their tokens are flipped, at random, or words
-         to their opposites (not/now, he/she, ...). Repaired by further steps from that canvas, and
-         by `engine.edit` without an instruction. AR cannot take a token back: of the eight tokens
-         it writes greedily after the error, the share that it would have written without it.
+humaneval  HumanEval single-line infilling: exact match, and the problems' own tests. Generated code
+           runs in `dgemma.eval.sandbox`; see there what that does not hold off
+prose      words and sentences taken out of held-out stories: exact match, and likeness to the
+           original (difflib's ratio over words)
+           For both: known length (the hole has as many tokens as the original), searched length
+           (nothing is told but the longest a hole may be, `--max-tokens`; 0 tells not even that),
+           each with every effort in turn, and AR, which writes greedily after the prefix: to the
+           end of the line, or as many tokens as the original had
+fix        stories with planted errors (fix_stories.jsonl), as much of them as one canvas holds, and
+           `engine.edit` with the file's own instruction, beside whole answers of both modes
+rename     sentences of held-out stories in which a name or a noun is to be replaced: likewise
+           For both: edits made, texts exactly as the original, right words kept. Locality, against
+           the spans in which the text and its original differ: how much of the text was opened, how
+           much would have been enough, and what share of the changed characters is near those spans
+warm       the same renames answered from noise, and from the old text as the first canvas: steps,
+           only where both made the change
+correct    plain stories converged from noise; then 5 % of their tokens are flipped, at random, or
+           words to their opposites (not/now, he/she, ...). Repaired by further steps from that
+           canvas, and by `engine.edit` without an instruction. AR cannot take a token back: of the
+           eight tokens it writes greedily after the error, the share that it would have written
+           without it
 
 The table goes to stdout, progress to stderr.
 """
@@ -23,26 +33,37 @@ The table goes to stdout, progress to stderr.
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from itertools import product
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import torch
 
 from dgemma import Engine, Options
 from dgemma.device import describe_device
 from dgemma.engine.edit import Edited, EditOptions
+from dgemma.engine.fill import EFFORTS, FORMS, Filled, FillOptions, Form
+from dgemma.engine.search import Effort
 from dgemma.engine.trials import first_canvases, last_canvas
 from dgemma.eval.answers import tune
-from dgemma.eval.data import HELDOUT, SHARED, Data
+from dgemma.eval.data import HELDOUT, SHARED, Data, read_jsonl
+from dgemma.eval.holes import Hole, go_on
 from dgemma.eval.measure import SHARE, Case, Measure
 from dgemma.eval.report import table
+from dgemma.eval.sandbox import passing
 from dgemma.eval.tasks.fix import check, text_of
 from dgemma.text.chat import Prompt
-from dgemma.train.rewrite import rename_word, sentence_spans
+from dgemma.train.rewrite import make_hole, rename_word, sentence_spans
 
+HUMANEVAL = "HumanEval-SingleLineInfilling.jsonl.gz"
+STORY = 800  # characters of a story
+LONGEST = 32  # tokens of a prose hole
+MAX_TOKENS = 64  # of a hole whose length is searched
+LENGTHS = ("known", "searched")
 REACH = 12  # characters around a span of the original's that still count as there
 FLIPPED = 0.05
 AFTER_ERROR = 8  # tokens that AR writes behind an error
@@ -60,8 +81,117 @@ class Settings:
     data: Data
     limit: int
     seed: int
+    form: Form | None
+    efforts: tuple[Effort, ...]
+    lengths: tuple[str, ...]
+    max_tokens: int | None
     strength: float | None
     samples: int
+
+
+# --- holes
+
+
+def humaneval(engine: Engine, settings: Settings) -> list[Measure]:
+    records = read_jsonl(settings.data.evaluation(HUMANEVAL), settings.limit)
+    holes = [Hole(r["prompt"], r["canonical_solution"], r["suffix"]) for r in records]
+    tests = [f"{r['test']}\ncheck({r['entry_point']})\n" for r in records]
+    measures = []
+    for name, lines, filled in every_way(engine, holes, settings, "humaneval"):
+        programs = [
+            f"{hole.whole(line)}\n{test}"
+            for hole, line, test in zip(holes, lines, tests, strict=True)
+        ]
+        case = Case("humaneval", "ar" if name == "ar" else "diffusion", f"{name}: ")
+        both = zip(lines, holes, strict=True)
+        measures += [
+            case.share("exact", [is_exact(line, hole) for line, hole in both]),
+            case.share("tests pass", passing(programs)),
+            *costs(case, filled),
+        ]
+    return measures
+
+
+def prose(engine: Engine, settings: Settings) -> list[Measure]:
+    rng, holes = Random(settings.seed), list[Hole]()
+    for record in settings.data.records("stories.jsonl", None):
+        text = record["text"][:STORY]
+        span = make_hole(text, rng)
+        if span is None or len(holes) == settings.limit:
+            continue
+        hole = Hole(text[: span[0]], text[span[0] : span[1]], text[span[1] :])
+        if len(engine.tokenizer.encode(hole.middle)) <= LONGEST:
+            holes.append(hole)
+    measures = []
+    for name, texts, filled in every_way(engine, holes, settings, "prose"):
+        both = list(zip(texts, holes, strict=True))
+        case = Case("prose", "ar" if name == "ar" else "diffusion", f"{name}: ")
+        measures += [
+            case.share("exact", [is_exact(text, hole) for text, hole in both]),
+            case.mean("likeness", [likeness(text, hole.middle) for text, hole in both], "ratio"),
+            *costs(case, filled),
+        ]
+        measures += [
+            case.text(f"sample {i + 1}", f"{hole.middle!r}\n{text!r}")
+            for i, (text, hole) in enumerate(both[: settings.samples])
+        ]
+    return measures
+
+
+def every_way(
+    engine: Engine, holes: Sequence[Hole], settings: Settings, label: str
+) -> list[tuple[str, list[str], list[Filled]]]:
+    """Fill the holes with known and searched length, each with every effort, and by AR."""
+    filled: dict[str, list[Filled]] = {}
+    for number, hole in enumerate(holes):
+        size = len(engine.tokenizer.encode(hole.middle))
+        for length, effort in product(settings.lengths, settings.efforts):
+            options = FillOptions(
+                lengths=(size,) if length == "known" else None,
+                max_tokens=settings.max_tokens,
+                single_line=label == "humaneval",
+                effort=effort,
+                form=settings.form,
+                seed=settings.seed + number,
+            )
+            engine.prefixes.clear()  # each pays for its own prefill
+            one = engine.fill([hole.prefix, hole.suffix], options)
+            name = f"{length} length, {effort}"
+            filled.setdefault(name, []).append(one)
+            progress = f"{number + 1}/{len(holes)}, {one.seconds:.2f} s"
+            print(f"{label}, {name}: {progress}", file=sys.stderr)
+    ways = [(name, [one.holes[0].text for one in many], many) for name, many in filled.items()]
+    for name, texts, many in ways:
+        print(f"{label}, {name}: {summary(texts, holes, many)}")
+    return [*ways, ("ar", [text or "" for text in go_on(engine, holes, f"{label}, ar")], [])]
+
+
+def summary(texts: Sequence[str], holes: Sequence[Hole], filled: Sequence[Filled]) -> str:
+    """Median seconds and exact matches of one way, to be read below those of another."""
+    exact = sum(is_exact(text, hole) for text, hole in zip(texts, holes, strict=True))
+    seconds = median(one.seconds for one in filled)
+    return f"median {seconds:.2f} s, {exact} of {len(holes)} exact"
+
+
+def is_exact(text: str, hole: Hole) -> bool:
+    return text.strip() == hole.middle.strip()
+
+
+def costs(case: Case, filled: Sequence[Filled]) -> list[Measure]:
+    if not filled:
+        return []
+    return [
+        case.mean("steps of all canvases", [float(one.steps) for one in filled], "steps"),
+        case.mean("canvases", [float(one.canvases) for one in filled], "canvases"),
+        case.mean("seconds", [one.seconds for one in filled], "seconds"),
+    ]
+
+
+def likeness(text: str, original: str) -> float:
+    return SequenceMatcher(None, text.split(), original.split(), autojunk=False).ratio()
+
+
+# --- edits
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +369,7 @@ def started(name: str, runs: Sequence[Started]) -> list[Measure]:
 
 
 def is_made(task: Task, text: str) -> bool:
-    """Whether all that was to change has changed; other words may differ."""
+    """True if all that was to change has changed; other words may differ."""
     return all(check(task.text, task.wanted, text).errors)
 
 
@@ -247,7 +377,7 @@ def is_made(task: Task, text: str) -> bool:
 
 
 def settled(engine: Engine, settings: Settings) -> Iterator[tuple[Prompt, list[int]]]:
-    """Beginnings of stories, and the canvas that the model settles on behind each."""
+    """Yield beginnings of stories, and the canvas that the model converges to after each."""
     length, bos = engine.model.config.canvas_length, engine.model.config.bos_token_id
     count = 0
     for record in settings.data.records("stories.jsonl", 4 * settings.limit):
@@ -331,7 +461,7 @@ def repaired(
         result["other tokens unchanged by edit"] = (float(same), float(len(kept)))
     place = min(flips)
     behind = [
-        go_on(engine, prompt, [*right[:place], token]) for token in (right[place], flips[place])
+        write_on(engine, prompt, [*right[:place], token]) for token in (right[place], flips[place])
     ]
     hits = sum(a == b for a, b in zip(*behind, strict=False))
     result["AR: next tokens as without the error"] = (float(hits), float(AFTER_ERROR))
@@ -348,14 +478,16 @@ def aligned(right: Sequence[int], found: Sequence[int]) -> set[int]:
     return {block.a + i for block in blocks for i in range(block.size)}
 
 
-def go_on(engine: Engine, prompt: Prompt, ids: Sequence[int]) -> tuple[int, ...]:
+def write_on(engine: Engine, prompt: Prompt, ids: Sequence[int]) -> tuple[int, ...]:
     options = Options(mode="ar", max_tokens=AFTER_ERROR, seed=0)
     return engine.generate(replace(prompt, ids=(*prompt.ids, *ids)), options).ids
 
 
-SETS = {
-    "fix": lambda e, s: edits(e, s, "fix", fixes(e, s)),
-    "rename": lambda e, s: edits(e, s, "rename", renames(e, s)),
+SETS: dict[str, Callable[[Engine, Settings], list[Measure]]] = {
+    "humaneval": humaneval,
+    "prose": prose,
+    "fix": lambda engine, given: edits(engine, given, "fix", fixes(engine, given)),
+    "rename": lambda engine, given: edits(engine, given, "rename", renames(engine, given)),
     "warm": warm,
     "correct": correct,
 }
@@ -365,22 +497,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="nano")
     parser.add_argument("--limit", type=int, default=20)
-    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
+    parser.add_argument("--form", choices=FORMS, help="of a fill's prompt")
+    parser.add_argument("--effort", choices=EFFORTS, nargs="+", default=["thorough"])
+    parser.add_argument("--lengths", choices=LENGTHS, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="0: no limit")
+    parser.add_argument("--strength", type=float, help="of an edit")
     parser.add_argument("--heldout", type=Path, default=HELDOUT)
+    parser.add_argument("--data", type=Path, default=SHARED)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--strength", type=float)
     parser.add_argument("--samples", type=int, default=3)
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
     engine = Engine.load(given.model, device=given.device, dtype=given.dtype)
     tune(engine, engine.max_rows)
-    data = Data(given.heldout, SHARED)
-    settings = Settings(data, given.limit, given.seed, given.strength, given.samples)
-    measures = [m for name in given.sets.split(",") for m in SETS[name](engine, settings)]
+    settings = Settings(
+        data=Data(given.heldout, given.data),
+        limit=given.limit,
+        seed=given.seed,
+        form=given.form,
+        efforts=tuple(given.effort),
+        lengths=tuple(given.lengths),
+        max_tokens=given.max_tokens or None,
+        strength=given.strength,
+        samples=given.samples,
+    )
+    measures = [m for name in given.sets for m in SETS[name](engine, settings)]
     where = describe_device(engine.device)
     print(f"{given.model}, {where}, seed {given.seed}, {given.limit} cases a set")
     print(table(measures))

@@ -1,0 +1,179 @@
+"""Checks of `bench/paths.py`: requests alone against batches, and a soak with cancels."""
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from _paths_common import Bench, Done, Options, Pins, Report, Request, done_of
+
+ROWS = 16  # requests that a pass takes
+AGREE_STEPS = 8
+SHORT_PROMPT = 64
+ROUNDS = 4  # of a soak; memory is read after each
+SAMPLE = 50  # requests of a soak that run alone as well
+CANCELLED = 0.1  # share of a soak's requests
+GROWTH = {"cuda": 1.01, "cpu": 1.10}  # of memory from the first round to the last, at most
+LOST_AFTER = 5000  # passes without an end
+PINNED = (1, 3, 5)  # positions of a request's marker
+KINDS = ("diffusion", "temperature", "AR", "schema", "AR schema")
+
+
+def agree(bench: Bench, report: Report, number: int) -> None:
+    """Run requests alone and in batches with the same seeds, and count those that differ."""
+    length, rng = bench.canvas_length, random.Random(0)
+    requests = []
+    for seed in range(number):
+        options = bench.diffusion(AGREE_STEPS, max_tokens=length, seed=seed)
+        requests.append(Request(bench.prompt(rng.randint(8, SHORT_PROMPT)), options))
+    alone = [bench.run([request]).dones[0] for request in requests]
+    together: list[Done] = []
+    while len(together) < number:
+        size = rng.randint(2, ROWS)
+        together += bench.run(requests[len(together) : len(together) + size]).dones
+    pairs = list(zip(alone, together, strict=True))
+    differ = sum(one.ids != other.ids for one, other in pairs)
+    places = sum(a != b for one, other in pairs for a, b in zip(one.ids, other.ids, strict=False))
+    tokens = sum(one.tokens for one in alone)
+    report.note(
+        f"Agreement: {number} requests of {AGREE_STEPS} steps on one canvas, alone and in batches"
+        f" of 2 to {ROWS}: {differ} differ ({100 * differ / number:.2f} %), at {places} of"
+        f" {tokens} tokens ({100 * places / max(1, tokens):.3f} %)."
+    )
+
+
+@dataclass(slots=True)
+class Case:
+    """One request of a soak; its marker must come back in its result."""
+
+    number: int
+    kind: str
+    request: Request
+    marker: tuple[int, ...] = ()  # pinned tokens
+    cancel_after: int | None = None  # passes
+    age: int = 0
+    done: Done | None = None
+    fault: str = ""
+
+    def judge(self) -> str:
+        """Say why the result is not this request's own; empty if it is."""
+        done, options = self.done, self.request.options
+        if done is None:
+            return self.fault or "lost"
+        facts = (done.seed, done.prompt_tokens, done.mode)
+        if facts != (options.seed, len(self.request.prompt.ids), options.mode):
+            return f"crossed: seed, prompt tokens and mode are {facts}"
+        if self.kind in ("schema", "AR schema"):
+            is_own = done.finish == "stop" and json.loads(done.text)["id"] == f"r{self.number}"
+            return "" if is_own else f"{done.finish} with {done.text!r:.80} {done.fault}"
+        places = iter(done.ids)
+        if not all(token in places for token in self.marker):
+            return "its pinned tokens are not in the result"
+        return "" if done.finish in ("length", "stop") else f"finish is {done.finish}"
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """Facts that 16-bit arithmetic does not change."""
+        assert self.done is not None
+        is_free = self.kind not in ("schema", "AR schema")
+        return (self.done.prompt_tokens, self.done.finish, self.done.tokens if is_free else 0)
+
+
+def make_cases(bench: Bench, number: int) -> list[Case]:
+    rng, cases = random.Random(0), []
+    for index in range(number):
+        kind = rng.choice(KINDS)
+        prompt = bench.prompt(rng.randint(4, 4 * SHORT_PROMPT))
+        options, marker = options_of(bench, kind, index, rng)
+        after = rng.randrange(8) if rng.random() < CANCELLED else None
+        cases.append(Case(index, kind, Request(prompt, options), marker, after))
+    return cases
+
+
+def options_of(
+    bench: Bench, kind: str, number: int, rng: random.Random
+) -> tuple[Options, tuple[int, ...]]:
+    """Options of a kind, and its marker in pinned tokens."""
+    tokens, canvas = rng.randint(8, 48), rng.choice([1, 2]) * bench.canvas_length
+    if kind == "AR":
+        return Options(mode="ar", seed=number, max_tokens=tokens), ()
+    if "schema" in kind:
+        form = {"id": {"const": f"r{number}"}, "n": {"type": "integer", "maximum": 999}}
+        schema = {"type": "object", "properties": form, "required": list(form)}
+        guide = bench.engine.guide(schema={**schema, "additionalProperties": False})
+        if kind == "AR schema":
+            return Options(mode="ar", seed=number, max_tokens=96, guide=guide), ()
+        return bench.diffusion(rng.randint(3, 8), seed=number, max_tokens=96, guide=guide), ()
+    base = bench.vocab - 1 - 256  # three digits to this base tell all requests apart
+    marker = tuple(256 + number // base**power % base for power in range(len(PINNED)))
+    options = bench.diffusion(rng.randint(3, 8), seed=number, max_tokens=min(tokens, canvas))
+    options = replace(options, pins=Pins(PINNED, marker))
+    return (replace(options, temperature=0.7) if kind == "temperature" else options), marker
+
+
+def soak(bench: Bench, report: Report, number: int) -> None:
+    """Run mixed batches with random cancels: nothing lost, nothing crossed, memory flat."""
+    cases, rng = make_cases(bench, number), random.Random(1)
+    begin, levels = time.perf_counter(), list[float]()
+    for part in range(ROUNDS):
+        drive(bench, cases[part::ROUNDS], rng)
+        levels.append(round(bench.memory_mib(), 1))
+    seconds = time.perf_counter() - begin
+    stayed = [case for case in cases if case.cancel_after is None or case.done is not None]
+    wrong = [f"{case.kind} {case.number}: {found}" for case in stayed if (found := case.judge())]
+    sample = [case for case in stayed if case.done is not None]
+    sample = random.Random(2).sample(sample, min(SAMPLE, len(sample)))
+    same, sizes = alone(bench, sample)
+    kinds = dict(Counter(case.kind for case in stayed))
+    report.note(
+        f"Soak: {number} requests in {seconds:.0f} s, {number - len(stayed)} cancelled, {kinds};"
+        f" of {len(sample)} that ran alone as well {same} have the same tokens."
+    )
+    report.check("Soak, none lost or crossed", not wrong, f"{len(wrong)} wrong {wrong[:5]}")
+    report.check("Soak, same sizes alone", not sizes, f"{len(sizes)} differ {sizes[:5]}")
+    flat = levels[-1] <= levels[0] * GROWTH[bench.device.type]
+    report.check("Soak, memory flat", flat, f"{levels} MiB after each of {ROUNDS} rounds")
+
+
+def drive(bench: Bench, cases: Sequence[Case], rng: random.Random) -> None:
+    """Let requests in and out between passes; their number changes all the time."""
+    engine, waiting = bench.engine, list(reversed(cases))
+    live: list[tuple[Case, Any]] = []
+    while waiting or live:
+        for _ in range(min(len(waiting), rng.randint(1, ROWS + 8) - len(live))):
+            case = waiting.pop()
+            live.append(
+                (case, engine.submit(engine.plan(case.request.prompt, case.request.options)))
+            )
+        engine.step()
+        for case, job in live:
+            case.age += 1
+            if job.is_over:
+                try:
+                    case.done = done_of(job)
+                except Exception as error:
+                    case.fault = f"{type(error).__name__}: {error}"
+            elif case.age > limit(case):
+                engine.cancel(job)
+        live = [(case, job) for case, job in live if not job.is_over]
+
+
+def limit(case: Case) -> int:
+    """Passes after which a request is cancelled; one that is not meant to be is lost by then."""
+    return LOST_AFTER if case.cancel_after is None else case.cancel_after
+
+
+def alone(bench: Bench, sample: Sequence[Case]) -> tuple[int, list[str]]:
+    """Run some requests by themselves: how many have the same tokens, and whose sizes differ."""
+    same, differ = 0, []
+    for case in sample:
+        (done,) = bench.run([case.request]).dones
+        assert case.done is not None
+        same += done.ids == case.done.ids
+        other = replace(case, done=done)
+        if other.size != case.size:
+            differ.append(f"{case.kind} {case.number}: {case.size} and {other.size}")
+    return same, differ

@@ -1,0 +1,300 @@
+"""Shared parts of `bench/paths.py`: the engine on random weights, timed runs, the report.
+
+Imports from inside the package are in this file and in `common.py`, except the server's.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    NEVER,
+    build,
+    gpu_memory,
+    pack_for_cpu,
+    plain_tokenizer,
+    reset_memory,
+    resident_mib,
+    shape,
+    wait,
+)
+
+from dgemma import Done, Engine, FillOptions, Options, Pins, Sampler
+from dgemma.config import GenerationConfig
+from dgemma.device import choose_device, choose_dtype, describe_device
+from dgemma.text.chat import Prompt
+from dgemma.text.tokenizer import Tokenizer
+
+__all__ = [
+    "Bench",
+    "Done",
+    "FillOptions",
+    "Options",
+    "Pins",
+    "Report",
+    "Request",
+    "Run",
+    "done_of",
+    "median",
+]
+FIRST_PLAIN = 256  # ids below are single bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: Prompt
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Start and end of one `Engine.step`, on the clock of time.perf_counter."""
+
+    start: float
+    end: float
+
+    @property
+    def ms(self) -> float:
+        return 1000 * (self.end - self.start)
+
+
+@dataclass(slots=True)
+class Run:
+    """Requests that ran together."""
+
+    dones: list[Done]
+    passes: list[Interval]
+    submitted: list[float]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(done.tokens for done in self.dones)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def ms_per_step(self) -> float:
+        """Milliseconds a step of a single request, without its prefill."""
+        (done,) = self.dones
+        return 1000 * (done.seconds - done.prefill_seconds) / max(1, done.steps)
+
+    @property
+    def steady_ms(self) -> float:
+        """Mean milliseconds of a pass while every request is past its prefill and none is done.
+
+        Commits of blocks are in it, as they are in `ms_per_step`.
+        """
+        pairs = list(zip(self.submitted, self.dones, strict=True))
+        begin = max(start + done.prefill_seconds for start, done in pairs)
+        end = min(start + done.seconds for start, done in pairs)
+        steady = [one.ms for one in self.passes if begin <= one.start < end]
+        return statistics.mean(steady or [one.ms for one in self.passes])
+
+
+class Bench:
+    """One engine and the requests it is measured with; every prompt is a new one."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.device = choose_device(arguments.device)
+        self.dtype = choose_dtype("float32" if arguments.tiny else arguments.dtype, self.device)
+        self.count = 0
+        begin = time.perf_counter()
+        config = shape("tiny" if arguments.tiny else "released", arguments.layers)
+        tables = (arguments.head, arguments.soft)
+        where = {"device": self.device, "dtype": self.dtype}
+        model = build(config, arguments.quant, tables=tables, **where)
+        if arguments.quant == "none":
+            pack_for_cpu(model)
+        self.wait()
+        reset_memory(self.device)
+        self.load_seconds, begin = time.perf_counter() - begin, time.perf_counter()
+        self.engine = self._engine(model)
+        self.wait()
+        self.start_seconds = time.perf_counter() - begin
+        self.vocab = model.config.vocab_size
+        self.canvas_length = model.config.canvas_length
+
+    def _engine(self, model: Any) -> Engine:
+        """Make the engine; the stop id is one token of the vocabulary, which grammars need."""
+        vocab, folder = model.config.vocab_size, self.arguments.tokenizer
+        tokenizer = plain_tokenizer(vocab) if folder is None else Tokenizer.load(folder)
+        generation = GenerationConfig(stop_ids=(vocab - 1,), max_new_tokens=1024)
+        return Engine(model, tokenizer, None, generation)
+
+    def wait(self) -> None:
+        wait(self.device)
+
+    def prompt(self, length: int) -> Prompt:
+        self.count += 1
+        generator = torch.Generator().manual_seed(self.count)
+        ids = torch.randint(FIRST_PLAIN, self.vocab - 1, (length,), generator=generator)
+        return Prompt(text="", ids=tuple(ids.tolist()))
+
+    def sampler(self, steps: int) -> Sampler:
+        """Make a sampler that takes all its steps: no canvas converges."""
+        return Sampler(rule=NEVER, max_steps=steps)
+
+    def diffusion(self, steps: int, **changes: Any) -> Options:
+        return replace(Options(seed=1, sampler=self.sampler(steps), retries=0), **changes)
+
+    def run(self, requests: Sequence[Request]) -> Run:
+        """Submit requests together and step the engine until all are done."""
+        engine, submitted, jobs, passes = self.engine, [], [], []
+        self.wait()
+        begin = time.perf_counter()
+        try:
+            for request in requests:
+                plan = engine.plan(request.prompt, request.options)
+                submitted.append(time.perf_counter())
+                jobs.append(engine.submit(plan))
+            while not all(job.is_over for job in jobs):
+                passes.append(self.step())
+            seconds = time.perf_counter() - begin
+        finally:
+            for job in jobs:
+                engine.cancel(job)
+        dones = [done_of(job) for job in jobs]
+        self.forget()
+        return Run(dones, passes, submitted, seconds)
+
+    def step(self) -> Interval:
+        self.wait()
+        begin = time.perf_counter()
+        self.engine.step()
+        self.wait()
+        return Interval(begin, time.perf_counter())
+
+    def forget(self) -> None:
+        """Empty the prefix cache: no request begins where another ended."""
+        self.engine.prefixes.clear()
+
+    def memory_mib(self) -> float:
+        """Memory in use: allocated on a GPU, resident on a CPU."""
+        self.forget()
+        gc.collect()
+        self.wait()
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) / 2**20
+        return resident_mib()
+
+    def peak_memory(self) -> str:
+        """Peaks since the weights were made, for a note; empty on a CPU."""
+        return ", ".join(f"{name} {value}" for name, value in gpu_memory(self.device).items())
+
+    @cached_property
+    def single(self) -> Run:
+        """The plain request that all others are compared with."""
+        runs = self.arguments.runs
+        return self.repeat(lambda: [self.plain()], runs, lambda run: run.ms_per_step)
+
+    @cached_property
+    def ar_single(self) -> Run:
+        self.run([self.ar(8)])
+        return self.run([self.ar(self.arguments.ar_tokens)])
+
+    def plain(self, **changes: Any) -> Request:
+        work = self.arguments
+        options = self.diffusion(work.steps, max_tokens=work.tokens)
+        return Request(self.prompt(work.prompt), replace(options, **changes))
+
+    def ar(self, tokens: int, **changes: Any) -> Request:
+        options = Options(mode="ar", seed=1, max_tokens=tokens)
+        return Request(self.prompt(self.arguments.prompt), replace(options, **changes))
+
+    def repeat(
+        self,
+        make: Callable[[], Sequence[Request]],
+        runs: int,
+        ms: Callable[[Run], float],
+    ) -> Run:
+        """Run new requests once to warm up, then several times; returns the median run."""
+        self.run(make())
+        timed = sorted((self.run(make()) for _ in range(runs)), key=ms)
+        return timed[(len(timed) - 1) // 2]
+
+    def header(self) -> list[str]:
+        work = self.arguments
+        where = "a plain vocabulary" if work.tokenizer is None else str(work.tokenizer)
+        config = self.engine.model.config
+        form = {"none": str(self.dtype).removeprefix("torch.")}.get(work.quant, work.quant)
+        shape = "tiny model" if work.tiny else "released shapes"
+        return [
+            f"# Cost of each kind of request, {form}",
+            "",
+            f"{describe_device(self.device)}, torch {torch.__version__}, {date.today()}. Random"
+            f" weights ({form}), {shape}, {config.num_hidden_layers} layers, tokenizer: {where}."
+            f" Prompt {work.prompt} tokens, {work.tokens} out, {work.steps} steps a canvas, seeds"
+            " fixed; tokens/s count committed tokens over wall time, prefill included.",
+            "",
+        ]
+
+
+def done_of(job: Any) -> Done:
+    """The result of a job that is over; raises what ended it if it has none."""
+    if job.error is not None:
+        raise job.error
+    events: deque[Any] = job.events
+    return next(event for event in events if isinstance(event, Done))
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+@dataclass(slots=True)
+class Report:
+    """Markdown that is printed as it grows, and kept in a file if one is named."""
+
+    out: Path | None
+    lines: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # of each part
+    extras: list[str] = field(default_factory=list)
+
+    def write(self, *lines: str) -> None:
+        self.lines += lines
+        print(*lines, sep="\n", flush=True)
+        if self.out is not None:
+            self.out.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
+
+    def table(self, title: str, columns: Sequence[str]) -> None:
+        self.write("", f"## {title}", "", self._line(columns))
+        self.write(self._line(["---"] * len(columns)))
+
+    def row(self, *cells: object) -> None:
+        self.write(self._line([f"{c:,.2f}" if isinstance(c, float) else str(c) for c in cells]))
+
+    def extra(self, text: str) -> None:
+        """Keep a note until the table is closed."""
+        self.extras.append(text)
+
+    def close_table(self) -> None:
+        for text in self.extras:
+            self.note(text)
+        self.extras.clear()
+
+    def note(self, text: str) -> None:
+        self.write("", text)
+
+    def check(self, name: str, is_right: bool, text: str) -> None:
+        """Note a result that decides the exit status."""
+        self.note(f"{name}: {text}: {'passed' if is_right else 'FAILED'}")
+        if not is_right:
+            self.failures.append(name)
+
+    @staticmethod
+    def _line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
