@@ -145,7 +145,7 @@ class Bench:
 
     def sampler(self, steps: int) -> Sampler:
         """Make a sampler that takes all its steps: no canvas converges."""
-        return Sampler(rule=NEVER, max_steps=steps)
+        return Sampler(rule=NEVER, max_denoising_steps=steps)
 
     def diffusion(self, steps: int, **changes: Any) -> Options:
         return replace(Options(seed=1, sampler=self.sampler(steps), retries=0), **changes)

@@ -133,7 +133,7 @@ class Sizes:
 
 # --- models
 
-NEVER = EntropyBound(settle_steps=1 << 30)  # no canvas converges
+NEVER = EntropyBound(stability_threshold=1 << 30)  # no canvas converges
 MAX_STEPS = 48
 ATTENTION_SCALE = 0.1  # of the norm after attention, for even routing
 
@@ -192,10 +192,10 @@ def new_row(model: Gemma, *, seed: int = 1, temperatures: tuple[float, float] | 
     """Start a canvas that takes `MAX_STEPS`; `temperatures` of the first and the last of them."""
     config, device = model.config, model.embed_tokens.weight.device
     noise = Noise(seed=seed).block(0, MAX_STEPS, config.canvas_length, config.vocab_size, device)
-    sampler = Sampler(rule=NEVER, max_steps=MAX_STEPS)
+    sampler = Sampler(rule=NEVER, max_denoising_steps=MAX_STEPS)
     if temperatures is not None:
         first, last = temperatures
-        sampler = replace(sampler, first_heat=first, last_heat=last)
+        sampler = replace(sampler, t_max=first, t_min=last)
     return start(sampler, noise, NO_PINS)
 
 

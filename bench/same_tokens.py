@@ -99,10 +99,10 @@ def draw_request(rng: random.Random, known: list[list[int]], vocab: int) -> tupl
     if rng.random() < 0.15:
         options = replace(common, mode="ar", heat=rng.choice([0.0, 1.0]))
     else:
-        rule = EntropyBound(bound=rng.choice([0.1, 0.3]))
+        rule = EntropyBound(entropy_bound=rng.choice([0.1, 0.3]))
         options = replace(
             common,
-            sampler=Sampler(rule=rule, max_steps=rng.choice([4, 8, 12])),
+            sampler=Sampler(rule=rule, max_denoising_steps=rng.choice([4, 8, 12])),
             canvas_length=rng.choice([4, 8, 12]),
             retries=rng.choice([0, 2]),
         )
@@ -159,7 +159,11 @@ def margin(model: Gemma, plan: Plan) -> float:
     backend, closest = ReferenceBackend(model), float("inf")
     for block in range(-(-plan.max_tokens // plan.canvas_length)):
         noise = plan.noise.block(
-            block, plan.sampler.max_steps, plan.canvas_length, model.config.vocab_size, CPU
+            block,
+            plan.sampler.max_denoising_steps,
+            plan.canvas_length,
+            model.config.vocab_size,
+            CPU,
         )
         row = start(plan.sampler, noise, plan.options.pins)
         while not row.is_done:
@@ -176,17 +180,17 @@ def _step_margin(model: Gemma, batch: ForwardBatch, row: Row, after: Canvas) -> 
     """Distances of one step: draws from edges, sums from the bound, means from settling."""
     rule = row.sampler.rule
     assert isinstance(rule, EntropyBound)
-    left = row.sampler.max_steps - row.canvas.num_steps
+    left = row.sampler.max_denoising_steps - row.canvas.num_steps
     logits_LV = model.logits(model.stack(embed_canvases(model, [row]), batch)).double()
     p_LV = (logits_LV / row.sampler.heat(left)).softmax(-1)
     uniform_L1 = row.noise.uniform_NL[row.canvas.num_steps + 1][:, None]
     edges_L = (p_LV.cumsum(-1) - uniform_L1).abs().amin(-1)
     entropy_L = torch.special.entr(p_LV).sum(-1)
     ordered_L = entropy_L.sort().values
-    accept_L = (ordered_L.cumsum(0) - ordered_L - rule.bound).abs()
+    accept_L = (ordered_L.cumsum(0) - ordered_L - rule.entropy_bound).abs()
     best_L2 = p_LV.topk(2).values
     distances = [edges_L[after.kept_L], accept_L, best_L2[:, 0] - best_L2[:, 1]]
-    settle = (entropy_L.mean() - rule.settle_entropy).abs()
+    settle = (entropy_L.mean() - rule.confidence_threshold).abs()
     return min([float(d.min()) for d in distances if len(d)] + [float(settle)])
 
 

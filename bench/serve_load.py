@@ -109,7 +109,7 @@ def distinct(count: int, mode: str, rng: random.Random) -> list[dict[str, Any]]:
             "dgemma": {"mode": mode},
         }
         if mode == "diffusion":
-            body["dgemma"] |= {"max_steps": rng.choice([6, 12, 24]), "retries": 0}
+            body["dgemma"] |= {"max_denoising_steps": rng.choice([6, 12, 24]), "retries": 0}
         if rng.random() < 0.5:
             body["temperature"] = 0.8
         bodies.append(body)

@@ -146,7 +146,7 @@ def judge(text: str, schema: dict[str, Any]) -> str:
 
 
 def options(engine: Engine, arguments: argparse.Namespace, mode: Mode, seed: int) -> Options:
-    sampler = None if mode == "ar" else replace(engine.sampler, max_steps=arguments.steps)
+    sampler = None if mode == "ar" else replace(engine.sampler, max_denoising_steps=arguments.steps)
     heat = 0.7 if mode == "ar" else 0.0
     return Options(
         mode=mode,

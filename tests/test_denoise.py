@@ -26,10 +26,10 @@ QUICK = settings(
 )
 MODEL = random_model(TINY, seed=3)
 SAMPLERS = [
-    Sampler(rule=EntropyBound(bound=0.5), max_steps=5),
-    Sampler(rule=EntropyBound(bound=20.0, settle_entropy=9.0), max_steps=7),
-    Sampler(rule=Confidence(threshold=0.3), max_steps=4),
-    Sampler(rule=Confidence(), max_steps=12),
+    Sampler(rule=EntropyBound(entropy_bound=0.5), max_denoising_steps=5),
+    Sampler(rule=EntropyBound(entropy_bound=20.0, confidence_threshold=9.0), max_denoising_steps=7),
+    Sampler(rule=Confidence(threshold=0.3), max_denoising_steps=4),
+    Sampler(rule=Confidence(), max_denoising_steps=12),
 ]
 
 
@@ -50,7 +50,9 @@ def new_row(
     length: int | None = None,
 ) -> Row:
     length = length or config.canvas_length
-    noise = Noise(seed=seed).block(block, sampler.max_steps, length, config.vocab_size, CPU)
+    noise = Noise(seed=seed).block(
+        block, sampler.max_denoising_steps, length, config.vocab_size, CPU
+    )
     return start(sampler, noise, pins)
 
 
@@ -227,13 +229,13 @@ def test_a_row_takes_at_least_one_step_and_never_more_than_allowed(member: Membe
     steps = run(MODEL, member.prompt, member.row(TINY))
     counts = [row.canvas.num_steps for row in steps]
     assert counts == list(range(1, len(steps) + 1))
-    assert 1 <= len(steps) <= member.sampler.max_steps
+    assert 1 <= len(steps) <= member.sampler.max_denoising_steps
     assert all(not row.is_done for row in steps[:-1]) and steps[-1].is_done
-    assert len(steps) == member.sampler.max_steps or steps[-1].canvas.settled
+    assert len(steps) == member.sampler.max_denoising_steps or steps[-1].canvas.settled
 
 
 def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(rule=EntropyBound(bound=1e-6), max_steps=5)
+    sampler = Sampler(rule=EntropyBound(entropy_bound=1e-6), max_denoising_steps=5)
     row, queries = new_row(TINY, sampler, seed=9), []
 
     def watched(raw_TV: Tensor, softcap: float | None, query: Query) -> Any:
@@ -242,7 +244,7 @@ def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("dgemma.backends.reference.row_stats", watched)
     for number, after in enumerate(run(MODEL, [1, 2], row), start=1):
-        query, heat = queries[number - 1], sampler.heat(sampler.max_steps - number + 1)
+        query, heat = queries[number - 1], sampler.heat(sampler.max_denoising_steps - number + 1)
         assert torch.equal(query.uniform_T, row.noise.uniform_NL[number])
         assert query.heat_T.tolist() == pytest.approx([heat] * 8)
         renoised = ~after.canvas.kept_L
@@ -253,8 +255,8 @@ def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_heat_reaches_the_entropy() -> None:
     """The first step of a hot sampler leaves more open than that of a cool one."""
-    mild = Sampler(max_steps=1, first_heat=0.5, last_heat=0.5)
-    hot = replace(mild, first_heat=5.0)
+    mild = Sampler(max_denoising_steps=1, t_max=0.5, t_min=0.5)
+    hot = replace(mild, t_max=5.0)
     entropies = [
         run(MODEL, [1, 2], new_row(TINY, sampler))[0].canvas.entropy_L.mean()
         for sampler in (mild, hot)

@@ -345,8 +345,8 @@ def test_canvases_of_a_long_reply_are_as_short_as_the_model_was_trained_for(
 def test_a_long_reply_moves_as_its_model_says_unless_the_request_does(shrinking: Engine) -> None:
     options = Options(seed=2, max_tokens=CANVAS, drafts=True)
     free = shrinking.plan("x", options).long_sampler
-    assert free.rule == Apart(bound=4.0, reach=3) and free != shrinking.sampler
-    assert (free.first_heat, free.last_heat, free.max_steps) == (0.9, 0.3, 5)
+    assert free.rule == Apart(entropy_bound=4.0, reach=3) and free != shrinking.sampler
+    assert (free.t_max, free.t_min, free.max_denoising_steps) == (0.9, 0.3, 5)
 
     def most_steps(options: Options) -> int:
         """Of a canvas that is not the first to be tried; noise does not settle."""
@@ -354,7 +354,7 @@ def test_a_long_reply_moves_as_its_model_says_unless_the_request_does(shrinking:
         return max(event.step for event in events if len(event.ids) < CANVAS)
 
     assert most_steps(options) == 5
-    own = replace(options, sampler=Sampler(max_steps=7))
+    own = replace(options, sampler=Sampler(max_denoising_steps=7))
     assert shrinking.plan("x", own).long_sampler == own.sampler
     assert most_steps(own) == 7
     cold = shrinking.plan("x", replace(options, temperature=0.5))
@@ -410,11 +410,15 @@ def test_a_canvas_that_is_held_to_a_grammar_does_not_shrink(shrinking: Engine) -
     assert lengths(shrinking, Options(seed=2, max_tokens=7, guide=guide)) == [CANVAS]
 
 
-@pytest.mark.parametrize("rule", [EntropyBound(bound=0.5), Apart(bound=4.0), Confidence()])
+@pytest.mark.parametrize(
+    "rule", [EntropyBound(entropy_bound=0.5), Apart(entropy_bound=4.0), Confidence()]
+)
 def test_a_sampler_of_ones_own_can_be_chosen(engine: Engine, rule: Any) -> None:
-    done = engine.generate(SHORT, Options(seed=1, sampler=Sampler(rule=rule, max_steps=20)))
+    done = engine.generate(
+        SHORT, Options(seed=1, sampler=Sampler(rule=rule, max_denoising_steps=20))
+    )
     assert done.text == ANSWERS[SHORT] and done.steps <= 20
-    once = Options(seed=1, sampler=Sampler(max_steps=1), max_tokens=CANVAS)
+    once = Options(seed=1, sampler=Sampler(max_denoising_steps=1), max_tokens=CANVAS)
     assert engine.generate(LONG, once).steps == 1
 
 

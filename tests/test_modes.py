@@ -141,7 +141,7 @@ def _denoise_after(ids: list[int], engine: Engine, seed: int) -> list[int]:
     answer: list[int] = []
     for block in range(3):
         noise = Noise(seed=seed).block(
-            block, engine.sampler.max_steps, CONFIG.canvas_length, CONFIG.vocab_size, CPU
+            block, engine.sampler.max_denoising_steps, CONFIG.canvas_length, CONFIG.vocab_size, CPU
         )
         *_, (row,) = denoise(engine.model, [cache], [start(engine.sampler, noise, NO_PINS)])
         guess = row.canvas.guess_L.tolist()

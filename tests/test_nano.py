@@ -212,7 +212,7 @@ def test_transformers_writes_the_same_tokens_from_the_same_noise(
     with recording(reference) as recorded:
         reference.generate(ids[None], generation_config=generation)
     assert len(recorded) == blocks
-    sampler = replace(released_sampler(engine.generation), max_steps=max_steps)
+    sampler = replace(released_sampler(engine.generation), max_denoising_steps=max_steps)
     cache = KVCache(model.config, Capacity(tokens=512), torch.float32, CPU)
     commit(model, cache, ids, chunk=64)
     for block in recorded:

@@ -221,7 +221,7 @@ def _check_generation(
     generation = type(reference.generation_config)(**knobs, sampler_config=sampler_config)
     with recording(reference) as recorded:
         reference.generate(ids, attention_mask=mask, generation_config=generation)
-    sampler = Sampler(rule=EntropyBound(bound=rest["bound"]), max_steps=max_steps)
+    sampler = Sampler(rule=EntropyBound(entropy_bound=rest["bound"]), max_denoising_steps=max_steps)
     assert len(recorded) == blocks
     caches = [row_cache(config, len(row)) for row in rows]
     for cache, row in zip(caches, rows, strict=True):

@@ -119,7 +119,7 @@ def test_of_equal_entropies_the_first_positions_are_kept(length: int) -> None:
 def test_a_step_holds_what_is_kept_and_renoises_the_rest() -> None:
     canvas = fresh(torch.tensor([50, 51, 52]))
     seen = stats(top=[1, 2, 3], draw=[4, 5, 6], entropy=[0.3, 0.01, 2.0])
-    moved = advance(canvas, seen, torch.tensor([70, 71, 72]), EntropyBound(bound=0.1))
+    moved = advance(canvas, seen, torch.tensor([70, 71, 72]), EntropyBound(entropy_bound=0.1))
     assert moved.kept_L.tolist() == [True, True, False]
     assert moved.tokens_L.tolist() == [4, 5, 72], "kept positions take the draw, not the top"
     assert moved.guess_L.tolist() == [1, 2, 3], "the guess is the top everywhere"
@@ -130,7 +130,7 @@ def test_a_step_holds_what_is_kept_and_renoises_the_rest() -> None:
 
 def test_a_kept_position_is_decided_anew_in_the_next_step() -> None:
     canvas = fresh(torch.tensor([50, 51]))
-    rule = EntropyBound(bound=0.1)
+    rule = EntropyBound(entropy_bound=0.1)
     moved = advance(canvas, stats([1, 2], entropy=[0.0, 5.0]), torch.tensor([70, 71]), rule)
     again = advance(moved, stats([3, 4], entropy=[5.0, 0.0]), torch.tensor([80, 81]), rule)
     assert moved.tokens_L.tolist() == [1, 2]
@@ -167,7 +167,7 @@ def one_hot(top: list[int]) -> Tensor:
 def test_a_canvas_settles_when_the_reference_stops(
     threshold: int, tops: list[tuple[list[int], float]]
 ) -> None:
-    rule = EntropyBound(settle_steps=threshold)
+    rule = EntropyBound(stability_threshold=threshold)
     canvas = fresh(torch.tensor([0, 0]))
     verdicts = []
     for top, spread in tops:
@@ -186,7 +186,7 @@ def test_a_sure_and_steady_canvas_settles_as_early_as_allowed(
 ) -> None:
     canvas, verdicts = fresh(torch.tensor([0, 0])), []
     for _ in range(4):
-        rule = EntropyBound(settle_steps=threshold)
+        rule = EntropyBound(stability_threshold=threshold)
         canvas = advance(canvas, stats([1, 2]), torch.tensor([0, 0]), rule)
         verdicts.append(bool(canvas.settled))
     assert verdicts == settled_at
@@ -194,7 +194,7 @@ def test_a_sure_and_steady_canvas_settles_as_early_as_allowed(
 
 @pytest.mark.parametrize(("mean", "settles"), [(0.0049, True), (0.005, False), (0.1, False)])
 def test_the_mean_entropy_must_be_strictly_below_the_bound(mean: float, settles: bool) -> None:
-    rule = EntropyBound(settle_entropy=0.005, settle_steps=0)
+    rule = EntropyBound(confidence_threshold=0.005, stability_threshold=0)
     # One position unsure, the other not at all: it is the mean that counts.
     canvas = fresh(torch.tensor([0, 0]))
     canvas = advance(canvas, stats([1, 2], [0.0, 2 * mean]), torch.tensor([0, 0]), rule)
@@ -215,14 +215,14 @@ def test_the_heat_of_a_step_is_that_of_the_reference(
     max_steps: int, low: float, more: float, step: int
 ) -> None:
     steps_left = max_steps - step % max_steps
-    sampler = Sampler(max_steps=max_steps, first_heat=low + more, last_heat=low)
+    sampler = Sampler(max_denoising_steps=max_steps, t_max=low + more, t_min=low)
     peer = LinearTemperatureScheduleLogitsProcessor(low, low + more, max_steps)
     scores = peer(torch.zeros(1, 1).long(), torch.ones(1, 1).double(), cur_step=steps_left)
     assert 1 / sampler.heat(steps_left) == pytest.approx(scores.item())
 
 
 def test_the_first_step_is_hottest_and_the_last_not_quite_at_the_end() -> None:
-    sampler = Sampler(max_steps=4, first_heat=0.8, last_heat=0.4)
+    sampler = Sampler(max_denoising_steps=4, t_max=0.8, t_min=0.4)
     assert [round(sampler.heat(left), 6) for left in (4, 3, 2, 1)] == [0.8, 0.7, 0.6, 0.5]
 
 
@@ -230,7 +230,7 @@ def test_the_first_step_is_hottest_and_the_last_not_quite_at_the_end() -> None:
 
 
 PINS = Pins((1, 3), (7, 8))
-RULES = [EntropyBound(bound=0.1), Apart(bound=9.0), Confidence()]
+RULES = [EntropyBound(entropy_bound=0.1), Apart(entropy_bound=9.0), Confidence()]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -249,21 +249,21 @@ def test_pins_use_up_none_of_the_bound() -> None:
     """The pins are unsure here; both open positions fit the bound without them."""
     canvas = fresh(torch.tensor([50, 51, 52, 53]), PINS)
     seen = stats([1, 2, 3, 4], [0.2, 0.05, 0.06, 0.04])
-    moved = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), EntropyBound(bound=0.07))
+    moved = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), EntropyBound(entropy_bound=0.07))
     assert moved.tokens_L.tolist() == [1, 7, 3, 8]
 
 
 def test_the_surest_open_position_moves_even_if_pins_are_surer() -> None:
     canvas = fresh(torch.tensor([50, 51, 52, 53]), PINS)
     seen = stats([1, 2, 3, 4], [6.0, 0.0, 5.0, 0.0])
-    moved = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), EntropyBound(bound=0.1))
+    moved = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), EntropyBound(entropy_bound=0.1))
     assert moved.tokens_L.tolist() == [70, 7, 3, 8]
 
 
 @pytest.mark.parametrize(("open_entropy", "settles"), [(0.001, True), (0.006, False)])
 def test_the_test_for_settling_looks_past_the_pins(open_entropy: float, settles: bool) -> None:
     """Unsure pins do not delay it, sure ones do not hasten it, and their top may change."""
-    rule = EntropyBound(settle_entropy=0.005, settle_steps=1)
+    rule = EntropyBound(confidence_threshold=0.005, stability_threshold=1)
     for pin_entropy in (0.0, 9.0):
         canvas = fresh(torch.tensor([50, 51, 52, 53]), PINS)
         for pinned_top in (2, 3):
@@ -275,7 +275,7 @@ def test_the_test_for_settling_looks_past_the_pins(open_entropy: float, settles:
         assert bool(canvas.settled) == settles
 
 
-@pytest.mark.parametrize("rule", [*RULES, EntropyBound(settle_steps=3)])
+@pytest.mark.parametrize("rule", [*RULES, EntropyBound(stability_threshold=3)])
 def test_a_canvas_of_pins_alone_settles_at_once(rule: Any) -> None:
     canvas = fresh(torch.tensor([50, 51]), Pins((0, 1), (7, 8)))
     seen = stats([1, 2], [9.0, 9.0], top_p=[0.1, 0.1], held_p=[0.0, 0.0])
@@ -310,7 +310,7 @@ def test_what_is_in_doubt_is_decided_apart(
 ) -> None:
     canvas, noise = fresh(torch.tensor([50, 51, 52])), torch.tensor([70, 71, 72])
     seen = stats(top=[4, 5, 6], draw=draw, entropy=entropy)
-    moved = advance(canvas, seen, noise, Apart(bound=9.0, doubt=0.1, reach=reach))
+    moved = advance(canvas, seen, noise, Apart(entropy_bound=9.0, doubt=0.1, reach=reach))
     assert moved.kept_L.tolist() == kept
     assert moved.tokens_L.tolist() == torch.where(torch.tensor(kept), seen.draw_T, noise).tolist()
     assert moved.guess_L.tolist() == [4, 5, 6]
@@ -340,8 +340,8 @@ def test_the_rule_apart_takes_from_the_entropy_rule_what_is_near_a_surer_one(
     )
     canvas = fresh(torch.full((len(draw),), 50), pins)
     seen = stats(top=draw, entropy=entropy)
-    loose = EntropyBound(bound=bound).decide(canvas, seen)
-    rule = Apart(bound=bound, reach=reach)
+    loose = EntropyBound(entropy_bound=bound).decide(canvas, seen)
+    rule = Apart(entropy_bound=bound, reach=reach)
     decided = rule.decide(canvas, seen)
     for i, was_kept in enumerate(loose.kept_L.tolist()):
         late = entropy[i] > rule.doubt and any(
@@ -433,24 +433,32 @@ def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
 @pytest.mark.parametrize(
     ("make", "knobs", "complaint"),
     [
-        (EntropyBound, {"bound": 0.0}, "entropy bound is 0.0; it must be above 0"),
-        (EntropyBound, {"bound": -1.0}, "entropy bound is -1.0"),
-        (EntropyBound, {"bound": NAN}, "entropy bound is nan"),
-        (EntropyBound, {"settle_entropy": 0.0}, "settle entropy is 0.0; it must be above 0"),
-        (EntropyBound, {"settle_entropy": NAN}, "settle entropy is nan"),
-        (EntropyBound, {"settle_steps": -1}, "settle steps is -1; it must be 0 or more"),
-        (Apart, {"bound": 0.0}, "entropy bound is 0.0; it must be above 0"),
+        (EntropyBound, {"entropy_bound": 0.0}, "entropy bound is 0.0; it must be above 0"),
+        (EntropyBound, {"entropy_bound": -1.0}, "entropy bound is -1.0"),
+        (EntropyBound, {"entropy_bound": NAN}, "entropy bound is nan"),
+        (
+            EntropyBound,
+            {"confidence_threshold": 0.0},
+            "confidence threshold is 0.0; it must be above 0",
+        ),
+        (EntropyBound, {"confidence_threshold": NAN}, "confidence threshold is nan"),
+        (
+            EntropyBound,
+            {"stability_threshold": -1},
+            "stability threshold is -1; it must be 0 or more",
+        ),
+        (Apart, {"entropy_bound": 0.0}, "entropy bound is 0.0; it must be above 0"),
         (Apart, {"doubt": -0.1}, "doubt is -0.1; it must be 0 or more"),
         (Apart, {"reach": 0}, "reach is 0; it must be 1 or more"),
         (Confidence, {"threshold": 1.1}, "confidence threshold is 1.1; it must be from 0 to 1"),
         (Confidence, {"edit": -0.1}, "confidence edit is -0.1"),
         (Confidence, {"drop": NAN}, "confidence drop is nan"),
-        (Sampler, {"max_steps": 0}, "max steps is 0; it must be 1 or more"),
-        (Sampler, {"max_steps": -5}, "max steps is -5"),
-        (Sampler, {"last_heat": 0.0}, "last heat is 0.0; it must be above 0"),
-        (Sampler, {"last_heat": NAN}, "last heat is nan"),
-        (Sampler, {"first_heat": 0.3}, "first heat is 0.3; it must be last heat or more"),
-        (Sampler, {"first_heat": NAN}, "first heat is nan"),
+        (Sampler, {"max_denoising_steps": 0}, "max denoising steps is 0; it must be 1 or more"),
+        (Sampler, {"max_denoising_steps": -5}, "max denoising steps is -5"),
+        (Sampler, {"t_min": 0.0}, "t_min is 0.0; it must be above 0"),
+        (Sampler, {"t_min": NAN}, "t_min is nan"),
+        (Sampler, {"t_max": 0.3}, "t_max is 0.3; it must be t_min or more"),
+        (Sampler, {"t_max": NAN}, "t_max is nan"),
     ],
 )
 def test_a_knob_turned_too_far_is_refused_with_what_is_allowed(
@@ -474,10 +482,10 @@ def test_every_knob_of_a_generation_config_reaches_the_sampler() -> None:
         confidence_threshold=0.2,
     )
     assert released_sampler(config) == Sampler(
-        rule=EntropyBound(bound=0.7, settle_entropy=0.2, settle_steps=3),
-        max_steps=9,
-        first_heat=2.0,
-        last_heat=1.0,
+        rule=EntropyBound(entropy_bound=0.7, confidence_threshold=0.2, stability_threshold=3),
+        max_denoising_steps=9,
+        t_max=2.0,
+        t_min=1.0,
     )
 
 
@@ -485,8 +493,8 @@ def test_the_released_generation_config_gives_the_default_sampler() -> None:
     if not (RELEASED / "generation_config.json").is_file():
         pytest.skip("the released config files do not lie beside this checkout")
     assert released_sampler(load_generation_config(RELEASED)) == Sampler(
-        rule=EntropyBound(bound=0.1, settle_entropy=0.005, settle_steps=1),
-        max_steps=48,
-        first_heat=0.8,
-        last_heat=0.4,
+        rule=EntropyBound(entropy_bound=0.1, confidence_threshold=0.005, stability_threshold=1),
+        max_denoising_steps=48,
+        t_max=0.8,
+        t_min=0.4,
     )

@@ -165,13 +165,13 @@ def test_pinned_givens_stand_on_every_canvas(engine: Engine) -> None:
 
 def test_only_what_does_not_settle_is_begun_again(engine: Engine) -> None:
     hasty = Engine(engine.model, engine.tokenizer, engine.template, engine.generation)
-    hasty.sampler = replace(engine.sampler, max_steps=1)  # no canvas settles in one step
+    hasty.sampler = replace(engine.sampler, max_denoising_steps=1)  # no canvas settles in one step
     [one] = solve(hasty, [PUZZLE], restarts=3)
     assert (one.settled, one.restarts, one.steps) == (False, 3, 4)
     [one] = solve(hasty, [PUZZLE])
     assert (one.settled, one.restarts, one.steps) == (False, 0, 1)
     # Settled but wrong, and a restart would be free to find the right one: it is not made.
-    easy = replace(engine.sampler.rule, settle_entropy=1e9, settle_steps=0)
+    easy = replace(engine.sampler.rule, confidence_threshold=1e9, stability_threshold=0)
     hasty.sampler = replace(engine.sampler, rule=easy)
     [one] = solve(hasty, [OTHER], restarts=3)
     assert (one.settled, one.restarts, one.is_right) == (True, 0, False)
@@ -207,17 +207,17 @@ def test_a_new_attempt_asks_in_another_form_and_reads_the_grid_back(engine: Engi
 def test_only_the_last_attempt_may_take_long(engine: Engine) -> None:
     layout, how = text.reply_slots(engine.tokenizer), How(restarts=2)
     plans = [plan(engine, Try(0, PUZZLE, restarts), layout, how) for restarts in range(3)]
-    assert [one.sampler.max_steps for one in plans] == [SOON, SOON, LAST_STEPS]
+    assert [one.sampler.max_denoising_steps for one in plans] == [SOON, SOON, LAST_STEPS]
     alone = plan(engine, Try(0, PUZZLE), layout, How())
-    assert alone.sampler.max_steps == LAST_STEPS
+    assert alone.sampler.max_denoising_steps == LAST_STEPS
     brief = Engine(engine.model, engine.tokenizer, engine.template, engine.generation)
-    brief.sampler = replace(engine.sampler, max_steps=5)
-    assert plan(brief, Try(0, PUZZLE), layout, How()).sampler.max_steps == 5
+    brief.sampler = replace(engine.sampler, max_denoising_steps=5)
+    assert plan(brief, Try(0, PUZZLE), layout, How()).sampler.max_denoising_steps == 5
 
 
 def test_the_canvas_of_a_new_attempt_is_shown_as_the_puzzle_is_written(engine: Engine) -> None:
     hasty = Engine(engine.model, engine.tokenizer, engine.template, engine.generation)
-    hasty.sampler = replace(engine.sampler, max_steps=1)
+    hasty.sampler = replace(engine.sampler, max_denoising_steps=1)
     layout = text.reply_slots(engine.tokenizer)
     pins = givens(PUZZLE, layout)
     events = [event for _, event in follow(hasty, [PUZZLE], How(restarts=2, drafts=True))]

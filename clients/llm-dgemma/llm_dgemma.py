@@ -17,7 +17,7 @@ from pydantic import Field
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 # Options of an answer that stand in the server's extension object.
-EXTENSION = ("mode", "max_steps", "regex", "pace")
+EXTENSION = ("mode", "max_denoising_steps", "regex", "pace")
 
 
 def base_url(url: str) -> str:
@@ -54,7 +54,9 @@ class Dgemma(Chat):
         mode: Literal["diffusion", "ar", "hybrid"] | None = Field(
             default=None, description="How the answer is written: diffusion, ar or hybrid"
         )
-        max_steps: int | None = Field(default=None, ge=1, description="Most steps of a canvas")
+        max_denoising_steps: int | None = Field(
+            default=None, ge=1, description="Most steps of a canvas"
+        )
         regex: str | None = Field(default=None, description="What the whole answer must match")
         pace: float | None = Field(default=None, gt=0, description="Characters a second, streamed")
 

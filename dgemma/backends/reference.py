@@ -174,7 +174,7 @@ def conditioned(model: Gemma, canvas: Canvas, soft_LD: Tensor) -> Canvas:
 def _temperatures(rows: Sequence[Row]) -> Tensor:
     found = []
     for row in rows:
-        heat = row.sampler.heat(row.sampler.max_steps - row.canvas.num_steps)
+        heat = row.sampler.heat(row.sampler.max_denoising_steps - row.canvas.num_steps)
         found.append(torch.full_like(row.canvas.entropy_L, heat))
     return torch.cat(found)
 

@@ -106,7 +106,7 @@ def _sampler(engine: "Engine", rule: str | None, steps: int | None) -> "Sampler 
     if rule is None and steps is None:
         return None
     sampler = replace(engine.sampler, rule=Confidence()) if rule == "confidence" else engine.sampler
-    return sampler if steps is None else replace(sampler, max_steps=steps)
+    return sampler if steps is None else replace(sampler, max_denoising_steps=steps)
 
 
 def _chat(engine: "Engine", text: str, system: str, thinking: bool) -> "Prompt | str":

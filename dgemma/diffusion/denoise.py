@@ -37,7 +37,9 @@ class Row:
     @property
     def is_done(self) -> bool:
         """True if converged or out of steps; reading the flag waits for the device."""
-        return self.canvas.num_steps >= self.sampler.max_steps or bool(self.canvas.settled)
+        return self.canvas.num_steps >= self.sampler.max_denoising_steps or bool(
+            self.canvas.settled
+        )
 
 
 def start(sampler: Sampler, noise: BlockNoise, pins: Pins, walker: Walker | None = None) -> Row:

@@ -53,21 +53,35 @@ class Rule(Protocol):
 class EntropyBound:
     """The reference rule: decide the surest positions anew each step, as many as fit the bound."""
 
-    bound: float = 0.1  # nats that the decided positions may leave open together
-    settle_entropy: float = 0.005  # mean nats per position below which a canvas may settle
-    settle_steps: int = 1  # steps the guess must have stayed the same
+    entropy_bound: float = 0.1  # nats that the decided positions may leave open together
+    confidence_threshold: float = 0.005  # mean nats per position below which a canvas may settle
+    stability_threshold: int = 1  # steps the guess must have stayed the same
 
     def __post_init__(self) -> None:
-        _require(self.bound > 0, "entropy bound", self.bound, "above 0")
-        _require(self.settle_entropy > 0, "settle entropy", self.settle_entropy, "above 0")
-        _require(self.settle_steps >= 0, "settle steps", self.settle_steps, "0 or more")
+        _require(self.entropy_bound > 0, "entropy bound", self.entropy_bound, "above 0")
+        _require(
+            self.confidence_threshold > 0,
+            "confidence threshold",
+            self.confidence_threshold,
+            "above 0",
+        )
+        _require(
+            self.stability_threshold >= 0,
+            "stability threshold",
+            self.stability_threshold,
+            "0 or more",
+        )
 
     def decide(self, canvas: Canvas, stats: RowStats) -> Decision:
         open_L = ~canvas.pinned_L
-        kept_L = keepers(stats.entropy_T.masked_fill(canvas.pinned_L, torch.inf), self.bound)
+        kept_L = keepers(
+            stats.entropy_T.masked_fill(canvas.pinned_L, torch.inf), self.entropy_bound
+        )
         mean = (stats.entropy_T * open_L).sum() / open_L.sum().clamp(min=1)
-        steady = steady_steps(canvas, stats.top_T) >= self.settle_steps
-        return Decision(kept_L, stats.draw_T, stats.top_T, steady & (mean < self.settle_entropy))
+        steady = steady_steps(canvas, stats.top_T) >= self.stability_threshold
+        return Decision(
+            kept_L, stats.draw_T, stats.top_T, steady & (mean < self.confidence_threshold)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,40 +147,45 @@ class Sampler:
     """The knobs of one request's denoising."""
 
     rule: Rule = field(default_factory=EntropyBound)
-    max_steps: int = 48
-    first_heat: float = 0.8  # temperature of the first step, falling evenly towards...
-    last_heat: float = 0.4  # ...this one, which a step beyond the last would have
+    max_denoising_steps: int = 48
+    t_max: float = 0.8  # temperature of the first step, falling evenly towards...
+    t_min: float = 0.4  # ...this one, which a step beyond the last would have
     temperature: float = 1.0  # of draws alone, beside the heat; 0 takes the likeliest token
 
     def __post_init__(self) -> None:
-        _require(self.max_steps >= 1, "max steps", self.max_steps, "1 or more")
-        _require(0 <= self.temperature < inf, "temperature", self.temperature, "0 or more")
-        _require(0 < self.last_heat < inf, "last heat", self.last_heat, "above 0")
         _require(
-            self.last_heat <= self.first_heat < inf,
-            "first heat",
-            self.first_heat,
-            "last heat or more",
+            self.max_denoising_steps >= 1,
+            "max denoising steps",
+            self.max_denoising_steps,
+            "1 or more",
+        )
+        _require(0 <= self.temperature < inf, "temperature", self.temperature, "0 or more")
+        _require(0 < self.t_min < inf, "t_min", self.t_min, "above 0")
+        _require(
+            self.t_min <= self.t_max < inf,
+            "t_max",
+            self.t_max,
+            "t_min or more",
         )
 
     def heat(self, steps_left: int) -> float:
         """The temperature when so many steps are left, this one included."""
-        share = steps_left / self.max_steps
-        return self.last_heat + (self.first_heat - self.last_heat) * share
+        share = steps_left / self.max_denoising_steps
+        return self.t_min + (self.t_max - self.t_min) * share
 
 
 def released_sampler(config: GenerationConfig, *, reach: int = 0) -> Sampler:
     """The sampler a checkpoint's generation_config describes; with a reach, its rule is `Apart`."""
     limits: dict[str, Any] = {
-        "bound": config.entropy_bound,
-        "settle_entropy": config.confidence_threshold,
-        "settle_steps": config.stability_threshold,
+        "entropy_bound": config.entropy_bound,
+        "confidence_threshold": config.confidence_threshold,
+        "stability_threshold": config.stability_threshold,
     }
     return Sampler(
         rule=Apart(**limits, reach=reach) if reach else EntropyBound(**limits),
-        max_steps=config.max_denoising_steps,
-        first_heat=config.t_max,
-        last_heat=config.t_min,
+        max_denoising_steps=config.max_denoising_steps,
+        t_max=config.t_max,
+        t_min=config.t_min,
     )
 
 

@@ -258,7 +258,7 @@ class Job:
         sampler = plan.long_sampler if self.is_long else plan.sampler
         noise = replace(plan.noise, retry=self.retry).block(
             self.blocks,
-            sampler.max_steps,
+            sampler.max_denoising_steps,
             self._canvas_length(),
             config.vocab_size,
             self.cache.device,
@@ -270,7 +270,7 @@ class Job:
             first_L.copy_(torch.where(old_L >= 0, old_L, first_L))
         if self.guided is None:
             return start(sampler, noise, self._pins())
-        walker, pins = self.guided.begin_block(sampler.max_steps)
+        walker, pins = self.guided.begin_block(sampler.max_denoising_steps)
         return start(sampler, noise, pins, walker)
 
     def _canvas_length(self) -> int:

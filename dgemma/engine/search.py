@@ -159,7 +159,7 @@ class Search:
 
     def _batch(self, swept: Sequence[tuple[int, ...]]) -> list[Attempt]:
         """Canvases of all sizes, and of the first with other seams: all that `fast` runs."""
-        usual, steps = self.seams.usual, self.tuning.sampler.max_steps
+        usual, steps = self.seams.usual, self.tuning.sampler.max_denoising_steps
         draws = -(-self.tuning.candidates // len(swept))
         attempts = [
             Attempt(variant=usual, sizes=one, steps=steps, choice=choice)
@@ -189,7 +189,7 @@ class Search:
             around(size, limit) if sizes.refine else []
             for size, limit in zip(best, limits, strict=True)
         ]
-        usual, steps = self.seams.usual, self.tuning.sampler.max_steps
+        usual, steps = self.seams.usual, self.tuning.sampler.max_denoising_steps
         attempts = [
             Attempt(variant=usual, sizes=one, steps=steps)
             for one in sweep(best, near)
@@ -206,7 +206,7 @@ class Search:
 
     def _stretch(self, sizes: Sizes) -> Generator[Draft, None, None]:
         """Let holes grow or shrink by a token or two for as long as that is an improvement."""
-        usual, steps = self.seams.usual, self.tuning.sampler.max_steps
+        usual, steps = self.seams.usual, self.tuning.sampler.max_denoising_steps
         for _ in range(STRETCHES):
             best = self._best()
             near = [
@@ -222,7 +222,7 @@ class Search:
 
     def _draws(self, swept: Sequence[tuple[int, ...]], least: int) -> list[Attempt]:
         """Canvases of the same sizes from other noise, all steps taken."""
-        usual, steps = self.seams.usual, self.tuning.sampler.max_steps
+        usual, steps = self.seams.usual, self.tuning.sampler.max_denoising_steps
         count = max(least, self.tuning.candidates)
         return [
             Attempt(variant=usual, sizes=sizes, steps=steps, choice=choice)
@@ -232,7 +232,7 @@ class Search:
 
     def _try_again(self, sizes: Sizes) -> Generator[Draft, None, None]:
         """Where nothing sound was said: plain seams, other noise, then single tokens."""
-        steps, ones = self.tuning.sampler.max_steps, (1,) * len(sizes.first)
+        steps, ones = self.tuning.sampler.max_denoising_steps, (1,) * len(sizes.first)
         first = sizes.first if self._fits(sizes.first) else ones
         for choice in range(LAST_TRIES):
             if any(one.is_sound for one in self.found.values()):
@@ -258,7 +258,7 @@ class Search:
                 tight, ids=(*tight.ids, *used), given=decode(used), given_size=len(used)
             )
             rest = max(1, min(most, size - len(used)))
-            steps = self.tuning.sampler.max_steps
+            steps = self.tuning.sampler.max_denoising_steps
             attempts.append(Attempt(variant=variant, sizes=(rest,), steps=steps))
         return attempts
 
@@ -308,7 +308,7 @@ class Search:
         tried = yield from self.shared.run(trials)
         self.steps += sum(one.steps for one in tried)
         self.canvases += len(tried)
-        full = self.tuning.sampler.max_steps
+        full = self.tuning.sampler.max_denoising_steps
         self.tried |= {a.sizes for a in attempts if a.steps >= full and not a.variant.given}
         both = zip(attempts, tried, strict=True)
         said = [self._read(a, one.holes, settled=one.settled) for a, one in both]

@@ -188,9 +188,9 @@ def plan(engine: "Engine", attempt: Attempt, layout: Slots, how: How) -> Plan:
         # A canvas told more than the model believes settles on wrong answers too.
         sampler=replace(
             engine.sampler,
-            first_heat=1.0,
-            last_heat=1.0,
-            max_steps=min(attempt.max_steps(how), engine.sampler.max_steps),
+            t_max=1.0,
+            t_min=1.0,
+            max_denoising_steps=min(attempt.max_steps(how), engine.sampler.max_denoising_steps),
         ),
         retries=0,  # attempts are counted here
         drafts=how.drafts,

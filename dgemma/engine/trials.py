@@ -217,4 +217,4 @@ def last_canvas(job: Job) -> Canvas:
 
 
 def with_steps(sampler: Sampler, steps: int) -> Sampler:
-    return replace(sampler, max_steps=min(steps, sampler.max_steps))
+    return replace(sampler, max_denoising_steps=min(steps, sampler.max_denoising_steps))

@@ -248,7 +248,7 @@ def _chosen_sampler(engine: "Engine", body: Body) -> "Sampler | None":
     asked = body.dgemma
     changes = {
         name: value
-        for name in ("max_steps", "first_heat", "last_heat")
+        for name in ("max_denoising_steps", "t_max", "t_min")
         if (value := getattr(asked, name)) is not None
     }
     rule = _rule(engine, body)
@@ -263,9 +263,9 @@ def _rule(engine: "Engine", body: Body) -> "Rule | None":
 
     asked = body.dgemma
     settings: dict[str, Any] = {
-        "bound": asked.entropy_bound,
-        "settle_entropy": asked.settle_entropy,
-        "settle_steps": asked.settle_steps,
+        "entropy_bound": asked.entropy_bound,
+        "confidence_threshold": asked.confidence_threshold,
+        "stability_threshold": asked.stability_threshold,
     }
     given = {name: value for name, value in settings.items() if value is not None}
     if asked.rule == "confidence":

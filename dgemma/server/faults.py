@@ -83,7 +83,7 @@ def printable(text: str) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """`dgemma.max_steps`, `stop[2]`: how people write a place in a body."""
+    """`dgemma.max_denoising_steps`, `stop[2]`: how people write a place in a body."""
     parts = location[1:] if location[:1] == ("body",) else location
     named = [part for part in parts if not UNION_BRANCH.fullmatch(str(part))]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named)

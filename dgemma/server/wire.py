@@ -167,11 +167,11 @@ class Extension(BaseModel):
     mode: Literal["diffusion", "ar", "hybrid"] = "diffusion"
     rule: Literal["entropy", "confidence"] | None = None
     entropy_bound: Share | None = None
-    settle_entropy: Share | None = None
-    settle_steps: int | None = Field(default=None, ge=0, le=limits.MAX_STEPS)
-    max_steps: int | None = Field(default=None, ge=1, le=limits.MAX_STEPS)
-    first_heat: Share | None = None
-    last_heat: Share | None = None
+    confidence_threshold: Share | None = None
+    stability_threshold: int | None = Field(default=None, ge=0, le=limits.MAX_STEPS)
+    max_denoising_steps: int | None = Field(default=None, ge=1, le=limits.MAX_STEPS)
+    t_max: Share | None = None
+    t_min: Share | None = None
     heat: float | None = Field(default=None, ge=0, le=100)
     canvas_length: int | None = Field(default=None, ge=1)
     retries: int | None = Field(default=None, ge=0, le=8)

@@ -81,11 +81,11 @@ def test_rows_in_any_batch_are_stepped_as_by_the_reference(
 ) -> None:
     """Rows leave at different steps; a bucket is padded where it holds more than there are."""
     samplers = [
-        Sampler(max_steps=STEPS),
-        Sampler(max_steps=2, temperature=0.5),
-        Sampler(max_steps=STEPS, temperature=0.0),
-        Sampler(max_steps=1, temperature=1.7),
-        Sampler(max_steps=2),
+        Sampler(max_denoising_steps=STEPS),
+        Sampler(max_denoising_steps=2, temperature=0.5),
+        Sampler(max_denoising_steps=STEPS, temperature=0.0),
+        Sampler(max_denoising_steps=1, temperature=1.7),
+        Sampler(max_denoising_steps=2),
     ]
     rows = [
         row(seed, samplers[seed], Pins((1,), (5,)) if seed == 1 else NO_PINS)
@@ -97,14 +97,17 @@ def test_rows_in_any_batch_are_stepped_as_by_the_reference(
 def test_canvases_of_different_lengths_share_a_pass(
     mine: CudaBackend, want: ReferenceBackend
 ) -> None:
-    sampler = Sampler(max_steps=2)
+    sampler = Sampler(max_denoising_steps=2)
     run_both(mine, want, [row(0, sampler, length=2), row(1, sampler, length=4)], [5, 7])
 
 
 def test_a_rule_without_a_kernel_runs_on_the_host_in_the_same_pass(
     mine: CudaBackend, want: ReferenceBackend
 ) -> None:
-    rows = [row(0, Sampler(max_steps=2, rule=Confidence())), row(1, Sampler(max_steps=2))]
+    rows = [
+        row(0, Sampler(max_denoising_steps=2, rule=Confidence())),
+        row(1, Sampler(max_denoising_steps=2)),
+    ]
     run_both(mine, want, rows, [5, 7])
 
 
@@ -127,7 +130,7 @@ class PinFirst:
 
 
 def test_a_constrained_row_rides_the_same_pass(mine: CudaBackend, want: ReferenceBackend) -> None:
-    rows = [row(0, Sampler(max_steps=STEPS)), row(1, Sampler(max_steps=STEPS))]
+    rows = [row(0, Sampler(max_denoising_steps=STEPS)), row(1, Sampler(max_denoising_steps=STEPS))]
     run_both(mine, want, [replace(rows[0], walker=PinFirst()), rows[1]], [5, 7])
 
 
@@ -135,7 +138,7 @@ def test_commits_first_steps_and_prompts_share_a_pass(
     mine: CudaBackend, want: ReferenceBackend
 ) -> None:
     """A block with the next canvas's first step, a step, and two prompts, one of many segments."""
-    sampler = Sampler(max_steps=2)
+    sampler = Sampler(max_denoising_steps=2)
     found = []
     for backend in (mine, want):
         a, b, c, d = (small.cache(backend.model, n) for n in (5, 7, 2, 1))
@@ -166,7 +169,7 @@ def test_more_rows_and_commits_than_a_pass_holds_take_several(
 ) -> None:
     monkeypatch.setattr("dgemma.backends.cuda.backend.MAX_ROWS", 2)
     monkeypatch.setattr("dgemma.backends.cuda.backend.MAX_COMMITS", 2)
-    mine, sampler = CudaBackend(model), Sampler(max_steps=2)
+    mine, sampler = CudaBackend(model), Sampler(max_denoising_steps=2)
     prompt = tuple(range(17))
     found = []
     for backend in (mine, want):
@@ -223,7 +226,7 @@ def test_logits_are_handed_to_a_constraint(mine: CudaBackend, want: ReferenceBac
 
 def test_a_row_that_left_comes_back_as_it_was(mine: CudaBackend, want: ReferenceBackend) -> None:
     """Others take its place in the buffers between two of its steps."""
-    sampler = Sampler(max_steps=STEPS)
+    sampler = Sampler(max_denoising_steps=STEPS)
     found = []
     for backend in (mine, want):
         caches: list[KVCache] = [small.cache(backend.model, n) for n in (5, 7)]
@@ -239,7 +242,7 @@ def test_a_row_that_left_comes_back_as_it_was(mine: CudaBackend, want: Reference
 def test_more_steps_than_the_buffers_hold_make_larger_ones(model: Gemma) -> None:
     mine = CudaBackend(model)
     before = mine.buffers.max_steps
-    sampler = Sampler(max_steps=before + 3)
+    sampler = Sampler(max_denoising_steps=before + 3)
     cache = small.cache(model, 5)
     (output,) = mine.run([ForwardInput(cache=cache, row=row(0, sampler))])
     (wanted,) = ReferenceBackend(model).run([ForwardInput(cache=cache, row=row(0, sampler))])
@@ -268,7 +271,7 @@ def test_a_pass_that_fails_late_can_be_run_again(
     model: Gemma, want: ReferenceBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The canvas in the buffers has moved on by then: it is loaded anew."""
-    mine, sampler = CudaBackend(model), Sampler(max_steps=STEPS)
+    mine, sampler = CudaBackend(model), Sampler(max_denoising_steps=STEPS)
     caches = [small.cache(model, 5), small.cache(model, 5)]
     held = [row(0, sampler), row(0, sampler)]
     for number in range(STEPS):

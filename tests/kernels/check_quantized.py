@@ -73,7 +73,7 @@ def off(got: Tensor, want: Tensor) -> float:
 def stepped(backend: Backend) -> tuple[Canvas, Tensor]:
     """A canvas after a commit and its first step, and the logits after single tokens."""
     caches = [small.cache(backend.model, n) for n in (7, 5)]
-    row = small.row(Sampler(max_steps=2), 0)
+    row = small.row(Sampler(max_denoising_steps=2), 0)
     (first,) = backend.run([ForwardInput(cache=caches[0], tokens=(5, 9, 2, 7), row=row)])
     given = ForwardInput(cache=caches[1], tokens=(3,), draw=TokenDraw(), needs_logits=True)
     (second,) = backend.run([given])

@@ -96,7 +96,7 @@ def updated(model: Gemma, cases: list[Case]) -> tuple[list[Canvas], list[list[bo
         buffers.write_state(entry, case.canvas)
         buffers.noise_ENL[entry].copy_(case.noise_NL)
         rule = case.rule
-        numbers = (rule.bound, rule.settle_entropy, rule.settle_steps)
+        numbers = (rule.entropy_bound, rule.confidence_threshold, rule.stability_threshold)
         buffers.rule_E3[entry].copy_(torch.tensor(numbers))
         buffers.step_E[entry] = case.canvas.num_steps
     buffers.state_EB[idle] = 7
@@ -130,9 +130,9 @@ def test_the_kernel_moves_canvases_as_the_rule_does(model: Gemma) -> None:
         for seed in range(16 * first, 16 * first + 16):
             unit = 2.0 ** -(6 + seed % 9)
             rule = EntropyBound(
-                bound=unit * (1 + 7 * (seed % 11)),  # sums hit it exactly
-                settle_entropy=unit * (1 + seed % 7),
-                settle_steps=seed % 4,
+                entropy_bound=unit * (1 + 7 * (seed % 11)),  # sums hit it exactly
+                confidence_threshold=unit * (1 + seed % 7),
+                stability_threshold=seed % 4,
             )
             cases.append(drawn(seed, length, rule))
         canvases, flags = updated(model, cases)
@@ -162,7 +162,7 @@ def test_entropies_as_they_come_are_added_up_alike(model: Gemma) -> None:
 
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_position_that_is_no_number_is_never_decided_nor_settled(model: Gemma, at: int) -> None:
-    case = drawn(4, 9, EntropyBound(settle_steps=0))
+    case = drawn(4, 9, EntropyBound(stability_threshold=0))
     entropy_L = torch.zeros(9)
     entropy_L[at] = float("nan")
     canvas = replace(case.canvas, pinned_L=torch.zeros(9, dtype=torch.bool))
@@ -175,7 +175,7 @@ def test_a_position_that_is_no_number_is_never_decided_nor_settled(model: Gemma,
 
 
 def test_of_equal_entropies_the_first_position_is_decided(model: Gemma) -> None:
-    case = drawn(0, 50, EntropyBound(bound=0.5))
+    case = drawn(0, 50, EntropyBound(entropy_bound=0.5))
     case = replace(case, stats=replace(case.stats, entropy_T=torch.full((50,), 0.5)))
     for made in (updated(model, [case])[0][0], case.moved()):
         assert made.kept_L.nonzero().flatten().tolist() == [0, 1]
@@ -185,7 +185,7 @@ def test_longer_canvases_are_compared_a_part_at_a_time(
     model: Gemma, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "PAIRS", 128)
-    case = drawn(6, 50, EntropyBound(bound=0.05))
+    case = drawn(6, 50, EntropyBound(entropy_bound=0.05))
     same(updated(model, [case])[0][0], case.moved())
 
 
@@ -239,13 +239,13 @@ def test_soft_embeddings_are_scaled_and_pinned_positions_have_their_own_token(wa
 
 
 @pytest.mark.usefixtures("small_cuts")
-@pytest.mark.parametrize("rule", [Confidence(), EntropyBound(bound=3.0)])
+@pytest.mark.parametrize("rule", [Confidence(), EntropyBound(entropy_bound=3.0)])
 def test_where_few_tokens_do_not_hold_a_position_the_whole_vocabulary_is_taken(
     model: Gemma, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a rule that the kernel knows, and with another."""
     monkeypatch.setattr(kernel, "SURVIVORS", -1)
-    row = small.row(Sampler(max_steps=2, rule=rule), 0, Pins((1,), (5,)))
+    row = small.row(Sampler(max_denoising_steps=2, rule=rule), 0, Pins((1,), (5,)))
     mine, want = CudaBackend(model), ReferenceBackend(model)
     held = [row, row]
     caches = [small.cache(model, 5) for _ in held]

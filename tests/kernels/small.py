@@ -46,5 +46,5 @@ def cache(of: Gemma, prompt: int) -> KVCache:
 
 
 def row(sampler: Sampler, block: int, pins: Pins = NO_PINS, length: int = 4) -> Row:
-    noise = Noise(seed=3).block(block, sampler.max_steps, length, SMALL.vocab_size, CPU)
+    noise = Noise(seed=3).block(block, sampler.max_denoising_steps, length, SMALL.vocab_size, CPU)
     return start(sampler, noise, pins)

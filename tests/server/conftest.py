@@ -72,7 +72,7 @@ def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 def load(checkpoint: Path) -> Engine:
     """The taught model with a third of the steps: what it was not taught does not settle anyway."""
     engine = Engine.load(checkpoint, device="cpu", dtype="float32")
-    engine.sampler = replace(engine.sampler, max_steps=16)
+    engine.sampler = replace(engine.sampler, max_denoising_steps=16)
     return engine
 
 

@@ -21,7 +21,7 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; see .ci/run")
 
 ARGUMENTS = "--no-sandbox --disable-gpu --disable-background-networking --no-first-run".split()
-QUICK = {"seed": 1, "max_tokens": 24, "max_steps": 10, "canvas_length": 64}
+QUICK = {"seed": 1, "max_tokens": 24, "max_denoising_steps": 10, "canvas_length": 64}
 STORY = "Tell me a story about a fox and a lantern."
 EVIL = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
 MAX_MS = 40_000
@@ -113,7 +113,7 @@ def test_drafts_change_then_settle_on_the_answer(visit: Callable[..., Any], nano
     assert page.locator("#stop").is_visible() and not page.locator("#send").is_visible()
     page.wait_for_selector(".answer .replay")
     assert len(page.evaluate("[...window.seen]")) >= 3
-    dgemma = {"max_steps": 10, "canvas_length": 64}
+    dgemma = {"max_denoising_steps": 10, "canvas_length": 64}
     whole = nano.ask(STORY, seed=1, max_tokens=24, dgemma=dgemma).json()["choices"][0]
     assert page.locator(".answer .canvas").inner_text() == whole["message"]["content"].strip()
     assert f"{whole['dgemma']['steps']} steps" in page.locator(".answer footer").inner_text()

@@ -13,8 +13,8 @@ from tests.server.conftest import MODEL, Running
 from tests.taught import ANSWERS, CANVAS, LONG, SHORT, THOUGHT
 
 # For what the model was not taught: it does not settle, however many steps it has.
-BRIEF = {"dgemma": {"max_steps": 6, "retries": 0}}
-STEADY = {"dgemma": {"max_steps": 12, "retries": 1}}
+BRIEF = {"dgemma": {"max_denoising_steps": 6, "retries": 0}}
+STEADY = {"dgemma": {"max_denoising_steps": 12, "retries": 1}}
 
 
 def say(text: str) -> list[Any]:

@@ -88,7 +88,7 @@ def test_who_replaces_in_autoregression_sees_it_grow(shared: Running) -> None:
 
 
 def test_a_plain_completion_has_drafts_too(shared: Running) -> None:
-    brief = {"max_steps": 6, "retries": 0}
+    brief = {"max_denoising_steps": 6, "retries": 0}
     body = {"prompt": "the ", "max_tokens": 8, "seed": 1, "stream": True, "dgemma": brief}
     text = shared.post("/v1/completions", {**body, "dgemma": {**brief, "drafts": True}}).text
     stream = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
@@ -112,7 +112,7 @@ def test_canvases_that_went_wrong_are_reported(serve: Callable[..., Running]) ->
     server = serve()
     with torch.no_grad():
         server.service.engine.model.norm.weight.fill_(float("nan"))
-    text = server.ask(SHORT, stream=True, dgemma={"drafts": True, "max_steps": 4}).text
+    text = server.ask(SHORT, stream=True, dgemma={"drafts": True, "max_denoising_steps": 4}).text
     stream = [json.loads(line[6:]) for line in text.split("\n\n")[:-1]]
     retries = [c["dgemma"] for c in stream if c.get("dgemma", {}).get("type") == "retry"]
     assert [retry["retry"] for retry in retries] == [1, 2]
@@ -120,4 +120,4 @@ def test_canvases_that_went_wrong_are_reported(serve: Callable[..., Running]) ->
     drafts = [c["dgemma"] for c in stream if c.get("dgemma", {}).get("type") == "draft"]
     assert drafts[0]["entropy"] == [None] * CANVAS, "JSON has no such number"
     assert stream[-1]["error"]["code"] == "fault"
-    assert server.ask(SHORT, dgemma={"max_steps": 4}).status_code == 500
+    assert server.ask(SHORT, dgemma={"max_denoising_steps": 4}).status_code == 500

@@ -22,7 +22,7 @@ from tests.taught import ANSWERS, LONG, SHORT
 
 Serve = Callable[..., Running]
 # A canvas that never settles: 512 steps.
-ENDLESS = {"dgemma": {"max_steps": 512, "settle_entropy": 1e-9}}
+ENDLESS = {"dgemma": {"max_denoising_steps": 512, "confidence_threshold": 1e-9}}
 
 
 class Brake:
@@ -166,7 +166,9 @@ def test_who_leaves_is_out_of_the_engine_before_the_next_pass(
     wait_for(lambda: brake.rows == [1, 2, 2])
     if stream:
         assert b"text/event-stream" in line.recv(4000)
-    (ticket,) = [ticket for ticket in worker.running if ticket.plan.sampler.max_steps == 512]
+    (ticket,) = [
+        ticket for ticket in worker.running if ticket.plan.sampler.max_denoising_steps == 512
+    ]
     line.close()
     wait_for(lambda: ticket.is_cancelled)
     brake.off()

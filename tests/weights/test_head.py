@@ -40,7 +40,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TAUGHT = taught_config()
 CONFIG = replace(TAUGHT, vocab_size=TAUGHT.vocab_size // 16 * 16)  # a multiple of 16
 STEPS = 4
-SAMPLER = Sampler(max_steps=STEPS, rule=EntropyBound(bound=2.0))
+SAMPLER = Sampler(max_denoising_steps=STEPS, rule=EntropyBound(entropy_bound=2.0))
 
 
 def made(*, eight: bool, soft: bool = False) -> Gemma:

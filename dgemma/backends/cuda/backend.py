@@ -212,7 +212,9 @@ class CudaBackend:
 
     def _place(self, stepping: Sequence[ForwardInput]) -> list[int]:
         """Bring all rows into entries; those that have not moved since the last step stay."""
-        most = max((given.row.sampler.max_steps for given in stepping if given.row), default=0)
+        most = max(
+            (given.row.sampler.max_denoising_steps for given in stepping if given.row), default=0
+        )
         if most > self.buffers.max_steps:
             self._allocate(2 * most)
         entries: list[int | None] = [self._resident(given) for given in stepping]
@@ -256,7 +258,7 @@ class CudaBackend:
         for index, canvas in updated.items():
             flags[index][0] = bool(canvas.settled)
         goes_on = [
-            not flag[0] and row.canvas.num_steps + 1 < row.sampler.max_steps
+            not flag[0] and row.canvas.num_steps + 1 < row.sampler.max_denoising_steps
             for flag, row in zip(flags, rows, strict=True)
         ]
         if any(goes_on):

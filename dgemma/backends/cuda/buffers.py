@@ -167,7 +167,7 @@ class GraphBuffers:
             self.soft_ELD[entry].zero_()  # contributes exactly nothing
         else:
             self.soft_ELD[entry, : canvas.length].copy_(canvas.soft_LD)
-        count = sampler.max_steps
+        count = sampler.max_denoising_steps
         if self.noise[entry] is not noise:
             self.uniform_ENL[entry, : count + 1, : canvas.length].copy_(noise.uniform_NL)
             self.noise_ENL[entry, : count + 1, : canvas.length].copy_(noise.tokens_NL)
@@ -177,12 +177,12 @@ class GraphBuffers:
         self.step_E[entry].fill_(canvas.num_steps)
 
     def _load_sampler(self, entry: int, sampler: Sampler) -> None:
-        count, rule = sampler.max_steps, sampler.rule
+        count, rule = sampler.max_denoising_steps, sampler.rule
         heats = torch.tensor([sampler.heat(count - n) for n in range(count)])
         self.temperature_EN[entry, :count].copy_(heats)
         self.draw_temperature_E[entry].fill_(sampler.temperature)
         if isinstance(rule, EntropyBound):
-            numbers = (rule.bound, rule.settle_entropy, rule.settle_steps)
+            numbers = (rule.entropy_bound, rule.confidence_threshold, rule.stability_threshold)
             self.rule_E3[entry].copy_(torch.tensor(numbers))
         self.samplers[entry] = sampler
 

@@ -242,4 +242,6 @@ def _row(model: Gemma, seed: int) -> Row:
     noise = Noise(seed=seed).block(
         0, MAX_STEPS, config.canvas_length, config.vocab_size, weight.device
     )
-    return start(Sampler(max_steps=MAX_STEPS), noise, Pins((1,), (5,)) if seed else NO_PINS)
+    return start(
+        Sampler(max_denoising_steps=MAX_STEPS), noise, Pins((1,), (5,)) if seed else NO_PINS
+    )

@@ -10,16 +10,16 @@ const KNOBS = [
   { name: "max_tokens", label: "Longest answer", note: "tokens", min: 1, step: 1 },
   { name: "seed", label: "Seed", note: "same seed, same text", min: 0, step: 1 },
   { group: "How a canvas settles" },
-  { name: "max_steps", label: "Most steps", min: 1, max: 512, step: 1, canvas: true },
+  { name: "max_denoising_steps", label: "Most steps", min: 1, max: 512, step: 1, canvas: true },
   { name: "entropy_bound", label: "Entropy bound", note: "nats decided in a step", min: 0.01, step: 0.05, canvas: true },
-  { name: "settle_entropy", label: "Settled below", note: "mean nats", min: 0.0001, step: 0.001, canvas: true },
-  { name: "first_heat", label: "First heat", min: 0.05, step: 0.05, canvas: true },
-  { name: "last_heat", label: "Last heat", min: 0.05, step: 0.05, canvas: true },
+  { name: "confidence_threshold", label: "Converged below", note: "mean nats", min: 0.0001, step: 0.001, canvas: true },
+  { name: "t_max", label: "First temperature", min: 0.05, step: 0.05, canvas: true },
+  { name: "t_min", label: "Last temperature", min: 0.05, step: 0.05, canvas: true },
   { name: "canvas_length", label: "Canvas", note: "tokens", min: 1, step: 1, canvas: true, only: "chat" },
   { group: "How it is read" },
   { name: "pace", label: "Pace", note: "characters a second", min: 1, step: 10, only: "chat" },
 ];
-const FLOATS = new Set(["temperature", "entropy_bound", "settle_entropy", "first_heat", "last_heat", "pace"]);
+const FLOATS = new Set(["temperature", "entropy_bound", "confidence_threshold", "t_max", "t_min", "pace"]);
 
 const values = load();
 
