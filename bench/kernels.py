@@ -575,7 +575,7 @@ def logit_checks(sizes: Sizes) -> Iterator[Check]:
             uniform_T=uniform_T,
             held_T=held_T,
         )
-        asked = definition.Query(heat_T=temperature_T, uniform_T=uniform_T, held_T=held_T)
+        asked = definition.Query(temperature_T=temperature_T, uniform_T=uniform_T, held_T=held_T)
         exact = definition.row_stats_reference(raw_TV, SOFTCAP, asked)
         stats = partial(logits.logit_stats, raw_TV, SOFTCAP, query, length)
         found = stats()

@@ -97,7 +97,7 @@ def draw_request(rng: random.Random, known: list[list[int]], vocab: int) -> tupl
     ids = [*ids, *(rng.randrange(300, vocab) for _ in range(rng.choice([0, 0, 3])))]
     common = Options(seed=rng.randrange(1 << 32), max_tokens=rng.randint(1, 24))
     if rng.random() < 0.15:
-        options = replace(common, mode="ar", heat=rng.choice([0.0, 1.0]))
+        options = replace(common, mode="ar", temperature=rng.choice([0.0, 1.0]))
     else:
         rule = EntropyBound(entropy_bound=rng.choice([0.1, 0.3]))
         options = replace(
@@ -182,7 +182,7 @@ def _step_margin(model: Gemma, batch: ForwardBatch, row: Row, after: Canvas) -> 
     assert isinstance(rule, EntropyBound)
     left = row.sampler.max_denoising_steps - row.canvas.num_steps
     logits_LV = model.logits(model.stack(embed_canvases(model, [row]), batch)).double()
-    p_LV = (logits_LV / row.sampler.heat(left)).softmax(-1)
+    p_LV = (logits_LV / row.sampler.temperature_at(left)).softmax(-1)
     uniform_L1 = row.noise.uniform_NL[row.canvas.num_steps + 1][:, None]
     edges_L = (p_LV.cumsum(-1) - uniform_L1).abs().amin(-1)
     entropy_L = torch.special.entr(p_LV).sum(-1)
@@ -200,8 +200,8 @@ def _ar_margin(model: Gemma, cache: KVCache, hidden: Tensor, plan: Plan) -> floa
     closest = float("inf")
     for index in range(plan.max_tokens):
         logits_V = model.logits(hidden)[0].double()
-        if plan.options.heat > 0:
-            cdf_V = (logits_V / plan.options.heat).softmax(-1).cumsum(-1)
+        if plan.options.temperature:
+            cdf_V = (logits_V / plan.options.temperature).softmax(-1).cumsum(-1)
             noise = token_noise(plan, AR_BLOCK + index // 256, model.config)
             uniform = noise.uniform_NL[0, index % 256]
             closest = min(closest, float((cdf_V - uniform).abs().min()))

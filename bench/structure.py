@@ -147,13 +147,13 @@ def judge(text: str, schema: dict[str, Any]) -> str:
 
 def options(engine: Engine, arguments: argparse.Namespace, mode: Mode, seed: int) -> Options:
     sampler = None if mode == "ar" else replace(engine.sampler, max_denoising_steps=arguments.steps)
-    heat = 0.7 if mode == "ar" else 0.0
+    temperature = 0.7 if mode == "ar" else None
     return Options(
         mode=mode,
         max_tokens=arguments.max_tokens,
         seed=seed,
         sampler=sampler,
-        heat=heat,
+        temperature=temperature,
         retries=0,
     )
 

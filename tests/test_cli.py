@@ -223,7 +223,10 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
             ["generate", "hi", "--seed=1.5"],
             "--seed is '1.5'; it must be a whole number; `dgemma",
         ),
-        (["generate", "hi", "--heat", "hot"], "--heat is 'hot'; it must be a number;"),
+        (
+            ["generate", "hi", "--temperature", "hot"],
+            "--temperature is 'hot'; it must be a number;",
+        ),
         (["generate", "hi", "--max-tokens", "-3"], "max tokens is -3; it must be above 0"),
         (["generate", "hi", "--max-tokens", "0"], "max tokens is 0"),
         (["generate", "hi", "--max-tokens", "9999"], "the context holds 256"),

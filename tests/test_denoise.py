@@ -244,9 +244,12 @@ def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("dgemma.backends.reference.row_stats", watched)
     for number, after in enumerate(run(MODEL, [1, 2], row), start=1):
-        query, heat = queries[number - 1], sampler.heat(sampler.max_denoising_steps - number + 1)
+        query, heat = (
+            queries[number - 1],
+            sampler.temperature_at(sampler.max_denoising_steps - number + 1),
+        )
         assert torch.equal(query.uniform_T, row.noise.uniform_NL[number])
-        assert query.heat_T.tolist() == pytest.approx([heat] * 8)
+        assert query.temperature_T.tolist() == pytest.approx([heat] * 8)
         renoised = ~after.canvas.kept_L
         assert renoised.any()
         expected = row.noise.tokens_NL[number][renoised]
@@ -301,7 +304,7 @@ def test_a_canvas_shorter_than_the_models_own_works() -> None:
 def test_reading_out_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = torch.randn(10, TINY.hidden_size, generator=torch.Generator().manual_seed(0))
     query = Query(
-        heat_T=torch.linspace(0.4, 0.8, 10),
+        temperature_T=torch.linspace(0.4, 0.8, 10),
         uniform_T=torch.linspace(0, 0.99, 10).double(),
         held_T=torch.arange(10),
     )

@@ -70,7 +70,7 @@ def test_greedy_ar_mode_gives_the_tokens_of_the_autoregressive_sibling(seed: int
 def test_ar_log_probabilities_are_those_of_scoring_the_text() -> None:
     engine = random_engine(3)
     request = prompt(20, seed=3)
-    done = engine.generate(request, Options(mode="ar", max_tokens=12, heat=1.0, seed=5))
+    done = engine.generate(request, Options(mode="ar", max_tokens=12, temperature=1.0, seed=5))
     (scored,) = score(engine.backend, request.ids, [done.ids])
     assert done.logprobs == pytest.approx(scored.logprobs, abs=1e-4)
     assert len(done.logprobs) == done.tokens
@@ -103,7 +103,7 @@ def test_choices_are_ranked_by_likelihood() -> None:
 
 def test_sampled_ar_mode_repeats_with_its_seed_and_varies_without() -> None:
     engine = random_engine(6)
-    options = [Options(mode="ar", heat=1.0, seed=seed, max_tokens=16) for seed in (1, 1, 2)]
+    options = [Options(mode="ar", temperature=1.0, seed=seed, max_tokens=16) for seed in (1, 1, 2)]
     first, again, other = (engine.generate(prompt(9, seed=0), option).ids for option in options)
     assert first == again
     assert first != other

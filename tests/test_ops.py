@@ -198,7 +198,7 @@ def ask(rows: int, vocab: int, seed: int, heat: float | None = None) -> Query:
     generator = torch.Generator().manual_seed(seed)
     heats = torch.rand(rows, generator=generator) * 1.8 + 0.2
     return Query(
-        heat_T=heats if heat is None else torch.full((rows,), heat),
+        temperature_T=heats if heat is None else torch.full((rows,), heat),
         uniform_T=torch.rand(rows, generator=generator, dtype=torch.float64),
         held_T=torch.randint(vocab, (rows,), generator=generator),
     )
@@ -208,7 +208,7 @@ def check_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> None:
     """Our statistics are the definition's, up to rounding and to ties."""
     theirs = row_stats_reference(raw_TV, softcap, query)
     stats, p_TV = row_stats(raw_TV.clone(), softcap, query)
-    exact_TV = distribution(raw_TV, softcap, query.heat_T)
+    exact_TV = distribution(raw_TV, softcap, query.temperature_T)
     torch.testing.assert_close(stats.entropy_T, theirs.entropy_T, atol=2e-5, rtol=0)
     torch.testing.assert_close(stats.top_p_T, theirs.top_p_T, atol=1e-6, rtol=3e-5)
     torch.testing.assert_close(stats.held_p_T, theirs.held_p_T, atol=1e-6, rtol=3e-5)
@@ -232,11 +232,11 @@ def check_draws(p_TV: Tensor, uniform_T: Tensor, draw_T: Tensor) -> None:
     assert (below_T - 1e-6 <= uniform_T).all() and (uniform_T <= above_T + 1e-6).all()
 
 
-def distribution(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Tensor:
+def distribution(raw_TV: Tensor, softcap: float | None, temperature_T: Tensor) -> Tensor:
     logits_TV = raw_TV.double()
     if softcap is not None:
         logits_TV = softcap * torch.tanh(logits_TV / softcap)
-    return (logits_TV / heat_T[:, None].double()).softmax(-1)
+    return (logits_TV / temperature_T[:, None].double()).softmax(-1)
 
 
 @settings(QUICK, max_examples=150)
@@ -336,7 +336,7 @@ def test_draws_have_a_temperature_of_their_own() -> None:
     plain = replace(plain, uniform_T=torch.arange(rows, dtype=torch.float64) / rows)
     expected, p_TV = row_stats(raw_TV.clone(), 30.0, plain)
     for temperature in (0.0, 0.5, 1.0, 2.0):
-        query = replace(plain, temperature_T=torch.full((rows,), temperature))
+        query = replace(plain, draw_temperature_T=torch.full((rows,), temperature))
         found, told_TV = row_stats(raw_TV.clone(), 30.0, query)
         assert torch.equal(told_TV, p_TV)
         for name in ("top_T", "entropy_T", "top_p_T", "held_p_T"):
@@ -351,7 +351,9 @@ def test_draws_have_a_temperature_of_their_own() -> None:
         reference = row_stats_reference(raw_TV, 30.0, query).draw_T
         assert (found.draw_T == reference).double().mean() > 0.99
     assert torch.equal(
-        row_stats(raw_TV.clone(), 30.0, replace(plain, temperature_T=torch.ones(rows)))[0].draw_T,
+        row_stats(raw_TV.clone(), 30.0, replace(plain, draw_temperature_T=torch.ones(rows)))[
+            0
+        ].draw_T,
         expected.draw_T,
     )
 

@@ -130,10 +130,8 @@ def test_a_pinned_stop_ends_the_reply_where_nothing_is_pinned_behind_it(wild: En
         (Options(mode="ar", canvas_length=4), "canvas length"),
         (Options(mode="ar", sampler=Sampler()), "a sampler"),
         (Options(mode="ar", drafts=True), "drafts"),
-        (Options(mode="ar", temperature=0.5), r"cannot honour temperature \(its own is heat\)"),
         (Options(temperature=-0.5), "temperature is -0.5"),
-        (Options(heat=0.5), "heat is for AR"),
-        (Options(mode="ar", heat=-1.0), "heat is -1"),
+        (Options(mode="ar", temperature=-1.0), "temperature is -1"),
         (Options(mode="fast"), "mode 'fast' is not known"),  # type: ignore[arg-type]
         (Options(retries=-1), "retries is -1"),
         (Options(max_steps=0), "max steps is 0"),

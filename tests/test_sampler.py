@@ -201,7 +201,7 @@ def test_the_mean_entropy_must_be_strictly_below_the_bound(mean: float, settles:
     assert bool(canvas.settled) == settles
 
 
-# --- heat
+# --- temperature
 
 
 @settings(QUICK, max_examples=50)
@@ -218,12 +218,12 @@ def test_the_heat_of_a_step_is_that_of_the_reference(
     sampler = Sampler(max_denoising_steps=max_steps, t_max=low + more, t_min=low)
     peer = LinearTemperatureScheduleLogitsProcessor(low, low + more, max_steps)
     scores = peer(torch.zeros(1, 1).long(), torch.ones(1, 1).double(), cur_step=steps_left)
-    assert 1 / sampler.heat(steps_left) == pytest.approx(scores.item())
+    assert 1 / sampler.temperature_at(steps_left) == pytest.approx(scores.item())
 
 
 def test_the_first_step_is_hottest_and_the_last_not_quite_at_the_end() -> None:
     sampler = Sampler(max_denoising_steps=4, t_max=0.8, t_min=0.4)
-    assert [round(sampler.heat(left), 6) for left in (4, 3, 2, 1)] == [0.8, 0.7, 0.6, 0.5]
+    assert [round(sampler.temperature_at(left), 6) for left in (4, 3, 2, 1)] == [0.8, 0.7, 0.6, 0.5]
 
 
 # --- pins

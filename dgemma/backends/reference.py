@@ -113,10 +113,10 @@ class ReferenceStep:
 
     def logit_stats(self, hidden_TD: Tensor) -> tuple[RowStats, Tensor, Tensor]:
         query = Query(
-            heat_T=_temperatures(self.rows),
+            temperature_T=_temperatures(self.rows),
             uniform_T=torch.cat([r.noise.uniform_NL[r.canvas.num_steps + 1] for r in self.rows]),
             held_T=torch.cat([row.canvas.tokens_L for row in self.rows]),
-            temperature_T=_draw_temperatures(self.rows),
+            draw_temperature_T=_draw_temperatures(self.rows),
         )
         return (*logit_stats(self.model, hidden_TD, query), hidden_TD)
 
@@ -174,8 +174,10 @@ def conditioned(model: Gemma, canvas: Canvas, soft_LD: Tensor) -> Canvas:
 def _temperatures(rows: Sequence[Row]) -> Tensor:
     found = []
     for row in rows:
-        heat = row.sampler.heat(row.sampler.max_denoising_steps - row.canvas.num_steps)
-        found.append(torch.full_like(row.canvas.entropy_L, heat))
+        temperature = row.sampler.temperature_at(
+            row.sampler.max_denoising_steps - row.canvas.num_steps
+        )
+        found.append(torch.full_like(row.canvas.entropy_L, temperature))
     return torch.cat(found)
 
 

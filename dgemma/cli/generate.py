@@ -30,7 +30,9 @@ def generate(
     quant: Quant = "auto",
     adapter: Adapter = None,
     mode: Annotated[str, typer.Option(help="diffusion, ar or hybrid (AR thought).")] = "diffusion",
-    heat: Annotated[float, typer.Option(help="AR temperature; 0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of draws; AR is greedy without it.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     system: Annotated[str, typer.Option(help="A system message.")] = "",
@@ -65,7 +67,7 @@ def generate(
         raise UsageError(f"rule {rule!r} is not known; use {' or '.join(RULES)}")
     options = Options(
         mode=mode,  # type: ignore[arg-type]  # refused below if it is not known
-        heat=heat,
+        temperature=temperature,
         max_tokens=max_tokens,
         seed=seed,
         canvas_length=canvas,

@@ -23,20 +23,20 @@ SCRATCH_ELEMENTS = 1 << 20  # numbers in a group of rows
 class Query:
     """What is asked of each position."""
 
-    heat_T: Tensor  # temperature, float32
+    temperature_T: Tensor  # temperature, float32
     uniform_T: Tensor  # the number that decides the draw, float64 in [0, 1)
     held_T: Tensor  # the token now on the canvas
-    temperature_T: Tensor | None = None  # of the draw alone, beside the heat; None: 1 everywhere
+    draw_temperature_T: Tensor | None = None  # of the draw alone; None: 1 everywhere
 
     def rows(self, rows: slice) -> "Query":
-        tempered = self.temperature_T is not None
+        tempered = self.draw_temperature_T is not None
         names = self.__slots__ if tempered else self.__slots__[:-1]
         return Query(**{name: getattr(self, name)[rows] for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStats:
-    """Statistics of the heated, soft-capped distribution at each position."""
+    """Statistics of the soft-capped distribution at its temperature, at each position."""
 
     draw_T: Tensor  # a token drawn from it
     top_T: Tensor  # its likeliest token
@@ -56,17 +56,17 @@ class RowStats:
 def row_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
     """Statistics and probabilities of each position. `raw_TV` is consumed: these replace it."""
     stats, p_TV = _by_groups(raw_TV, softcap, query)
-    return (stats if query.temperature_T is None else _redraw(stats, p_TV, query)), p_TV
+    return (stats if query.draw_temperature_T is None else _redraw(stats, p_TV, query)), p_TV
 
 
 def _redraw(stats: RowStats, p_TV: Tensor, query: Query) -> RowStats:
     """The same statistics with draws at their own temperatures; at zero, the likeliest token."""
-    assert query.temperature_T is not None
+    assert query.draw_temperature_T is not None
     # Beside the largest, which no power makes vanish.
     share_TV = p_TV.float() / p_TV.amax(-1, keepdim=True).float()
-    hot_TV = share_TV.pow_(1 / query.temperature_T.clamp(min=COLDEST)[:, None])
+    hot_TV = share_TV.pow_(1 / query.draw_temperature_T.clamp(min=COLDEST)[:, None])
     draw_T = draw(hot_TV, query.uniform_T)
-    is_cold_T = query.temperature_T < COLDEST
+    is_cold_T = query.draw_temperature_T < COLDEST
     return replace(stats, draw_T=torch.where(is_cold_T, stats.top_T, draw_T))
 
 
@@ -84,7 +84,7 @@ def _by_groups(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[Row
 
 def row_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
     """The definition, in float64."""
-    p_TV = _exact(raw_TV, softcap, query.heat_T)
+    p_TV = _exact(raw_TV, softcap, query.temperature_T)
     return RowStats(
         draw_T=_draw_reference(p_TV, query),
         top_T=p_TV.argmax(-1),
@@ -95,8 +95,8 @@ def row_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> 
 
 
 def _draw_reference(p_TV: Tensor, query: Query) -> Tensor:
-    if query.temperature_T is not None:
-        p_TV = (p_TV.log() / query.temperature_T[:, None]).softmax(-1)
+    if query.draw_temperature_T is not None:
+        p_TV = (p_TV.log() / query.draw_temperature_T[:, None]).softmax(-1)
     return (p_TV.cumsum(-1) <= query.uniform_T[:, None]).sum(-1).clamp(max=p_TV.shape[-1] - 1)
 
 
@@ -107,27 +107,27 @@ def draw_misses(raw_TV: Tensor, softcap: float | None, query: Query, draw_T: Ten
     narrow as the rounding of any sum over them: a neighbour is then no worse a draw, and this tells
     it from a wrong one.
     """
-    cdf_TV = _exact(raw_TV, softcap, query.heat_T).cumsum(-1)
+    cdf_TV = _exact(raw_TV, softcap, query.temperature_T).cumsum(-1)
     high_T = cdf_TV.gather(-1, draw_T[:, None])[:, 0]
     low_T = F.pad(cdf_TV, (1, 0)).gather(-1, draw_T[:, None])[:, 0]
     return torch.maximum(low_T - query.uniform_T, query.uniform_T - high_T).clamp(min=0)
 
 
-def _exact(raw_TV: Tensor, softcap: float | None, heat_T: Tensor) -> Tensor:
+def _exact(raw_TV: Tensor, softcap: float | None, temperature_T: Tensor) -> Tensor:
     """Probabilities in float64."""
     logits_TV = raw_TV.double()
     if softcap is not None:
         logits_TV = softcap * torch.tanh(logits_TV / softcap)
-    return (logits_TV / heat_T[:, None]).softmax(-1)
+    return (logits_TV / temperature_T[:, None]).softmax(-1)
 
 
 def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
     """Turn a few rows of head output into probabilities, in place, and return their statistics."""
-    scale_T = 1 / query.heat_T
+    scale_T = 1 / query.temperature_T
     if softcap is not None:
         # c tanh(x / c) = 2c sigmoid(2x / c) - c, and no statistic sees the constant.
         x_TV.mul_(2 / softcap).sigmoid_()
-        scale_T = 2 * softcap / query.heat_T
+        scale_T = 2 * softcap / query.temperature_T
     width = gcd(x_TV.shape[-1], CHUNK)
     top_T = _argmax(x_TV.view(len(x_TV), -1, width))
     # Scaled behind the peak, so that large logits lose no digits.
@@ -168,7 +168,7 @@ def draw_token(logits_V: Tensor, temperature: float, uniform: float) -> tuple[in
     token = logits_V.argmax()
     if temperature > 0:
         query = Query(
-            heat_T=logits_V.new_full((1,), temperature),
+            temperature_T=logits_V.new_full((1,), temperature),
             uniform_T=wide(torch.tensor([uniform], dtype=torch.float64), logits_V.device),
             held_T=token[None],
         )

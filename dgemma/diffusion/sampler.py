@@ -150,7 +150,7 @@ class Sampler:
     max_denoising_steps: int = 48
     t_max: float = 0.8  # temperature of the first step, falling evenly towards...
     t_min: float = 0.4  # ...this one, which a step beyond the last would have
-    temperature: float = 1.0  # of draws alone, beside the heat; 0 takes the likeliest token
+    temperature: float = 1.0  # of draws alone, beside the schedule; 0 takes the likeliest token
 
     def __post_init__(self) -> None:
         _require(
@@ -168,7 +168,7 @@ class Sampler:
             "t_min or more",
         )
 
-    def heat(self, steps_left: int) -> float:
+    def temperature_at(self, steps_left: int) -> float:
         """The temperature when so many steps are left, this one included."""
         share = steps_left / self.max_denoising_steps
         return self.t_min + (self.t_max - self.t_min) * share

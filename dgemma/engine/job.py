@@ -315,12 +315,12 @@ class Job:
 
     def _token_draw(self) -> TokenDraw:
         """How the next token is drawn: its noise belongs to its number in the reply."""
-        heat = self.plan.options.heat
-        if heat == 0:
+        temperature = self.plan.options.temperature or 0.0
+        if temperature == 0:
             return TokenDraw()
         block, position = divmod(len(self.logprobs), AR_BLOCK_LENGTH)
         noise = token_noise(self.plan, AR_BLOCK + block, self.cache.config)
-        return TokenDraw(heat, float(noise.uniform_NL[0, position]))
+        return TokenDraw(temperature, float(noise.uniform_NL[0, position]))
 
     def _fault(self, ids: list[int], canvas: Canvas) -> str:
         is_first = not self.reader.ids and self.guided is None  # a grammar may allow no text

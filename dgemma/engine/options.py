@@ -20,8 +20,7 @@ MODES: tuple[Mode, ...] = ("diffusion", "ar", "hybrid")
 class Options:
     """What a request may choose. None: as the checkpoint says, or no limit where one is meant.
 
-    What a mode cannot honour is refused: heat is AR's; pins, canvas length, sampler, temperature
-    and drafts belong to canvases.
+    What a mode cannot honour is refused: pins, canvas length, sampler and drafts are for canvases.
     """
 
     mode: Mode = "diffusion"  # hybrid: the thought in AR, the answer in diffusion
@@ -29,9 +28,9 @@ class Options:
     seed: int | None = None  # None draws one, reported when done
     choice: int = 0  # which of several answers to the same prompt and seed
     sampler: Sampler | None = None
-    temperature: float | None = None  # of draws on canvases, whatever the sampler says of it
+    # Of draws, in every mode. None: 0 for single tokens (greedy), the sampler's own on canvases.
+    temperature: float | None = None
     canvas_length: int | None = None  # up to the model's own
-    heat: float = 0.0  # AR: temperature of the draw; 0 takes the likeliest token
     stop: tuple[str, ...] = ()
     pins: Pins = NO_PINS  # of the first canvas
     # An old version of the reply, to start from instead of noise; -1 where there is to be noise.
@@ -113,7 +112,6 @@ def check_options(options: Options) -> None:
     }
     for name, limit in limits.items():
         _require(limit is None or limit > 0, name, limit, "above 0")
-    _require(options.heat >= 0, "heat", options.heat, "0 or more")
     _tempered(Sampler(), options)  # refuses what cannot be a temperature
     _require(options.retries >= 0, "retries", options.retries, "0 or more")
 
@@ -126,14 +124,11 @@ def _check_mode(options: Options) -> None:
         raise UsageError(
             "hybrid mode cannot honour pins or a first canvas: where it begins is not known"
         )
-    if mode == "diffusion" and options.heat:
-        raise UsageError("heat is for AR mode; a canvas is heated as its sampler says")
     of_canvases = {
         "pins": options.pins != NO_PINS,
         "a first canvas": bool(options.canvas),
         "canvas length": options.canvas_length is not None,
         "a sampler": options.sampler is not None,
-        "temperature (its own is heat)": options.temperature is not None,
         "drafts": options.drafts,
     }
     given = [name for name, is_given in of_canvases.items() if is_given]

@@ -139,7 +139,7 @@ def check_errand(engine: "Engine", body: Body) -> None:
         raise UsageError("this checkpoint has no denoiser, so it can neither fill nor edit")
     if asked.mode != "diffusion":
         raise ApiError(400, f"mode {asked.mode} cannot fill or edit; use diffusion", param="dgemma")
-    refused = [name for name in ("heat", "canvas_length", "retries") if getattr(asked, name)]
+    refused = [name for name in ("canvas_length", "retries") if getattr(asked, name)]
     if refused:
         raise ApiError(400, f"dgemma.{refused[0]} is refused: it is not for fills", param="dgemma")
     if body.diffusing:
@@ -216,23 +216,11 @@ def _options(engine: "Engine", body: Body) -> "Options":
         seed=body.seed,
         stop=tuple(body.stop),
         sampler=_chosen_sampler(engine, body),
-        temperature=body.temperature if has_canvas else None,
-        heat=_heat(body),
+        temperature=body.temperature,
         canvas_length=asked.canvas_length,
         drafts=asked.drafts or (body.diffusing and has_canvas),
         **optional,
     )
-
-
-def _heat(body: Body) -> float:
-    """Temperature where single tokens are drawn."""
-    asked, temperature = body.dgemma, body.temperature
-    if asked.heat is not None and temperature is not None:
-        raise ApiError(400, "temperature and dgemma.heat differ in name only; give one of them")
-    if asked.mode == "diffusion":
-        return asked.heat or 0.0  # refused by the engine if it is given
-    given = temperature if asked.heat is None else asked.heat
-    return given or 0.0
 
 
 def sampler_for(engine: "Engine", body: Body) -> "Sampler | None":

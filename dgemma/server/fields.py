@@ -114,7 +114,6 @@ EXTENSION: dict[str, str] = {
     "max_denoising_steps": "most steps of a canvas, 1 to 512",
     "t_max": "temperature of a canvas's first step, falling evenly towards...",
     "t_min": "...this one; `temperature` changes neither",
-    "heat": "AR and hybrid: temperature of single tokens, as `temperature`; 0, the default: none",
     "canvas_length": "tokens of a canvas, up to the model's own",
     "retries": "how often a canvas that went wrong is done again, 0 to 8; 2 by default",
     "max_seconds": "deadline from arrival, up to the server's; what there is by then is the answer",

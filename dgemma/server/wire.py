@@ -172,7 +172,6 @@ class Extension(BaseModel):
     max_denoising_steps: int | None = Field(default=None, ge=1, le=limits.MAX_STEPS)
     t_max: Share | None = None
     t_min: Share | None = None
-    heat: float | None = Field(default=None, ge=0, le=100)
     canvas_length: int | None = Field(default=None, ge=1)
     retries: int | None = Field(default=None, ge=0, le=8)
     max_seconds: float | None = Field(default=None, gt=0)

@@ -83,7 +83,7 @@ def requests(draw: Any, kinds: st.SearchStrategy[Language] | None = None) -> Req
         max_tokens=draw(st.sampled_from([1, 3, 8, 16, 40])),
         seed=seed,
         retries=draw(st.sampled_from([0, 0, 1])),
-        heat=draw(st.sampled_from([0.0, 1.0])) if mode == "ar" else 0.0,
+        temperature=draw(st.sampled_from([0.0, 1.0])) if mode == "ar" else None,
         max_steps=draw(st.sampled_from([None, None, 2, 9])),
     )
     in_thought = draw(st.sampled_from([False, False, True]))

@@ -189,7 +189,7 @@ def test_stories_are_judged_in_both_modes(knowing: Engine, data: Data) -> None:
     assert all(value is not None and value > 1 for value in values)
     times = found["perplexity, diffusion / AR"].value
     assert times == pytest.approx(values[0] / values[1])  # type: ignore[operator]
-    assert found["ar perplexity"].note == "heat 0.8"
+    assert found["ar perplexity"].note == "temperature 0.8"
 
 
 def test_distinct_2_counts_pairs_of_words() -> None:

@@ -44,7 +44,7 @@ def requests(engine: Engine) -> list[Options]:
         Options(seed=3, pins=Pins((0, 3), (300, 301)), canvas_length=6),
         Options(seed=4, guide=guide, max_tokens=12),
         Options(seed=5, mode="ar", max_tokens=3),
-        Options(seed=6, mode="ar", heat=0.9, max_tokens=3),
+        Options(seed=6, mode="ar", temperature=0.9, max_tokens=3),
         Options(seed=7, mode="ar", guide=guide, max_tokens=12),
         Options(seed=8, canvas=(300, -1, 302)),
     ]

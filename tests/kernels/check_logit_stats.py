@@ -17,7 +17,7 @@ SHAPES = [(61, 30.0, 30.0), (2048, None, 8.0), (5000, 30.0, 3.0)]
 def case(vocab: int, spread: float, rows: int = 8) -> tuple[Tensor, Query]:
     generator = torch.Generator().manual_seed(vocab)
     query = Query(
-        heat_T=torch.rand(rows, generator=generator) * 0.6 + 0.3,
+        temperature_T=torch.rand(rows, generator=generator) * 0.6 + 0.3,
         uniform_T=torch.rand(rows, generator=generator, dtype=torch.float64),
         held_T=torch.randint(vocab, (rows,), generator=generator),
     )
@@ -28,8 +28,8 @@ def ask(
     raw: Tensor, cap: float | None, query: Query, length: int | None = None
 ) -> tuple[kernels.Marks, kernels.Merged]:
     """Run both passes over canvases of `length` rows, all rows by default."""
-    cold = query.temperature_T
-    heats = (query.heat_T, torch.ones_like(query.heat_T) if cold is None else cold)
+    cold = query.draw_temperature_T
+    heats = (query.temperature_T, torch.ones_like(query.temperature_T) if cold is None else cold)
     marks = kernels.row_marks(raw, cap, heats, length or len(raw))
     return marks, kernels.row_merge(raw, cap, (*heats, query.uniform_T, query.held_T), marks)
 
@@ -57,12 +57,12 @@ def test_draws_have_temperatures_of_their_own(
     """All in one call; nothing but the draw sees them, and zero takes the likeliest token."""
     raw, query = case(vocab, 0.1 * spread, rows=12)
     raw, cold_T = raw.to(dtype), torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(3)
-    query = replace(query, temperature_T=cold_T)
-    want = row_stats_reference(raw, cap, replace(query, temperature_T=cold_T.clamp(min=1e-7)))
+    query = replace(query, draw_temperature_T=cold_T)
+    want = row_stats_reference(raw, cap, replace(query, draw_temperature_T=cold_T.clamp(min=1e-7)))
     marks, got = ask(raw, cap, query)
     assert torch.equal(got.draw_T, want.draw_T)
     assert torch.equal(got.draw_T[::4], got.top_T[::4])
-    plain_marks, plain = ask(raw, cap, replace(query, temperature_T=None))
+    plain_marks, plain = ask(raw, cap, replace(query, draw_temperature_T=None))
     assert torch.equal(got.draw_T[2::4], plain.draw_T[2::4])
     assert (got.draw_T != plain.draw_T).sum() > 2
     for name in set(kernels.Merged.__slots__) - {"draw_T"}:
@@ -75,10 +75,10 @@ def test_many_draws_follow_a_distribution_at_its_temperature() -> None:
     raw = torch.tensor([[2.0, 0.0, 1.0, -1.0]]).expand(48, 4).contiguous()
     numbers = (torch.arange(24, dtype=torch.float64) + 0.5) / 24
     query = Query(
-        heat_T=torch.full((48,), 0.8),
+        temperature_T=torch.full((48,), 0.8),
         uniform_T=numbers.repeat(2),
         held_T=torch.zeros(48, dtype=torch.long),
-        temperature_T=torch.tensor([0.5, 1.7]).repeat_interleave(24),
+        draw_temperature_T=torch.tensor([0.5, 1.7]).repeat_interleave(24),
     )
     draw_T = ask(raw, None, query)[1].draw_T
     for temperature, part_T in zip((0.5, 1.7), draw_T.split(24), strict=True):
@@ -90,7 +90,7 @@ def test_the_ends_of_the_uniform_numbers_draw_likely_tokens() -> None:
     raw = torch.full((2, 5000), -40.0)
     raw[:, 3000] = 5.0
     query = Query(
-        heat_T=torch.tensor([0.4, 0.8]),
+        temperature_T=torch.tensor([0.4, 0.8]),
         uniform_T=torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64),
         held_T=torch.tensor([0, 3000]),
     )
@@ -115,7 +115,7 @@ def test_of_equal_peaks_the_first_is_taken() -> None:
     raw = torch.zeros(1, 5000)
     raw[0, [4100, 2500, 2600]] = 7.0
     query = Query(
-        heat_T=torch.ones(1),
+        temperature_T=torch.ones(1),
         uniform_T=torch.zeros(1, dtype=torch.float64),
         held_T=torch.zeros(1, dtype=torch.long),
     )
@@ -138,7 +138,7 @@ def test_many_draws_follow_the_distribution() -> None:
     raw = torch.tensor([[2.0, 0.0, 1.0, -1.0]]).expand(24, 4).contiguous()
     numbers = (torch.arange(24, dtype=torch.float64) + 0.5) / 24
     query = Query(
-        heat_T=torch.ones(24), uniform_T=numbers, held_T=torch.zeros(24, dtype=torch.long)
+        temperature_T=torch.ones(24), uniform_T=numbers, held_T=torch.zeros(24, dtype=torch.long)
     )
     draws = ask(raw, None, query)[1].draw_T.bincount(minlength=4)
     assert (draws - 24 * raw[0].softmax(-1)).abs().max() <= 1
@@ -148,9 +148,9 @@ def test_many_draws_follow_the_distribution() -> None:
 def test_probabilities_replace_the_logits(vocab: int, cap: float | None, spread: float) -> None:
     raw, query = case(vocab, spread)
     capped = raw if cap is None else cap * torch.tanh(raw / cap)
-    want = (capped / query.heat_T[:, None]).softmax(-1)
+    want = (capped / query.temperature_T[:, None]).softmax(-1)
     _, merged = ask(raw, cap, query)
-    got = kernels.probabilities_(raw, cap, query.heat_T, merged)
+    got = kernels.probabilities_(raw, cap, query.temperature_T, merged)
     assert got.data_ptr() == raw.data_ptr()
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
@@ -161,7 +161,7 @@ def test_the_sparse_mean_is_the_dense_one_where_its_mass_says_so() -> None:
     raw[:4, :7] += 17.0  # the first rows are sharp, the others not quite
     marks, merged = ask(raw, 30.0, query)
     assert not marks.flat_C.item()
-    ids, p, count, mass = sparse.survivors(raw, 30.0, query.heat_T, marks, merged)
+    ids, p, count, mass = sparse.survivors(raw, 30.0, query.temperature_T, marks, merged)
     table = torch.randn(5000, 24, generator=torch.Generator().manual_seed(1))
     into = Into(
         torch.empty(1, 8, 24),
@@ -172,7 +172,7 @@ def test_the_sparse_mean_is_the_dense_one_where_its_mass_says_so() -> None:
     )
     sparse.soft_mean(table, ids, p, count, into)
     mean = into.soft_ELD[0]
-    dense = kernels.probabilities_(raw, 30.0, query.heat_T, merged) @ table
+    dense = kernels.probabilities_(raw, 30.0, query.temperature_T, merged) @ table
     sure = mass >= kernels.MASS
     assert sure[:4].all() and not sure.all()
     torch.testing.assert_close(mean[sure], dense[sure], atol=2e-3, rtol=1e-3)
@@ -186,9 +186,9 @@ def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
     raw[0, [7, 9000, 9001, vocab - 1]] += 20.0
     raw[1, 50 :: kernels.CHUNK // 4] += 20.0
     marks, merged = ask(raw, None, query)
-    found = sparse.likely(raw, None, query.heat_T, marks, merged)
-    ids, p, count, mass = sparse.survivors(raw, None, query.heat_T, marks, merged, found)
-    want = (raw.double() / query.heat_T[:, None].double()).softmax(-1)
+    found = sparse.likely(raw, None, query.temperature_T, marks, merged)
+    ids, p, count, mass = sparse.survivors(raw, None, query.temperature_T, marks, merged, found)
+    want = (raw.double() / query.temperature_T[:, None].double()).softmax(-1)
     for row in range(2):
         likely = (want[row] >= kernels.SPARE).nonzero()[:, 0]
         assert ids[row, : count[row]].tolist() == likely.tolist()
@@ -216,9 +216,9 @@ def test_counts_and_masses_are_those_of_the_definition(
     raw = raw.to(dtype)
     marks, merged = ask(raw, cap, query)
     marks.flat_C.zero_()  # nothing is spared here
-    found = sparse.likely(raw, cap, query.heat_T, marks, merged)
+    found = sparse.likely(raw, cap, query.temperature_T, marks, merged)
     logits = raw.double() if cap is None else cap * torch.tanh(raw.double() / cap)
-    p = (logits / query.heat_T[:, None].double()).softmax(-1)[0]
+    p = (logits / query.temperature_T[:, None].double()).softmax(-1)[0]
     likely = [part[part >= kernels.SPARE] for part in p.split(GROUP)]
     for count, mass, want in zip(found.count_TG[0], found.mass_TG[0], likely, strict=True):
         assert count == len(want)
@@ -235,7 +235,7 @@ def test_cases_hold_rows_with_few_and_with_many_likely_tokens() -> None:
         raw, query = case(2 * GROUP + 100, spread, rows=1)
         marks, merged = ask(raw, 30.0, query)
         marks.flat_C.zero_()
-        counts += sparse.likely(raw, 30.0, query.heat_T, marks, merged).count_TG[0].tolist()
+        counts += sparse.likely(raw, 30.0, query.temperature_T, marks, merged).count_TG[0].tolist()
     assert max(counts) > kernels.SURVIVORS > sorted(counts)[len(counts) // 2] > 4
 
 
@@ -247,17 +247,17 @@ def test_a_search_that_found_too_many_together_spares_the_rest_its_own() -> None
     marks, merged = ask(raw, None, query)
     assert not marks.flat_C.item()
     for _ in range(2):  # asked again, it may say nothing, but nothing else
-        found = sparse.likely(raw, None, query.heat_T, marks, merged)
+        found = sparse.likely(raw, None, query.temperature_T, marks, merged)
         assert marks.flat_C.item() and not found.suffice()
     marks, merged = ask(raw[1:], None, query.rows(slice(1, 2)))
-    assert sparse.likely(raw[1:], None, query.heat_T[1:], marks, merged).suffice()
+    assert sparse.likely(raw[1:], None, query.temperature_T[1:], marks, merged).suffice()
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_canvases_of_a_pass_are_flat_each_for_itself(is_plain: bool) -> None:
     """Seen from the marks, or by the search; the likely tokens of the others are found."""
     raw, query = case(3 * GROUP, 0.1, rows=5)
-    query.heat_T.fill_(0.85)
+    query.temperature_T.fill_(0.85)
     raw[:, 7] += 20.0
     if is_plain:
         raw[3] = 0.0
@@ -265,7 +265,7 @@ def test_canvases_of_a_pass_are_flat_each_for_itself(is_plain: bool) -> None:
         raw[3, GROUP : GROUP + 200] += 15.0 - 0.02 * torch.arange(200)
     marks, merged = ask(raw, None, query, length=2)
     assert marks.flat_C.tolist() == [0, int(is_plain), 0]
-    found = sparse.likely(raw, None, query.heat_T, marks, merged)
+    found = sparse.likely(raw, None, query.temperature_T, marks, merged)
     assert marks.flat_C.tolist() == [0, 1, 0]
     for rows, want in ((slice(0, 2), True), (slice(2, 4), False), (slice(4, 5), True)):
         own = sparse.Likely(found.count_TG[rows], found.mass_TG[rows])
@@ -283,10 +283,10 @@ def test_a_row_with_mass_in_chunks_without_likely_tokens_is_flat() -> None:
         p[0, 5] = 1 - rest
         p[0, 2 * kernels.CHUNK :] = rest / (2 * kernels.CHUNK)
         raw, (_, query) = p.log().float(), case(vocab, 1.0, rows=1)
-        query.heat_T.fill_(1.0)
+        query.temperature_T.fill_(1.0)
         marks, merged = ask(raw, None, query)
         assert bool(marks.flat_C.item()) == want
-        assert bool(sparse.likely(raw, None, query.heat_T, marks, merged).suffice()) != want
+        assert bool(sparse.likely(raw, None, query.temperature_T, marks, merged).suffice()) != want
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
@@ -295,22 +295,24 @@ def test_one_row_with_too_many_likely_tokens_says_that_few_do_not_suffice(is_pla
     vocab = 20 * kernels.CHUNK + 100
     raw, query = case(vocab, 0.1, rows=3)
     raw[:, 7] += 25.0
-    query.heat_T[2] = 0.5
+    query.temperature_T[2] = 0.5
     raw[2, ::20] += 25.0
     if not is_plain:  # ten in each chunk, less and less likely
         raw[2] = -40.0
         at = torch.arange(200)
         raw[2, at // 10 * kernels.CHUNK + at % 10] = 20.0 - 0.02 * at
     marks, merged = ask(raw, None, query)
-    found = sparse.likely(raw, None, query.heat_T, marks, merged)
+    found = sparse.likely(raw, None, query.temperature_T, marks, merged)
     assert bool(marks.flat_C.item()) == is_plain
     assert bool(found.count_TG.any()) != is_plain
     assert not found.suffice()
-    sharp = [part[:2].contiguous() for part in (raw, query.heat_T, query.uniform_T, query.held_T)]
-    alone = Query(heat_T=sharp[1], uniform_T=sharp[2], held_T=sharp[3])
+    sharp = [
+        part[:2].contiguous() for part in (raw, query.temperature_T, query.uniform_T, query.held_T)
+    ]
+    alone = Query(temperature_T=sharp[1], uniform_T=sharp[2], held_T=sharp[3])
     marks, merged = ask(sharp[0], None, alone)
     assert not marks.flat_C.item()  # it is set anew each time
-    assert sparse.likely(sharp[0], None, alone.heat_T, marks, merged).suffice()
+    assert sparse.likely(sharp[0], None, alone.temperature_T, marks, merged).suffice()
 
 
 def test_no_row_that_few_tokens_hold_is_ever_called_flat() -> None:
@@ -325,7 +327,7 @@ def test_no_row_that_few_tokens_hold_is_ever_called_flat() -> None:
                 p[torch.randperm(vocab, generator=of)[:tokens]] = (1 - rest) * head / head.sum()
                 raw = p.log().clamp(min=-60).float()[None]
                 query = Query(
-                    heat_T=torch.ones(1),
+                    temperature_T=torch.ones(1),
                     uniform_T=torch.zeros(1, dtype=torch.float64),
                     held_T=torch.zeros(1, dtype=torch.long),
                 )

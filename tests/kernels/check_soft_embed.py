@@ -42,16 +42,16 @@ def logits_of(vocab: int, rows: int = 6) -> tuple[Tensor, Tensor]:
     return raw_TV, torch.linspace(0.4, 0.8, rows)
 
 
-def probabilities(raw_TV: Tensor, cap: float | None, heat_T: Tensor) -> Tensor:
+def probabilities(raw_TV: Tensor, cap: float | None, temperature_T: Tensor) -> Tensor:
     logits_TV = raw_TV if cap is None else cap * torch.tanh(raw_TV / cap)
-    return (logits_TV / heat_T[:, None]).softmax(-1)
+    return (logits_TV / temperature_T[:, None]).softmax(-1)
 
 
-def stats_of(raw_TV: Tensor, cap: float | None, heat_T: Tensor) -> LogitStats:
+def stats_of(raw_TV: Tensor, cap: float | None, temperature_T: Tensor) -> LogitStats:
     """Return what the statistics leave of one canvas; its logits stay."""
     rows = len(raw_TV)
     query = TokenQuery(
-        temperature_T=heat_T,
+        temperature_T=temperature_T,
         draw_temperature_T=torch.ones(rows),
         uniform_T=torch.full((rows,), 0.5, dtype=torch.float64),
         held_T=torch.zeros(rows, dtype=torch.long),
@@ -98,8 +98,8 @@ def test_products_of_parts_are_exact_on_what_was_rounded(
     rows: int, vocab: int, width: int, share: int, form: GemmConfig
 ) -> None:
     soft = soft_of(table_of(vocab, width), share)
-    raw_TV, heat_T = logits_of(vocab, rows)
-    found = shares_of(stats_of(raw_TV, None, heat_T), soft)
+    raw_TV, temperature_T = logits_of(vocab, rows)
+    found = shares_of(stats_of(raw_TV, None, temperature_T), soft)
     got_STD = kernels.product(found, soft, torch.float32, form)
     pieces = zip(
         torch.split(found.numbers_TV.float(), share, 1),
@@ -116,10 +116,10 @@ def test_products_of_parts_are_exact_on_what_was_rounded(
 def test_means_are_the_definition_s(cap: float | None, share: int) -> None:
     # Chunks and parts begin and end inside each other, and the last of both are short ones.
     vocab = 2 * NEAR + 560
-    table, (raw_TV, heat_T) = table_of(vocab, 24), logits_of(vocab)
-    soft, p_TV = soft_of(table, share), probabilities(raw_TV, cap, heat_T)
+    table, (raw_TV, temperature_T) = table_of(vocab, 24), logits_of(vocab)
+    soft, p_TV = soft_of(table, share), probabilities(raw_TV, cap, temperature_T)
     want_TD = soft_mean_reference(p_TV, table.weight, soft)
-    got_TD = mean_of(shares_of(stats_of(raw_TV, cap, heat_T), soft), soft, table.weight)
+    got_TD = mean_of(shares_of(stats_of(raw_TV, cap, temperature_T), soft), soft, table.weight)
     # A last bit of a probability may round to another of the few 8-bit numbers.
     assert far(got_TD, want_TD) < 0.004
     assert 0.002 < far(want_TD, p_TV @ table.weight) < 0.05
@@ -155,11 +155,11 @@ def test_what_is_rounded_is_known_to_be_no_greater_than_what_it_is_rounded_besid
 ) -> None:
     """The greatest of each part that is its chunks' greatest is the greatest 8-bit number."""
     vocab = 4 * NEAR + 48
-    soft, (raw_TV, heat_T) = soft_of(table_of(vocab, 24), NEAR + 128), logits_of(vocab)
+    soft, (raw_TV, temperature_T) = soft_of(table_of(vocab, 24), NEAR + 128), logits_of(vocab)
     soft = soft._replace(beside_V=torch.full((vocab,), 448.0))
-    p_TV = probabilities(raw_TV, cap, heat_T)
+    p_TV = probabilities(raw_TV, cap, temperature_T)
     rest_TV = p_TV.scatter(-1, p_TV.argmax(-1, keepdim=True), 0.0)
-    found = shares_of(stats_of(raw_TV, cap, heat_T), soft)
+    found = shares_of(stats_of(raw_TV, cap, temperature_T), soft)
     for part, numbers_TW in enumerate(found.numbers_TV.float().split(soft.share, 1)):
         begin, end = part * soft.share, min((part + 1) * soft.share, vocab)
         near = slice(begin // NEAR * NEAR, -(-end // NEAR) * NEAR)
@@ -183,15 +183,15 @@ def test_a_position_that_is_sure_is_told_of_its_token_as_it_is() -> None:
 @pytest.mark.parametrize("has_soft", [True, False])
 def test_pinned_positions_have_their_own_tokens_and_reopened_ones_nothing(has_soft: bool) -> None:
     """In fp8 where the table has it so, else in the table's own type."""
-    table, (raw_TV, heat_T) = table_of(96, 24), logits_of(96)
+    table, (raw_TV, temperature_T) = table_of(96, 24), logits_of(96)
     if not has_soft:
         table.forget_soft()
     into = into_of(6, 24, scale=2.5)
     into.tokens_EL[0] = torch.arange(6) + 3
     into.pinned_EL[0] = torch.tensor([0, 1, 0, 1, 2, 0])
-    p_TV = probabilities(raw_TV, 30.0, heat_T)
+    p_TV = probabilities(raw_TV, 30.0, temperature_T)
     with torch.inference_mode():
-        logits.soft_embed_dense(table, stats_of(raw_TV, 30.0, heat_T), into)
+        logits.soft_embed_dense(table, stats_of(raw_TV, 30.0, temperature_T), into)
         want_TD = table.mean(p_TV) * (2.5 / table.scale)
     soft_TD, pinned_T = into.soft_ELD[0], into.pinned_EL[0]
     assert torch.equal(soft_TD[pinned_T == 1], 2.5 * table.weight[[4, 6]])
@@ -204,8 +204,8 @@ def test_pinned_positions_have_their_own_tokens_and_reopened_ones_nothing(has_so
 
 def test_the_sparse_mean_is_the_dense_one_where_few_tokens_suffice() -> None:
     """Of two canvases in one call."""
-    table, (raw_TV, heat_T) = table_of(96, 24), logits_of(96)
-    found = stats_of(raw_TV, 30.0, heat_T)
+    table, (raw_TV, temperature_T) = table_of(96, 24), logits_of(96)
+    found = stats_of(raw_TV, 30.0, temperature_T)
     assert found.likely is not None and found.likely.suffice()
     into = replace(
         into_of(6, 24),
@@ -215,5 +215,5 @@ def test_the_sparse_mean_is_the_dense_one_where_few_tokens_suffice() -> None:
         entry_I=torch.tensor([1, 0], dtype=torch.int32),
     )
     logits.soft_embed_sparse(table, found, into)
-    want_TD = probabilities(raw_TV, 30.0, heat_T) @ table.weight
+    want_TD = probabilities(raw_TV, 30.0, temperature_T) @ table.weight
     assert far(into.soft_ELD.flip(0).flatten(0, 1), want_TD) < 0.004

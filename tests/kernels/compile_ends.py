@@ -66,9 +66,9 @@ def stats_cases() -> list[Case]:
     sizes |= {"EACH": 4, "EVEN": True, "MOST": logit_stats.most_entropy(VOCAB), "L": CANVAS}
     sizes |= {n: getattr(logit_stats, n) for n in ("SPARE", "READ", "MISSED", "SMALL", "COLDEST")}
     sizes |= {"TOKENS": logit_stats.most_tokens()}
-    row = {"raw_TV": HALF, "heat_T": FLOAT, "vocab": "i32"}
+    row = {"raw_TV": HALF, "temperature_T": FLOAT, "vocab": "i32"}
     marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "draw_sum_TC": FLOAT}
-    marks |= {"draw_heat_T": FLOAT, "flat_C": INT}
+    marks |= {"draw_temperature_T": FLOAT, "flat_C": INT}
     totals = {"peak_T": FLOAT, "total_T": FLOAT, "least_T": FLOAT}
     merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
     floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT, "next_T": FLOAT}
@@ -99,7 +99,13 @@ def soft_cases() -> list[Case]:
 def soft_fp8_cases() -> list[Case]:
     """Return the dense soft embedding in fp8."""
     form = fitted(SOFT)
-    row = {"heat_T": FLOAT, "peak_T": FLOAT, "total_T": FLOAT, "top_T": LONG, "factor_ST": FLOAT}
+    row = {
+        "temperature_T": FLOAT,
+        "peak_T": FLOAT,
+        "total_T": FLOAT,
+        "top_T": LONG,
+        "factor_ST": FLOAT,
+    }
     row |= {"peak_TC": FLOAT, "next_T": FLOAT}
     shares = {**row, "from_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": EIGHT}
     rounding = {"LEAST": SMALLEST, "CAP": 30.0, "SHARE": SHARE, "W": soft_embed_fp8.AT_ONCE}

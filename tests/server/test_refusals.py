@@ -74,7 +74,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
             None,
         ),
         ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "has 'weight'", None),
-        ({"dgemma": {"heat": 0.5}}, "heat is for AR mode", None),
+        ({"dgemma": {"heat": 0.5}}, "'dgemma.heat' is not known", "dgemma.heat"),
         ({"dgemma": {"mode": "ar", "max_denoising_steps": 5}}, "AR mode has no canvas", None),
         ({"dgemma": {"canvas_length": 99}}, "canvas length is 99", None),
         ({"dgemma": {"t_max": 0.1}}, "t_max is 0.1", None),

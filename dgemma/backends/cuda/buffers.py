@@ -178,7 +178,7 @@ class GraphBuffers:
 
     def _load_sampler(self, entry: int, sampler: Sampler) -> None:
         count, rule = sampler.max_denoising_steps, sampler.rule
-        heats = torch.tensor([sampler.heat(count - n) for n in range(count)])
+        heats = torch.tensor([sampler.temperature_at(count - n) for n in range(count)])
         self.temperature_EN[entry, :count].copy_(heats)
         self.draw_temperature_E[entry].fill_(sampler.temperature)
         if isinstance(rule, EntropyBound):

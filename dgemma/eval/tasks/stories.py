@@ -23,7 +23,7 @@ from dgemma.eval.tasks.replies import MODES
 TASK = "stories"
 COUNT = 100
 MAX_TOKENS = 200
-AR_HEAT = 0.8  # greedy AR would be likelier and duller than anything drawn
+AR_TEMPERATURE = 0.8  # greedy AR would be likelier and duller than anything drawn
 WHO = "cat dog bird boy girl rabbit bear frog mouse duck fox king fish lion baby".split()
 WHAT = "ball tree boat cake hat kite garden river house box star flower car book moon spoon".split()
 
@@ -37,7 +37,10 @@ def stories(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Me
     for mode in MODES:
         texts = write(engine, mode, count, seed)
         losses[mode] = judge.losses(texts)
-        case, note = Case(TASK, mode), f"heat {AR_HEAT}" if mode == "ar" else "the model's sampler"
+        case, note = (
+            Case(TASK, mode),
+            f"temperature {AR_TEMPERATURE}" if mode == "ar" else "the model's sampler",
+        )
         measures += [
             perplexity(case, losses[mode], note),
             distinct(case, texts),
@@ -55,9 +58,12 @@ def prompt(number: int) -> str:
 
 def write(engine: Engine, mode: Mode, count: int, seed: int) -> list[str]:
     """Stories with seeds `seed`, `seed + 1`, ..."""
-    heat = AR_HEAT if mode == "ar" else 0.0
+    temperature = AR_TEMPERATURE if mode == "ar" else None
     questions = [
-        Question(prompt(i), Options(mode=mode, heat=heat, seed=seed + i, max_tokens=MAX_TOKENS))
+        Question(
+            prompt(i),
+            Options(mode=mode, temperature=temperature, seed=seed + i, max_tokens=MAX_TOKENS),
+        )
         for i in range(count)
     ]
     done = [one.text for one in ask(engine, questions, f"{TASK}, {mode}") if one is not None]

@@ -64,15 +64,15 @@ def row_marks(
     raw_TV: Tensor, softcap: float | None, temperatures: tuple[Tensor, Tensor], length: int
 ) -> Marks:
     """The first pass; temperatures of the distribution and of draws; `length`: of a canvas."""
-    heat_T, draw_heat_T = temperatures
+    temperature_T, draw_temperature_T = temperatures
     rows, vocab = raw_TV.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    peak_TC, sum_TC, moment_TC, draw_TC = (heat_T.new_empty(rows, chunks) for _ in range(4))
+    peak_TC, sum_TC, moment_TC, draw_TC = (temperature_T.new_empty(rows, chunks) for _ in range(4))
     flat_C = torch.empty(triton.cdiv(rows, length), dtype=torch.int32, device=raw_TV.device)
     _marks[(triton.cdiv(chunks, 4), rows)](
         raw_TV,
-        heat_T,
-        draw_heat_T,
+        temperature_T,
+        draw_temperature_T,
         peak_TC,
         sum_TC,
         moment_TC,
@@ -106,15 +106,15 @@ def row_merge(
     marks: Marks,
 ) -> Merged:
     """The second: statistics and draws; a query is both temperatures, uniform and held token."""
-    heat_T, draw_heat_T, uniform_T, held_T = query
+    temperature_T, draw_temperature_T, uniform_T, held_T = query
     rows, vocab = raw_TV.shape
     chunks = marks.peak_TC.shape[1]
     draw_T, top_T = (torch.empty_like(held_T) for _ in range(2))
-    floats = [torch.empty_like(heat_T) for _ in range(7)]
+    floats = [torch.empty_like(temperature_T) for _ in range(7)]
     _merge[(rows,)](
         raw_TV,
-        heat_T,
-        draw_heat_T,
+        temperature_T,
+        draw_temperature_T,
         uniform_T,
         held_T,
         marks.peak_TC,
@@ -156,11 +156,13 @@ def most_tokens() -> float:
     return SURVIVORS + (1 - ENOUGH) / SMALL
 
 
-def probabilities_(raw_TV: Tensor, softcap: float | None, heat_T: Tensor, merged: Merged) -> Tensor:
+def probabilities_(
+    raw_TV: Tensor, softcap: float | None, temperature_T: Tensor, merged: Merged
+) -> Tensor:
     """Turn the head's output, in place, into the probabilities it stands for."""
     rows, vocab = raw_TV.shape
     _probabilities[(triton.cdiv(vocab, CHUNK), rows)](
-        raw_TV, heat_T, merged.peak_T, merged.total_T, vocab, CAP=softcap or 0.0, W=CHUNK
+        raw_TV, temperature_T, merged.peak_T, merged.total_T, vocab, CAP=softcap or 0.0, W=CHUNK
     )
     return raw_TV
 
@@ -176,19 +178,19 @@ def capped(raw, CAP: tl.constexpr):
 
 
 @triton.jit
-def scale_of(heat, CAP: tl.constexpr):
+def scale_of(temperature, CAP: tl.constexpr):
     if CAP > 0:
-        scale = 2.0 * CAP / heat
+        scale = 2.0 * CAP / temperature
     else:
-        scale = 1.0 / heat
+        scale = 1.0 / temperature
     return scale
 
 
 @triton.jit
 def _marks(
     raw_TV,
-    heat_T,
-    draw_heat_T,
+    temperature_T,
+    draw_temperature_T,
     peak_TC,
     sum_TC,
     moment_TC,
@@ -213,7 +215,7 @@ def _marks(
     v = c[:, None] * W + tl.arange(0, W)[None, :]
     at = raw_TV + row.to(tl.int64) * vocab + v
     # Base 2 and one factor throughout; the sum of x exp(x) is put right at its end.
-    scale = scale_of(tl.load(heat_T + row), CAP) * LOG2_E
+    scale = scale_of(tl.load(temperature_T + row), CAP) * LOG2_E
     if EVEN:
         y = capped(tl.load(at), CAP)
         peak = tl.max(y, 1)
@@ -230,9 +232,9 @@ def _marks(
     tl.store(peak_TC + at_TC, peak, mask=c < chunks)
     tl.store(sum_TC + at_TC, sums, mask=c < chunks)
     tl.store(moment_TC + at_TC, tl.sum(x * e, 1) / LOG2_E, mask=c < chunks)
-    draw_heat = tl.load(draw_heat_T + row)
-    if draw_heat != 1.0:
-        e = tl.exp2(x / tl.maximum(draw_heat, COLDEST))
+    draw_temperature = tl.load(draw_temperature_T + row)
+    if draw_temperature != 1.0:
+        e = tl.exp2(x / tl.maximum(draw_temperature, COLDEST))
         if not EVEN:
             e = tl.where(v < vocab, e, 0.0)
         sums = tl.sum(e, 1)
@@ -265,8 +267,8 @@ def _least(probability, peak, total, scale, CAP: tl.constexpr):
 @triton.jit
 def _merge(
     raw_TV,
-    heat_T,
-    draw_heat_T,
+    temperature_T,
+    draw_temperature_T,
     uniform_T,
     held_T,
     peak_TC,
@@ -300,7 +302,7 @@ def _merge(
 ):
     gdc_wait(PDL)
     row = tl.program_id(0)
-    scale = scale_of(tl.load(heat_T + row), CAP)
+    scale = scale_of(tl.load(temperature_T + row), CAP)
     c = tl.arange(0, C)
     is_chunk = c < CHUNKS
     at = row * CHUNKS + c
@@ -338,9 +340,9 @@ def _merge(
     held = capped(tl.load(raw_TV + start + tl.load(held_T + row)), CAP)
     tl.store(held_p_T + row, tl.exp((held - peak) * scale) / z)
     # The draw: the token whose interval of the running sum holds `uniform` times the total.
-    draw_heat = tl.load(draw_heat_T + row)
-    hot = tl.maximum(draw_heat, COLDEST)
-    if draw_heat != 1.0:
+    draw_temperature = tl.load(draw_temperature_T + row)
+    hot = tl.maximum(draw_temperature, COLDEST)
+    if draw_temperature != 1.0:
         share = tl.where(is_chunk, tl.exp(shift / hot), 0.0)
         sums = tl.load(draw_sum_TC + at, mask=is_chunk, other=0.0)
         weights = (sums * share).to(tl.float64)
@@ -359,16 +361,18 @@ def _merge(
     likeliest = tl.min(tl.where(raw == tl.max(raw, 0), v, 2147483647), 0)
     draw = chunk * W + inside
     draw = tl.minimum(tl.where((inside < W) & (draw < vocab), draw, likeliest), vocab - 1)
-    draw = tl.where(draw_heat < COLDEST, top, draw)
+    draw = tl.where(draw_temperature < COLDEST, top, draw)
     tl.store(draw_T + row, draw)
 
 
 @triton.jit
-def _probabilities(raw_TV, heat_T, peak_T, total_T, vocab, CAP: tl.constexpr, W: tl.constexpr):
+def _probabilities(
+    raw_TV, temperature_T, peak_T, total_T, vocab, CAP: tl.constexpr, W: tl.constexpr
+):
     row = tl.program_id(1)
     v = tl.program_id(0) * W + tl.arange(0, W)
     at = raw_TV + row.to(tl.int64) * vocab + v
     y = capped(tl.load(at, mask=v < vocab, other=0.0), CAP)
-    x = (y - tl.load(peak_T + row)) * scale_of(tl.load(heat_T + row), CAP)
+    x = (y - tl.load(peak_T + row)) * scale_of(tl.load(temperature_T + row), CAP)
     p = tl.exp(x) / tl.load(total_T + row)
     tl.store(at, p.to(raw_TV.dtype.element_ty), mask=v < vocab)

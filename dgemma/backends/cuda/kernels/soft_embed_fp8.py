@@ -44,13 +44,13 @@ class Shares:
 def shares(
     raw_TV: Tensor,
     softcap: float | None,
-    heat_T: Tensor,
+    temperature_T: Tensor,
     marks: Marks,
     merged: Merged,
     table: SoftTable,
 ) -> Shares:
     """Of the head's output, which stays."""
-    given = (heat_T, merged.peak_T, merged.total_T, marks.peak_TC, merged.next_T)
+    given = (temperature_T, merged.peak_T, merged.total_T, marks.peak_TC, merged.next_T)
     tops = (merged.top_T, merged.top_p_T)
     return _shares_by(raw_TV, given, tops, table, {"CAP": softcap or 0.0, "IS_RAW": True})
 
@@ -142,7 +142,7 @@ def product(found: Shares, table: SoftTable, dtype: torch.dtype, form: Cut = SOF
 @triton.jit
 def _shares(
     from_TV,
-    heat_T,
+    temperature_T,
     peak_T,
     total_T,
     peak_TC,
@@ -177,7 +177,7 @@ def _shares(
     near = tl.where((c == top // NEAR) & is_near, tl.load(next_T + row), near)
     greatest = tl.max(near, 0)
     if IS_RAW:
-        scale = scale_of(tl.load(heat_T + row), CAP)
+        scale = scale_of(tl.load(temperature_T + row), CAP)
         p = tl.exp((greatest - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
     else:
         scale = 1.0

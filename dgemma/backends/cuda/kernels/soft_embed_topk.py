@@ -72,16 +72,16 @@ class Into:
 
 
 def likely(
-    raw_TV: Tensor, softcap: float | None, heat_T: Tensor, marks: Marks, merged: Merged
+    raw_TV: Tensor, softcap: float | None, temperature_T: Tensor, marks: Marks, merged: Merged
 ) -> Likely:
     """Search each position for likely tokens. Only chunks whose peak is likely enough are read."""
     rows, vocab = raw_TV.shape
     groups = triton.cdiv(marks.peak_TC.shape[1], AT_ONCE)
     count_TG = torch.empty(rows, groups, dtype=torch.int32, device=raw_TV.device)
-    mass_TG = heat_T.new_empty(rows, groups)
+    mass_TG = temperature_T.new_empty(rows, groups)
     _likely[(rows, groups)](
         raw_TV,
-        heat_T,
+        temperature_T,
         merged.peak_T,
         merged.total_T,
         merged.least_T,
@@ -103,7 +103,7 @@ def likely(
 def survivors(
     raw_TV: Tensor,
     softcap: float | None,
-    heat_T: Tensor,
+    temperature_T: Tensor,
     marks: Marks,
     merged: Merged,
     found: Likely | None = None,
@@ -112,16 +112,16 @@ def survivors(
 
     Of use where they suffice; see `Likely`. `found`: what the search has given already.
     """
-    found = found or likely(raw_TV, softcap, heat_T, marks, merged)
+    found = found or likely(raw_TV, softcap, temperature_T, marks, merged)
     rows, vocab = raw_TV.shape
     groups = found.count_TG.shape[1]
     id_TS = torch.empty(rows, SURVIVORS, dtype=torch.int32, device=raw_TV.device)
     p_TS = torch.empty(rows, SURVIVORS, dtype=torch.float32, device=raw_TV.device)
     count_T = torch.empty(rows, dtype=torch.int32, device=raw_TV.device)
-    mass_T = torch.empty_like(heat_T)
+    mass_T = torch.empty_like(temperature_T)
     _survivors[(rows, groups)](
         raw_TV,
-        heat_T,
+        temperature_T,
         merged.peak_T,
         merged.total_T,
         merged.least_T,
@@ -186,7 +186,7 @@ def flag_bytes(flags_T: Tensor) -> Tensor:
 
 @triton.jit
 def _chunks(
-    heat_T,
+    temperature_T,
     peak_T,
     total_T,
     peak_TC,
@@ -199,21 +199,21 @@ def _chunks(
     row = tl.program_id(0)
     c = tl.program_id(1) * EACH + tl.arange(0, EACH)
     top = tl.load(peak_TC + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
-    return c, _p(top, heat_T, peak_T, total_T, CAP) >= READ
+    return c, _p(top, temperature_T, peak_T, total_T, CAP) >= READ
 
 
 @triton.jit
-def _p(y, heat_T, peak_T, total_T, CAP: tl.constexpr):
+def _p(y, temperature_T, peak_T, total_T, CAP: tl.constexpr):
     """Probabilities of capped numbers."""
     row = tl.program_id(0)
-    scale = scale_of(tl.load(heat_T + row), CAP)
+    scale = scale_of(tl.load(temperature_T + row), CAP)
     return tl.exp((y - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
 
 
 @triton.jit
 def _likely(
     raw_TV,
-    heat_T,
+    temperature_T,
     peak_T,
     total_T,
     least_T,
@@ -237,7 +237,7 @@ def _likely(
     row = tl.program_id(0)
     at = row * tl.num_programs(1) + tl.program_id(1)
     # Asked for before the flag is seen, so that it is not waited for twice.
-    c, is_read = _chunks(heat_T, peak_T, total_T, peak_TC, READ, CAP, CHUNKS, EACH)
+    c, is_read = _chunks(temperature_T, peak_T, total_T, peak_TC, READ, CAP, CHUNKS, EACH)
     least = tl.load(least_T + row)
     count = 0
     mass = 0.0
@@ -253,7 +253,7 @@ def _likely(
             # Whoever reads this in time need not search: that few do not suffice is certain.
             tl.atomic_max(flat_C + row // L, 1)
         elif count > 0:
-            mass = _mass(raw, least, heat_T, peak_T, total_T, CAP)
+            mass = _mass(raw, least, temperature_T, peak_T, total_T, CAP)
     tl.store(count_TG + at, count)
     tl.store(mass_TG + at, mass)
 
@@ -269,7 +269,7 @@ def _most(raw):
 
 
 @triton.jit
-def _mass(raw, least, heat_T, peak_T, total_T, CAP: tl.constexpr):
+def _mass(raw, least, temperature_T, peak_T, total_T, CAP: tl.constexpr):
     """The mass of likely tokens: in all columns at once the greatest number, then the next.
 
     A column is what one thread holds, in which there are few, so that it ends after few rounds.
@@ -278,7 +278,7 @@ def _mass(raw, least, heat_T, peak_T, total_T, CAP: tl.constexpr):
     mass = tl.zeros_like(top)
     while tl.max(top, 0) >= least:
         equals = _over_column((raw == top[None, :, None]).to(tl.float32))
-        p = _p(capped(top, CAP), heat_T, peak_T, total_T, CAP)
+        p = _p(capped(top, CAP), temperature_T, peak_T, total_T, CAP)
         mass += tl.where(top >= least, equals * p, 0.0)
         top = _most(tl.where(raw < top[None, :, None], raw, float("-inf")))
     return tl.sum(mass, 0)
@@ -287,7 +287,7 @@ def _mass(raw, least, heat_T, peak_T, total_T, CAP: tl.constexpr):
 @triton.jit
 def _survivors(
     raw_TV,
-    heat_T,
+    temperature_T,
     peak_T,
     total_T,
     least_T,
@@ -319,13 +319,13 @@ def _survivors(
         tl.store(mass_T + row, tl.where(count <= S, tl.sum(masses, 0), 0.0))
         tl.store(count_T + row, tl.where(count <= S, count, 0))
     if (count <= S) & (tl.sum(tl.where(g == group, counts, 0), 0) > 0):
-        c, is_read = _chunks(heat_T, peak_T, total_T, peak_TC, READ, CAP, CHUNKS, EACH)
+        c, is_read = _chunks(temperature_T, peak_T, total_T, peak_TC, READ, CAP, CHUNKS, EACH)
         v = c[:, None] * W + tl.arange(0, W)[None, :]
         is_token = is_read[:, None] & (v < vocab)
         at_V = raw_TV + row.to(tl.int64) * vocab + v
         raw = tl.load(at_V, mask=is_token, other=float("-inf")).to(tl.float32)
         is_likely = raw >= tl.load(least_T + row)
-        p = _p(capped(raw, CAP), heat_T, peak_T, total_T, CAP)
+        p = _p(capped(raw, CAP), temperature_T, peak_T, total_T, CAP)
         likely = is_likely.to(tl.int32)
         found = tl.sum(likely, 1)
         before = tl.sum(tl.where(g < group, counts, 0), 0) + tl.cumsum(found, 0) - found
