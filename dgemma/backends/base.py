@@ -45,6 +45,7 @@ class Backend(Protocol):
 
     model: Gemma
     name: str
+    max_rows: int  # canvases that a pass steps at once
 
     def run(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
         """Run one pass for all inputs: commits first, so that a canvas sees its own commit."""

@@ -26,6 +26,7 @@ class ReferenceBackend:
     """Executes passes by the model's own modules."""
 
     name = "reference"
+    max_rows = 1 << 16
 
     def __init__(self, model: Gemma) -> None:
         self.model = model

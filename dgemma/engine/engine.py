@@ -79,7 +79,8 @@ class Engine:
         self.stop_ids = StopIds.read(generation.stop_ids)
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_rows, self.backend = max_rows, choose_backend(model)
+        self.backend = choose_backend(model)
+        self.max_rows = min(max_rows, self.backend.max_rows)
         self.chunk = prefill_chunk(self.device, self.dtype)
         give_back(self.device)  # what loading, joining and checks have left
         room = prefix_room(self.device) if prefix_bytes is None else prefix_bytes

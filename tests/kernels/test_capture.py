@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import Thread, get_ident
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_each_key_has_a_graph_of_its_own(calls: list[str]) -> None:
         graphs.run(key, lambda: calls.append("work"))
     assert calls == ["work", "work", *CAPTURED]
     assert set(graphs.captured) == {"a"}
-    assert graphs.seen == {"a", "b"}
+    assert {key for key, _ in graphs.seen} == {"a", "b"}
 
 
 def test_all_captures_share_one_stream(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +131,40 @@ def test_nothing_is_captured_on_a_cpu(calls: list[str]) -> None:
         graphs.run("a", lambda: calls.append("work"))
     assert calls == ["work"] * 3
     assert not graphs.captured
+
+
+def test_a_thread_captures_only_what_it_has_run_itself(calls: list[str]) -> None:
+    """Library handles are set up thread by thread, which a capture does not allow."""
+    graphs = Graphs(GPU)
+
+    def run() -> None:
+        graphs.run("a", lambda: calls.append("work"))
+
+    run()
+    other = Thread(target=run)
+    other.start()
+    other.join()
+    assert calls == ["work", "work"]
+    run()
+    assert calls == ["work", "work", *CAPTURED]
+
+
+def test_captures_after_all_were_dropped_have_memory_of_their_own(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = iter([(0, 1), (0, 2), (0, 3)])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    graphs = Graphs(GPU)
+    assert graphs.pool == (0, 1)
+    graphs.clear()
+    assert graphs.pool == (0, 2)
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    graphs.seen.add(("a", get_ident()))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.run("a", fails)  # not captured, then run eagerly
+    assert not graphs.is_captured("a")
+    assert graphs.pool == (0, 3)

@@ -44,6 +44,7 @@ ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 COMMIT_BUCKETS = (0, 1, 2, 4, 8, 16)
 MAX_COMMITS = COMMIT_BUCKETS[-1]
 MIN_STEPS = 64  # steps that the noise buffers hold at least
+MIN_FILLED = 0.25  # of a captured pass of commits, for texts to be encoded by it
 SMALL_GPU, SMALL_ROWS = 40e9, 4  # bytes, and canvases of a pass where there are fewer
 
 # A sequence and what its KV table depends on. A weak reference: another cache may have the same id.
@@ -129,12 +130,17 @@ class CudaBackend:
         stepped = self._step([inputs[i] for i in stepping], commits)
         for index, row in zip(stepping, stepped, strict=True):
             outputs[index] = ForwardOutput(row=row)
-        for given in inputs:  # last: a pass that failed has committed nothing
-            count = len(given.tokens) - (given.draw is not None)
-            if self._can_run(given):
-                given.cache.length += count
-        for index, drawn in zip(drawing, self._draw([inputs[i] for i in drawing]), strict=True):
-            outputs[index] = drawn
+        runnable = [given for given in inputs if self._can_run(given)]
+        for given in runnable:  # last: a pass that failed has committed nothing
+            given.cache.length += len(given.tokens) - (given.draw is not None)
+        try:
+            drawn = list(self._draw([inputs[i] for i in drawing]))
+        except Exception:
+            for given in runnable:
+                given.cache.length -= len(given.tokens) - (given.draw is not None)
+            raise
+        for index, output in zip(drawing, drawn, strict=True):
+            outputs[index] = output
         return [output for output in outputs if output is not None]
 
     def _can_run(self, given: ForwardInput) -> bool:
@@ -219,7 +225,9 @@ class CudaBackend:
             self._allocate(2 * most)
         entries: list[int | None] = [self._resident(given) for given in stepping]
         taken = {entry for entry in entries if entry is not None}
-        free = iter([entry for entry in range(self.max_rows) if entry not in taken])
+        # Free entries first: rows of another batch may come back to theirs.
+        by_use = sorted(range(self.max_rows), key=lambda entry: self.residents[entry] is not None)
+        free = iter([entry for entry in by_use if entry not in taken])
         for index, given in enumerate(stepping):
             if entries[index] is not None:
                 continue
@@ -264,7 +272,10 @@ class CudaBackend:
         if any(goes_on):
             sparse = all(flag[1] for flag, on in zip(flags, goes_on, strict=True) if on)
             name = "sparse" if sparse else "dense"
-            self.graphs.run((name, *key), lambda: found.soft_embed(sparse=sparse))
+            if self.graphs.is_captured(("step", *key)):
+                self.graphs.run((name, *key), lambda: found.soft_embed(sparse=sparse))
+            else:  # the statistics of an eager step lie elsewhere each time
+                found.soft_embed(sparse=sparse)
         return self._copy_out(stepping, entries, flags, updated)
 
     def _update_on_host(
@@ -354,7 +365,7 @@ class CudaBackend:
         tokens, logprobs = decode.drawn_2B.tolist()
         for index, given in enumerate(drawing):
             if given.needs_logits:
-                yield ForwardOutput(logits_V=decode.logits_BV[index])
+                yield ForwardOutput(logits_V=decode.logits_BV[index].clone())
             else:
                 yield ForwardOutput(token=int(tokens[index]), logprob=logprobs[index])
 
@@ -405,6 +416,8 @@ class CudaBackend:
         is_causal = all(segment.commit for segment in batch.segments)
         if not is_causal or pieces > MAX_COMMITS or batch.kv_table() is None:
             return None
+        if MIN_FILLED * _bucket(pieces, COMMIT_BUCKETS) * self.length > len(tokens_T):
+            return None  # mostly padding: segments of their own length are cheaper
         tokens, commits = tokens_T.tolist(), []
         for segment, start in zip(batch.segments, batch.starts, strict=True):
             own, tokens = tokens[: segment.count], tokens[segment.count :]

@@ -6,6 +6,7 @@ for nothing and no buffer has to be restored. A shape that never comes again is 
 
 import logging
 from collections.abc import Callable, Hashable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -35,16 +36,18 @@ class Graphs:
         self.device = device
         self.pool: Pool | None = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.captured: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
-        self.seen: set[Hashable] = set()
+        # Keys and the threads that ran them eagerly: library handles are set up thread by thread.
+        self.seen: set[tuple[Hashable, int]] = set()
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Run a pass: replay it if it is captured; capture it if it has run before."""
-        if key in self.seen and key not in self.captured and self.pool is not None:
+        has_run = (key, get_ident()) in self.seen
+        if has_run and key not in self.captured and self.pool is not None:
             self.captured[key] = self._try_capture(work)
         graph = self.captured.get(key)
         if graph is None:
             work()
-            self.seen.add(key)
+            self.seen.add((key, get_ident()))
         else:
             graph.replay()
 
@@ -55,11 +58,22 @@ class Graphs:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             logger.warning("a pass is not captured, and slower for it: %s", reason)
+            if not any(self.captured.values()):
+                self._renew_pool()
             return None
 
+    def is_captured(self, key: Hashable) -> bool:
+        return self.captured.get(key) is not None
+
     def clear(self) -> None:
+        """Drop all captures; memory that no graph uses any more cannot be captured into again."""
         self.captured.clear()
         self.seen.clear()
+        self._renew_pool()
+
+    def _renew_pool(self) -> None:
+        if self.pool is not None:
+            self.pool = torch.cuda.graph_pool_handle()
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize(self.device)

@@ -118,7 +118,8 @@ class DenoisePass:
         self.entry_C = buffers.entry_I[:canvases]
         self.cos_sin: CosSin = {}
         self.found: LogitStats | None = None  # of the last step
-        self.hidden_TD: Tensor | None = None  # of all tokens of the last pass
+        self.is_sparse: bool | None = None  # how the last soft embedding was made or captured
+        self.hidden_TD: Tensor | None = None  # of the last pass, if it had no canvases
 
     def step(self) -> None:
         """The captured work."""
@@ -146,8 +147,11 @@ class DenoisePass:
     def forward(self, embeds_TD: Tensor) -> Tensor:
         segments = self.buffers.segments(self.canvases, self.commits)
         batch = Batch(segments, self.buffers.table_EX6)
-        self.hidden_TD = self.of.fused.forward(embeds_TD, self.cos_sin, batch)
-        return self.hidden_TD[: self.canvases * self.buffers.length]
+        hidden_TD = self.of.fused.forward(embeds_TD, self.cos_sin, batch)
+        self.cos_sin = {}  # what is held here no other captured pass can use
+        if not self.canvases:
+            self.hidden_TD = hidden_TD
+        return hidden_TD[: self.canvases * self.buffers.length]
 
     def logit_stats(self, hidden_TD: Tensor) -> LogitStats:
         of, buffers, rows = self.of, self.buffers, len(hidden_TD)
@@ -176,6 +180,7 @@ class DenoisePass:
     def soft_embed(self, *, sparse: bool) -> None:
         """Write the self-conditioning of the next step."""
         assert self.found is not None
+        self.is_sparse = sparse
         table, views = self.of.model.embed_tokens, self.buffers.views
         into = Into(
             self.buffers.soft_ELD, views["tokens_L"], views["pinned_L"], self.entry_C, table.scale

@@ -124,6 +124,7 @@ def _checks(probe: Gemma) -> Iterator[str]:
         first, again, second = both[0]
         for before, after in ((rows[0], first), (first, again), (rows[1], second)):
             yield _update_wrong(before, after)
+        yield _replay_wrong(mine_backend, mine, rows[1], second, bounds)
     for token in prompt[:3]:
         draws = [
             backend.run([_single(cache, token)])[0]
@@ -177,14 +178,26 @@ def _rows_wrong(mine: list[Row], want: list[Row], bounds: Bounds) -> str:
 
 def _dense_wrong(backend: CudaBackend, want: Row, bounds: Bounds) -> str:
     """Compare the mean over the whole vocabulary where the last step took likely tokens alone."""
-    if ("dense", 2, 0) in backend.graphs.seen:
-        return ""  # compared already; and logits may be no more
     last = backend.denoises[2, 0]
+    if last.is_sparse is False:
+        return ""  # compared already; and logits may be no more
     last.soft_embed(sparse=False)
     soft_LD = backend.buffers.soft_ELD[int(last.entry_C[1])]
     assert want.canvas.soft_LD is not None
     error_L = _errors(soft_LD.float(), want.canvas.soft_LD.float())
     return _wrong("soft embeddings of the whole vocabulary", error_L, bounds.soft)
+
+
+def _replay_wrong(
+    backend: CudaBackend, cache: KVCache, row: Row, eager: Row, bounds: Bounds
+) -> str:
+    """Compare a step that is captured and replayed with the one that ran eagerly."""
+    fork = cache.fork(row.canvas.length)
+    for _ in range(3):  # eager, captured, replayed
+        (output,) = backend.run([ForwardInput(cache=fork, row=row)])
+    cache.is_shared = False
+    assert output.row is not None
+    return _rows_wrong([output.row], [eager], bounds)
 
 
 def _update_wrong(before: Row, after: Row) -> str:
