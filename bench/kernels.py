@@ -689,7 +689,7 @@ def pass_checks(sizes: Sizes) -> Iterator[Check]:
     backend.run([ForwardInput(cache=cache, row=row)])
     found = backend._denoise_pass(1, 0)
     embeds = found.embed().clone()
-    stats = found.found
+    stats = found.stats
     assert stats is not None
     zero = torch.zeros(1, device=sizes.device)
 

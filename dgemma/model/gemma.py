@@ -31,9 +31,9 @@ class Context(Protocol):
 
 
 class Runner(Protocol):
-    """Runs all layers and the last norm another way, where it can; None where it cannot."""
+    """Runs all layers and the final norm another way: training compiles layers by type."""
 
-    def __call__(self, x_TD: Tensor, context: Context, cos_sin: CosSin) -> Tensor | None: ...
+    def __call__(self, x_TD: Tensor, context: Context, cos_sin: CosSin) -> Tensor: ...
 
 
 class Norm(nn.Module):
@@ -218,7 +218,7 @@ class Gemma(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.self_conditioning = SelfConditioning(config) if config.can_denoise else None
-        self.runner: Runner | None = None  # same function, laid out for a device
+        self.runner: Runner | None = None  # set by training
 
     def encode(self, tokens_T: Tensor, context: Context) -> Tensor:
         """The causal mode: hidden states of prompt or committed tokens."""
@@ -237,9 +237,7 @@ class Gemma(nn.Module):
         """All layers; `cos_sin`: those of the context's positions, if they are known already."""
         cos_sin = self.cos_sin(context.positions_T) if cos_sin is None else cos_sin
         if self.runner is not None:
-            hidden_TD = self.runner(x_TD, context, cos_sin)
-            if hidden_TD is not None:
-                return hidden_TD
+            return self.runner(x_TD, context, cos_sin)
         for layer in self.layers:
             x_TD = layer(x_TD, cos_sin, context)
         return self.norm(x_TD)  # type: ignore[no-any-return]
@@ -260,5 +258,10 @@ class Gemma(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Soft-capped float32 logits."""
-        raw_TV, cap = self.head(hidden_TD).float(), self.config.final_logit_softcapping
-        return raw_TV if cap is None else torch.tanh(raw_TV / cap) * cap
+        return soft_cap(self.head(hidden_TD), self.config.final_logit_softcapping)
+
+
+def soft_cap(logits_TV: Tensor, cap: float | None) -> Tensor:
+    """Bound logits smoothly to +-cap, in float32."""
+    logits_TV = logits_TV.float()
+    return logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap

@@ -58,10 +58,6 @@ class Fp8HeadTable(TokenTable):
             return None
         return SoftTable(self.soft_8, self.soft_beside, self.soft_unit)
 
-    def forget_soft(self) -> None:
-        """Make means of the table itself from now on."""
-        self._keep_soft(None)
-
     @property
     def head(self) -> Weight:
         return Weight(self.head_8, self.head_factor)

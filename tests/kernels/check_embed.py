@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.backends.cuda.kernels.embed import StepInputs, Table, Tokens, add_and_norm, embed
+from dgemma.backends.cuda.kernels.embed import EmbedTokens, StepInputs, Table, add_and_norm, embed
 from dgemma.backends.cuda.passes import Rope
 from dgemma.model.gemma import Gemma
 from dgemma.model.norm import rms_norm
@@ -24,12 +24,12 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def tokens_of(entries: list[int], num_canvases: int) -> Tokens:
+def tokens_of(entries: list[int], num_canvases: int) -> EmbedTokens:
     """Name entries, whose tokens and starts lie among other numbers."""
     of = torch.Generator().manual_seed(1)
     canvas_EL, commit_EL = torch.randint(96, (2, ENTRIES, LENGTH + 3), generator=of)
     start_E2 = torch.tensor([[start, 99] for start in START])
-    return Tokens(
+    return EmbedTokens(
         entry_I=torch.tensor(entries, dtype=torch.int32),
         canvas_EL=canvas_EL[:, :LENGTH],
         commit_EL=commit_EL[:, 1 : 1 + LENGTH],
@@ -53,7 +53,7 @@ def step_inputs(width: int, positions: int) -> StepInputs:
     )
 
 
-def check_rope(model: Gemma, tokens: Tokens, found: dict[str, tuple[Tensor, Tensor]]) -> None:
+def check_rope(model: Gemma, tokens: EmbedTokens, found: dict[str, tuple[Tensor, Tensor]]) -> None:
     starts = [START[entry] for entry in tokens.entry_I.tolist()]
     positions_T = torch.cat([torch.arange(start, start + LENGTH) for start in starts])
     want = rope_cos_sin(model.config, positions_T)

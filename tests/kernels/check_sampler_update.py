@@ -110,7 +110,7 @@ def updated(model: Gemma, cases: list[Case]) -> tuple[list[Canvas], list[list[bo
     kernel.update(buffers.canvas_states(), kernel.Stats(**joined, likely=likely), entry_C)
     assert (buffers.state_EB[idle] == 7).all()
     assert buffers.step_E[entries].tolist() == [case.canvas.num_steps + 1 for case in cases]
-    states_CB = buffers.read_states(entries, on_host=True)
+    states_CB = buffers.state_EB[entries]
     canvases = [buffers.canvas(s, c.canvas) for s, c in zip(states_CB, cases, strict=True)]
     return canvases, buffers.flags_E2[entries].tolist()
 

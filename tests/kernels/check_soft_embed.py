@@ -185,7 +185,7 @@ def test_pinned_positions_have_their_own_tokens_and_reopened_ones_nothing(has_so
     """In fp8 where the table has it so, else in the table's own type."""
     table, (raw_TV, temperature_T) = table_of(96, 24), logits_of(96)
     if not has_soft:
-        table.forget_soft()
+        table._keep_soft(None)
     into = into_of(6, 24, scale=2.5)
     into.tokens_EL[0] = torch.arange(6) + 3
     into.pinned_EL[0] = torch.tensor([0, 1, 0, 1, 2, 0])

@@ -23,7 +23,7 @@ from dgemma.backends.cuda.kernels import (
     soft_embed_fp8,
     soft_embed_topk,
 )
-from dgemma.quant.soft_table import NEAR, SHARE, SMALLEST
+from dgemma.quant.soft_table import NEAR, SHARE
 
 VOCAB = 1 << 18
 PAIRS = 128 + 64  # of RoPE, of both layer types
@@ -107,9 +107,9 @@ def soft_fp8_cases() -> list[Case]:
         "factor_ST": FLOAT,
     }
     row |= {"peak_TC": FLOAT, "next_T": FLOAT}
-    shares = {**row, "from_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": EIGHT}
-    rounding = {"LEAST": SMALLEST, "CAP": 30.0, "SHARE": SHARE, "W": soft_embed_fp8.AT_ONCE}
-    rounding |= {"CHUNKS": 128, "NEAR": NEAR, "REACH": soft_embed_fp8.reach(SHARE), "IS_RAW": True}
+    shares = {**row, "raw_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": EIGHT}
+    rounding = {"CAP": 30.0, "SHARE": SHARE, "W": soft_embed_fp8.AT_ONCE}
+    rounding |= {"CHUNKS": 128, "NEAR": NEAR, "REACH": soft_embed_fp8.reach(SHARE)}
     product = {
         "numbers_TV": fp8_operand(form.rows, form.depth),
         "numbers_DV": fp8_operand(form.outputs, form.depth),

@@ -41,14 +41,9 @@ def moe_cases(bits: int, *, everything: bool = True) -> list[Case]:
 
 
 def sort_cases() -> list[Case]:
-    """Return what comes before the grouped GEMMs, and behind them."""
+    """Return the sort of assignments by expert."""
     fill = {"ids": INT, "num_choices": "i32", **BUCKETS}
-    combine = {"out_AD": HALF, "share_TK": FLOAT, "mixed_TD": HALF}
-    sizes = {"D": WIDTH, "TOP": TOP_K, "BLOCK": 1024}
-    return [
-        Case("moe sort", moe_sort._buckets, fill, {"STEPS": 2, "BLOCK": moe_sort.SCAN}),
-        Case("moe combine", moe._combine, combine, sizes),
-    ]
+    return [Case("moe sort", moe_sort._buckets, fill, {"STEPS": 2, "BLOCK": moe_sort.SCAN})]
 
 
 def nvfp4_cases(*, everything: bool = True) -> list[Case]:

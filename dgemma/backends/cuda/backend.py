@@ -27,8 +27,8 @@ from dgemma.backends.cuda.passes import (
     DenoisePass,
     PassModel,
     has_plain_self_conditioning,
+    run_segments,
 )
-from dgemma.backends.cuda.segments import run_segments
 from dgemma.backends.cuda.support import current_device
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.diffusion.canvas import Canvas
@@ -36,7 +36,7 @@ from dgemma.diffusion.denoise import Row, update_canvas
 from dgemma.diffusion.logit_stats import RowStats
 from dgemma.diffusion.sampler import EntropyBound
 from dgemma.model.forward_batch import ForwardBatch
-from dgemma.model.gemma import Gemma
+from dgemma.model.gemma import Gemma, soft_cap
 from dgemma.model.kv_cache import KVCache
 
 MAX_ROWS = 16  # canvases, or AR sequences, of one pass
@@ -55,7 +55,7 @@ logger = logging.getLogger("dgemma")
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """What an entry of the buffers holds, and the sequence it was placed for."""
+    """The row that an entry of the buffers holds, and the state of its KV cache then."""
 
     canvas: Canvas
     cache: "ref[KVCache]"
@@ -81,10 +81,11 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, model: Gemma, passes: PassModel | None = None) -> None:
+    def __init__(self, model: Gemma) -> None:
         self.model, self.device = model, model.embed_tokens.weight.device
         self.reference = ReferenceBackend(model)
-        self.passes = passes or PassModel(model)
+        self.passes = PassModel(model)
+        self._has_warned = False
         self.graphs = Graphs(self.device)
         self.length = model.config.canvas_length
         self.max_rows = max_rows(self.device)
@@ -118,7 +119,7 @@ class CudaBackend:
         commits: list[Commit] = []
         for index, given in enumerate(inputs):
             if not self._can_run(given):
-                (outputs[index],) = self.reference.run([given])
+                (outputs[index],) = self._run_by_reference(given)
                 continue
             commits += self._commits(given)
             if given.row is not None:
@@ -130,14 +131,14 @@ class CudaBackend:
         stepped = self._step([inputs[i] for i in stepping], commits)
         for index, row in zip(stepping, stepped, strict=True):
             outputs[index] = ForwardOutput(row=row)
-        runnable = [given for given in inputs if self._can_run(given)]
-        for given in runnable:  # last: a pass that failed has committed nothing
+        lengths = [(given.cache, given.cache.length) for given in inputs]
+        for given in filter(self._can_run, inputs):  # a pass that failed has committed nothing
             given.cache.length += len(given.tokens) - (given.draw is not None)
         try:
             drawn = list(self._draw([inputs[i] for i in drawing]))
         except Exception:
-            for given in runnable:
-                given.cache.length -= len(given.tokens) - (given.draw is not None)
+            for cache, length in lengths:
+                cache.length = length
             raise
         for index, output in zip(drawing, drawn, strict=True):
             outputs[index] = output
@@ -147,6 +148,12 @@ class CudaBackend:
         """False where kernels cannot read the keys: a shared prefix with one of its own."""
         prefix = given.cache.shared_prefix
         return prefix is None or prefix.shared_prefix is None
+
+    def _run_by_reference(self, given: ForwardInput) -> list[ForwardOutput]:
+        if not self._has_warned:
+            logger.warning("a nested shared prefix runs on the reference backend, uncaptured")
+        self._has_warned = True
+        return self.reference.run([given])
 
     # --- canvases and commits
 
@@ -189,7 +196,7 @@ class CudaBackend:
         if commits:
             self.buffers.place_commits(self._meta(commits))
         self.buffers.name_entries(named)
-        for entry in entries:  # of a pass that fails nothing is taken for current
+        for entry in entries:  # if the pass fails, its rows are loaded again
             self.residents[entry] = None
         found = self._denoise_pass(canvases, num_commits)
         self.graphs.run(("step", canvases, num_commits), found.step)
@@ -274,7 +281,7 @@ class CudaBackend:
             name = "sparse" if sparse else "dense"
             if self.graphs.is_captured(("step", *key)):
                 self.graphs.run((name, *key), lambda: found.soft_embed(sparse=sparse))
-            else:  # the statistics of an eager step lie elsewhere each time
+            else:  # an eager step leaves its statistics at another address each time
                 found.soft_embed(sparse=sparse)
         return self._copy_out(stepping, entries, flags, updated)
 
@@ -285,8 +292,8 @@ class CudaBackend:
         updated: dict[int, Canvas] = {}
         if not given:
             return updated
-        assert found.found is not None
-        stats = found.found.stats
+        assert found.stats is not None
+        stats = found.stats.stats
         columns = torch.stack([getattr(stats, n).double() for n in RowStats.__slots__]).cpu()
         for index, entry, row in given:
             canvas = row.canvas
@@ -304,10 +311,8 @@ class CudaBackend:
 
     def _logits(self, found: DenoisePass, positions: list[int]) -> Tensor:
         """Capped logits of some positions of the last step."""
-        assert found.found is not None
-        raw_nV = found.found.raw_TV[positions].float()
-        cap = self.passes.softcap
-        return raw_nV if cap is None else torch.tanh(raw_nV / cap) * cap
+        assert found.stats is not None
+        return soft_cap(found.stats.raw_TV[positions], self.passes.softcap)
 
     def _copy_out(
         self,
@@ -317,8 +322,10 @@ class CudaBackend:
         updated: dict[int, Canvas],
     ) -> list[Row]:
         buffers, rows = self.buffers, []
-        state_CB = buffers.read_states(entries, on_host=False)
-        soft_CLD = buffers.soft_ELD.index_select(0, buffers.entry_I[: len(entries)])
+        entry_C = buffers.entry_I[: len(entries)]
+        state_CB, soft_CLD = (
+            x.index_select(0, entry_C) for x in (buffers.state_EB, buffers.soft_ELD)
+        )
         for index, (given, entry) in enumerate(zip(stepping, entries, strict=True)):
             row, cache = given.row, given.cache
             assert row is not None

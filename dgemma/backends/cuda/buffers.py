@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dgemma.backends.cuda.kernels.attention import CANVAS, CAUSAL, MIXED, Segments
-from dgemma.backends.cuda.kernels.embed import StepInputs, Tokens
+from dgemma.backends.cuda.kernels.embed import EmbedTokens, StepInputs
 from dgemma.backends.cuda.kernels.sampler_update import CanvasStates
 from dgemma.diffusion.canvas import BlockNoise, Canvas
 from dgemma.diffusion.sampler import EntropyBound, Sampler
@@ -35,7 +35,7 @@ ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class StateField:
     dtype: torch.dtype
     offset: int  # bytes
     count: int
@@ -46,12 +46,12 @@ class Field:
         return state_EB[:, self.offset : self.offset + size].view(self.dtype)
 
 
-def state_fields(length: int) -> tuple[dict[str, Field], int]:
+def state_fields(length: int) -> tuple[dict[str, StateField], int]:
     """Layout of a canvas's state, and its size in bytes."""
     fields, end = {}, 0
     for name, dtype in FIELDS.items():
         count = length if name.endswith("_L") else 1
-        fields[name] = Field(dtype, end, count)
+        fields[name] = StateField(dtype, end, count)
         end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return fields, end
 
@@ -113,8 +113,8 @@ class GraphBuffers:
             kind=kind,
         )
 
-    def tokens(self, num_canvases: int, num_commits: int) -> Tokens:
-        return Tokens(
+    def tokens(self, num_canvases: int, num_commits: int) -> EmbedTokens:
+        return EmbedTokens(
             entry_I=self.entry_I[: num_canvases + num_commits],
             canvas_EL=self.views["tokens_L"],
             commit_EL=self.commit_EL,
@@ -204,12 +204,6 @@ class GraphBuffers:
             views["pinned_L"][:count].masked_fill_(canvas.reopened_L, 2)
         if state_1B is not None:
             self.state_EB[entry].copy_(state_1B[0])
-
-    def read_states(self, entries: list[int], *, on_host: bool) -> Tensor:
-        """Copy the states of some entries, [n, B]."""
-        if on_host or self.device.type == "cpu":
-            return self.state_EB[entries].cpu()
-        return self.state_EB.index_select(0, self.entry_I[: len(entries)])
 
     def canvas(self, state_B: Tensor, before: Canvas) -> Canvas:
         """A canvas out of a copied state; without soft embeddings."""

@@ -9,6 +9,7 @@ T tokens of a pass, D width, X outputs of a merged GEMM, E KV table entries.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import NamedTuple
 
@@ -71,14 +72,11 @@ class FusedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class AttnBatch:
     """Segments of a pass and the KV table they read."""
 
     segments: Segments
     table_EX6: Tensor  # int64: entries, layers
-
-
-Watch = Callable[[FusedLayer, Tensor, Routing], Routing]  # sees, and may replace, the routing
 
 
 class FusedModel:
@@ -89,14 +87,13 @@ class FusedModel:
         layers = layers_of(model)
         norms = [*(layer.input_layernorm.weight for layer in layers), model.norm.weight]
         self.input_norm_D = norms[0]
-        self.watch: Watch | None = None
         self.layers = [
             fuse(layer, index, next_D)
             for index, (layer, next_D) in enumerate(zip(layers, norms[1:], strict=True))
         ]
 
     def forward(
-        self, x_TD: Tensor, cos_sin: CosSin, batch: Batch, normed_TD: Tensor | None = None
+        self, x_TD: Tensor, cos_sin: CosSin, batch: AttnBatch, normed_TD: Tensor | None = None
     ) -> Tensor:
         """Run all layers and the final norm; `normed_TD`: the first layer's normalized input."""
         decode = use_gemv(x_TD)
@@ -114,7 +111,7 @@ class FusedModel:
         assert isinstance(normed, Tensor)
         return normed
 
-    def _attend(self, layer: FusedLayer, qkv_TX: Tensor, cos_sin: CosSin, batch: Batch) -> Rows:
+    def _attend(self, layer: FusedLayer, qkv_TX: Tensor, cos_sin: CosSin, batch: AttnBatch) -> Rows:
         table_E6, segments = batch.table_EX6[:, layer.index], batch.segments
         rope = cos_sin[layer.layer_type]
         q_TNH = heads(qkv_TX, layer.heads, rope, table_E6, segments, self.eps)
@@ -129,24 +126,19 @@ class FusedModel:
         """Return the residual after a layer, and normalized for the next one."""
         dtype = x_TD.dtype
         out = gemm(attended, layer.out, dtype, configs.OUT)
-        if use_gemv(x_TD):
-            norms, (weight_ED, scale_E, top_k) = layer.attention_norms, layer.router
-            read, part_1TE = gemv.join(x_TD, out, norms, weight_ED, self.eps)
-            x_TD, dense, expert = read[0], *(_rows(part) for part in read[1:])
+        norms, (weight_ED, scale_E, top_k) = layer.attention_norms, layer.router
+        dense: Tensor | tuple[Tensor, Tensor]
+        expert: Tensor | tuple[Tensor, Tensor]
+        route: Callable[[], Routing]
+        if use_gemv(x_TD):  # with the router's GEMV in the same launch
+            (x_TD, dense, expert), part_1TE = gemv.join(x_TD, out, norms, weight_ED, self.eps)
             routing = Routing(*router.choose(router.Parts(part_1TE), scale_E, top_k))
-            routing = self._watched(layer, x_TD, routing)
-            ffn = self._feed_forward(layer, dense, expert, lambda: routing, dtype)
+            route = lambda: routing  # noqa: E731
         else:
             fp8 = {"eight": layer.gate_up.is_8, "experts_eight": layer.experts.accepts_fp8(x_TD)}
-            joined = residual_norm.join(x_TD, out, layer.attention_norms, self.eps, **fp8)
-            x_TD, router_TD = joined[0], joined[3]
-            dense, expert = (_rows(part) for part in joined[1:3])
-
-            def route() -> Routing:
-                return self._watched(layer, x_TD, self._route(layer, router_TD))
-
-            ffn = self._feed_forward(layer, dense, expert, route, dtype)
-        dense_TD, mixed = ffn
+            x_TD, dense, expert, router_TD = residual_norm.join(x_TD, out, norms, self.eps, **fp8)
+            route = partial(_route, layer, router_TD)
+        dense_TD, mixed = self._feed_forward(layer, _rows(dense), _rows(expert), route, dtype)
         x_TD, normed = residual_norm.close(
             x_TD, dense_TD, mixed, layer.ffn_norms, self.eps, eight=fp8_out
         )
@@ -172,12 +164,10 @@ class FusedModel:
             _join_side_stream(device)
         return dense_TD, (out_AD, routing.weights_TK)
 
-    def _route(self, layer: FusedLayer, router_TD: Tensor) -> Routing:
-        weight_ED, scale_E, top_k = layer.router
-        return Routing(*router.choose(router.parts(router_TD, weight_ED), scale_E, top_k))
 
-    def _watched(self, layer: FusedLayer, x_TD: Tensor, routing: Routing) -> Routing:
-        return routing if self.watch is None else self.watch(layer, x_TD, routing)
+def _route(layer: FusedLayer, router_TD: Tensor) -> Routing:
+    weight_ED, scale_E, top_k = layer.router
+    return Routing(*router.choose(router.parts(router_TD, weight_ED), scale_E, top_k))
 
 
 def _rows(found: Tensor | tuple[Tensor, Tensor]) -> Rows:

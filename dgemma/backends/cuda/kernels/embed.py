@@ -23,7 +23,7 @@ PAIRS = 128  # RoPE pairs of a program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class EmbedTokens:
     """Tokens and positions of the segments."""
 
     entry_I: Tensor  # int32: table entry of each segment
@@ -69,7 +69,7 @@ class Table:
 
 
 def embed(
-    tokens: Tokens,
+    tokens: EmbedTokens,
     table: Table,
     rope: RopeTables,
     norm: tuple[Tensor, float],

@@ -95,16 +95,6 @@ def down(
     return out_AD
 
 
-def combine(out_AD: Tensor, share_TK: Tensor) -> Tensor:
-    """The weighted sum of each token's choices, always in the order of the choices."""
-    num_tokens, top_k = share_TK.shape
-    width, block = out_AD.shape[1], 1024
-    mixed_TD = out_AD.new_empty(num_tokens, width)
-    grid = (num_tokens, triton.cdiv(width, block))
-    _combine[grid](out_AD, share_TK.contiguous(), mixed_TD, D=width, TOP=top_k, BLOCK=block)
-    return mixed_TD
-
-
 def choices(
     x_TD: Tensor,
     ids_TK: Tensor,
@@ -146,14 +136,6 @@ def quantize(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(width)
     _quantize[(rows,)](x_TD, out_TD, factor_T, D=width, BLOCK=block, num_warps=4, **pdl_kwargs())
     return out_TD, factor_T
-
-
-def fits(x_TD: Tensor, gate_up_EID: Tensor, down_EDI: Tensor) -> bool:
-    """Whether these have this path: one 16-bit type, or float32 to be tested; whole rows."""
-    both = (gate_up_EID, down_EDI)
-    is_one = all(w.dtype == x_TD.dtype and w.is_contiguous() for w in both)
-    is_known = x_TD.dtype in (torch.bfloat16, torch.float16) or x_TD.device.type == "cpu"
-    return is_one and is_known and all(w.shape[2] % 8 == 0 for w in both)
 
 
 def _weights(weight_EON: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
@@ -321,18 +303,6 @@ def _down(
         at = choice.to(tl.int64)[:, None] * D + n[None, :]
         is_here = is_row[:, None] & (n < D)[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=is_here)
-
-
-@triton.jit
-def _combine(out_AD, share_TK, mixed_TD, D: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for k in tl.static_range(TOP):
-        share = tl.load(share_TK + token * TOP + k).to(tl.float32)
-        y = tl.load(out_AD + (token * TOP + k) * D + d, mask=d < D, other=0.0)
-        total += share * y.to(tl.float32)
-    tl.store(mixed_TD + token * D + d, total.to(mixed_TD.dtype.element_ty), mask=d < D)
 
 
 @triton.jit

@@ -23,9 +23,9 @@ from dgemma.backends.cuda.kernels import device
 from dgemma.backends.cuda.kernels.gemm_fp8 import load_block, operand
 from dgemma.backends.cuda.kernels.logit_stats import CHUNK, Marks, Merged, capped, scale_of
 from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
-from dgemma.backends.cuda.kernels.soft_embed_topk import BLOCK, Into, conditioned
+from dgemma.backends.cuda.kernels.soft_embed_topk import BLOCK, Into, store_soft
 from dgemma.quant.fp8 import E4M3
-from dgemma.quant.soft_table import NEAR, SMALLEST, SoftTable
+from dgemma.quant.soft_table import NEAR, SoftTable
 
 AT_ONCE = 1024  # probabilities that are rounded at a time
 assert CHUNK == NEAR, "row statistics leave peaks of other chunks than the definition's"
@@ -49,43 +49,34 @@ def shares(
     merged: Merged,
     table: SoftTable,
 ) -> Shares:
-    """Of the head's output, which stays."""
-    given = (temperature_T, merged.peak_T, merged.total_T, marks.peak_TC, merged.next_T)
-    tops = (merged.top_T, merged.top_p_T)
-    return _shares_by(raw_TV, given, tops, table, {"CAP": softcap or 0.0, "IS_RAW": True})
-
-
-def _shares_by(
-    from_TV: Tensor,
-    row: tuple[Tensor, ...],
-    tops: tuple[Tensor, Tensor],
-    table: SoftTable,
-    how: dict[str, float],
-) -> Shares:
-    rows, vocab = from_TV.shape
+    """Quantize the probabilities of logits, which stay as they are."""
+    rows, vocab = raw_TV.shape
     parts = triton.cdiv(vocab, table.share)
-    numbers_TV = torch.empty(rows, vocab, dtype=E4M3, device=from_TV.device)
-    factor_ST = torch.empty(parts, rows, dtype=torch.float32, device=from_TV.device)
+    numbers_TV = torch.empty(rows, vocab, dtype=E4M3, device=raw_TV.device)
+    factor_ST = torch.empty(parts, rows, dtype=torch.float32, device=raw_TV.device)
     _shares[(parts, rows)](
-        from_TV,
-        *row,
-        tops[0],
+        raw_TV,
+        temperature_T,
+        merged.peak_T,
+        merged.total_T,
+        marks.peak_TC,
+        merged.next_T,
+        merged.top_T,
         table.beside_V,
         table.unit_1,
         numbers_TV,
         factor_ST,
         vocab,
-        LEAST=SMALLEST,
+        CAP=softcap or 0.0,
         SHARE=table.share,
         CHUNKS=triton.cdiv(vocab, NEAR),
         NEAR=NEAR,
         REACH=reach(table.share),
         W=AT_ONCE,
         num_warps=4,
-        **how,
         **pdl_kwargs(),
     )
-    return Shares(numbers_TV, factor_ST, *tops)
+    return Shares(numbers_TV, factor_ST, merged.top_T, merged.top_p_T)
 
 
 def reach(share: int) -> int:
@@ -141,7 +132,7 @@ def product(found: Shares, table: SoftTable, dtype: torch.dtype, form: Cut = SOF
 
 @triton.jit
 def _shares(
-    from_TV,
+    raw_TV,
     temperature_T,
     peak_T,
     total_T,
@@ -153,9 +144,7 @@ def _shares(
     numbers_TV,
     factor_ST,
     vocab,
-    LEAST: tl.constexpr,
     CAP: tl.constexpr,
-    IS_RAW: tl.constexpr,
     SHARE: tl.constexpr,
     CHUNKS: tl.constexpr,
     NEAR: tl.constexpr,
@@ -176,21 +165,13 @@ def _shares(
     near = tl.load(peak_TC + row * CHUNKS + c, mask=is_near, other=float("-inf"))
     near = tl.where((c == top // NEAR) & is_near, tl.load(next_T + row), near)
     greatest = tl.max(near, 0)
-    if IS_RAW:
-        scale = scale_of(tl.load(temperature_T + row), CAP)
-        p = tl.exp((greatest - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
-    else:
-        scale = 1.0
-        greatest = tl.maximum(greatest, LEAST)
-        p = greatest
+    scale = scale_of(tl.load(temperature_T + row), CAP)
+    p = tl.exp((greatest - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
     tl.store(factor_ST + part * tl.num_programs(1) + row, p * tl.load(unit_1))
     for offset in range(0, SHARE, W):
         v = begin + offset + tl.arange(0, W)
-        given = tl.load(from_TV + start + v, mask=v < end, other=0.0)
-        if IS_RAW:
-            beside = tl.exp((capped(given, CAP) - greatest) * scale)
-        else:
-            beside = given.to(tl.float32) / greatest
+        given = tl.load(raw_TV + start + v, mask=v < end, other=0.0)
+        beside = tl.exp((capped(given, CAP) - greatest) * scale)
         beside *= tl.load(beside_V + v, mask=v < end, other=0.0)
         beside = tl.where(v == top, 0.0, beside)
         tl.store(numbers_TV + start + v, beside.to(numbers_TV.dtype.element_ty), mask=v < end)
@@ -264,9 +245,18 @@ def _add_up(
         total += tl.load(parts_STD + at, mask=d < D, other=0.0).to(tl.float32)
     # Rounded before it is scaled, as by definition.
     mean = total.to(soft_ELD.dtype.element_ty)
-    entry = tl.load(entry_I + row // L).to(tl.int64)
-    pinned = tl.load(pinned_EL + entry * pinned_stride + row % L)
-    token = tl.load(tokens_EL + entry * tokens_stride + row % L)
-    mean = conditioned(weight_VD, token, pinned, mean, d, D)
-    to = soft_ELD + (entry * L + row % L) * D + d
-    tl.store(to, (mean.to(tl.float32) * scale).to(soft_ELD.dtype.element_ty), mask=d < D)
+    store_soft(
+        mean,
+        weight_VD,
+        soft_ELD,
+        tokens_EL,
+        pinned_EL,
+        entry_I,
+        tokens_stride,
+        pinned_stride,
+        scale,
+        row,
+        d,
+        L,
+        D,
+    )

@@ -51,7 +51,7 @@ class Likely:
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """Where soft embeddings go; a pinned position is conditioned on its own token instead."""
+    """Destination of soft embeddings; a pinned position is conditioned on its own token instead."""
 
     soft_ELD: Tensor
     tokens_EL: Tensor  # rows may be apart
@@ -61,7 +61,7 @@ class Into:
 
     @property
     def arguments(self) -> tuple[object, ...]:
-        """As `destination` reads them."""
+        """As `store_soft` reads them."""
         flags_EL = flag_bytes(self.pinned_EL)
         strides = (self.tokens_EL.stride(0), flags_EL.stride(0))
         return self.soft_ELD, self.tokens_EL, flags_EL, self.entry_I, *strides
@@ -368,12 +368,21 @@ def _soft_mean(
         total += tl.sum(p[:, None] * vector.to(tl.float32), 0)
     # Rounded before it is scaled, as by definition.
     mean = total.to(soft_ELD.dtype.element_ty)
-    entry = tl.load(entry_I + row // L).to(tl.int64)
-    pinned = tl.load(pinned_EL + entry * pinned_stride + row % L)
-    token = tl.load(tokens_EL + entry * tokens_stride + row % L)
-    mean = conditioned(table_VD, token, pinned, mean, d, D)
-    to = soft_ELD + (entry * L + row % L) * D + d
-    tl.store(to, (mean.to(tl.float32) * scale).to(soft_ELD.dtype.element_ty), mask=d < D)
+    store_soft(
+        mean,
+        table_VD,
+        soft_ELD,
+        tokens_EL,
+        pinned_EL,
+        entry_I,
+        tokens_stride,
+        pinned_stride,
+        scale,
+        row,
+        d,
+        L,
+        D,
+    )
 
 
 @triton.jit
@@ -396,19 +405,49 @@ def _pin_mean(
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mean = tl.load(mean_TD + row * D + d, mask=d < D, other=0.0)
-    entry = tl.load(entry_I + row // L).to(tl.int64)
-    pinned = tl.load(pinned_EL + entry * pinned_stride + row % L)
-    token = tl.load(tokens_EL + entry * tokens_stride + row % L)
-    mean = conditioned(table_VD, token, pinned, mean, d, D)
-    to = soft_ELD + (entry * L + row % L) * D + d
-    tl.store(to, (mean.to(tl.float32) * scale).to(soft_ELD.dtype.element_ty), mask=d < D)
+    store_soft(
+        mean,
+        table_VD,
+        soft_ELD,
+        tokens_EL,
+        pinned_EL,
+        entry_I,
+        tokens_stride,
+        pinned_stride,
+        scale,
+        row,
+        d,
+        L,
+        D,
+    )
 
 
 @triton.jit
-def conditioned(table_VD, token, pinned, mean, d, D: tl.constexpr):
-    """A pinned position is conditioned on its own token, as a converged one would be."""
+def store_soft(
+    mean,
+    table_VD,
+    soft_ELD,
+    tokens_EL,
+    pinned_EL,
+    entry_I,
+    tokens_stride,
+    pinned_stride,
+    scale,
+    row,
+    d,
+    L: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Store the self-conditioning of one position, scaled; see `Into`.
+
+    A pinned position is conditioned on its own token, as a converged one would be.
+    """
+    entry = tl.load(entry_I + row // L).to(tl.int64)
+    pinned = tl.load(pinned_EL + entry * pinned_stride + row % L)
     if pinned == 1:
+        token = tl.load(tokens_EL + entry * tokens_stride + row % L)
         mean = tl.load(table_VD + token * D + d, mask=d < D, other=0.0).to(mean.dtype)
     elif pinned == 2:
         mean = tl.zeros_like(mean)
-    return mean
+    to = soft_ELD + (entry * L + row % L) * D + d
+    tl.store(to, (mean.to(tl.float32) * scale).to(soft_ELD.dtype.element_ty), mask=d < D)
