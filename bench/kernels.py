@@ -195,7 +195,7 @@ def moe_checks(sizes: Sizes) -> Iterator[Check]:
         want = exact(lambda part, e: (up, down)[part][e].float())
         yield Check(
             name=f"experts {name}",
-            kernel=partial(moe.choices, x_TD, ids_TK, up, down),
+            kernel=partial(moe.expert_outputs, x_TD, ids_TK, up, down),
             want=want,
             plain=partial(plain_experts, x_TD, ids_TK, up, down),
             gbytes=hit * gigabytes(up, down) + rows,
@@ -203,7 +203,7 @@ def moe_checks(sizes: Sizes) -> Iterator[Check]:
         if tokens <= moe_decode.FEW:
             scales = (up_8.factor, down_8.factor)
             kernel: Work = partial(
-                moe_decode.choices, x_TD, ids_TK, up_8.numbers, down_8.numbers, scales
+                moe_decode.expert_outputs, x_TD, ids_TK, up_8.numbers, down_8.numbers, scales
             )
         else:
             kernel = partial(fp8_experts, x_TD, ids_TK, up_8, down_8)
@@ -217,7 +217,7 @@ def moe_checks(sizes: Sizes) -> Iterator[Check]:
         )
         yield Check(
             name=f"experts nvfp4 {name}",
-            kernel=partial(moe_nvfp4.choices_4, x_TD, ids_TK, up_4, down_4),
+            kernel=partial(moe_nvfp4.expert_outputs_nvfp4, x_TD, ids_TK, up_4, down_4),
             want=exact(lambda part, e: (up_4, down_4)[part].whole(e)),
             bound=FP8_DECODE_BOUND,
             gbytes=hit * gigabytes(*up_4[:2], *down_4[:2]) + rows,
@@ -257,7 +257,7 @@ def plain_experts(x_TD: Tensor, ids_TK: Tensor, up: Tensor, down: Tensor) -> Ten
 
 
 def fp8_experts(x_TD: Tensor, ids_TK: Tensor, up: Quantized, down: Quantized) -> Tensor:
-    return moe.choices_8(quantize_rows(x_TD), ids_TK, up, down, x_TD.dtype)
+    return moe.expert_outputs_fp8(quantize_rows(x_TD), ids_TK, up, down, x_TD.dtype)
 
 
 # --- GEMMs
@@ -391,12 +391,12 @@ def norm_checks(sizes: Sizes) -> Iterator[Check]:
             2 * row,
         ),
         "residual, 3 norms": (
-            partial(residual_norm.join, x, y, tuple(ones[:4]), EPS),
+            partial(residual_norm.residual_add_norm, x, y, tuple(ones[:4]), EPS),
             join,
             6 * row,
         ),
         "layer end": (
-            partial(residual_norm.close, x, z, mixed, closing, EPS),
+            partial(residual_norm.layer_epilogue, x, z, mixed, closing, EPS),
             close,
             4 * row + gigabytes(out_AD),
         ),
@@ -426,7 +426,7 @@ def norm_checks(sizes: Sizes) -> Iterator[Check]:
         is_single = isinstance(want, Tensor)
         yield Check(
             name=f"{name}, fp8 out",
-            kernel=partial(kernel, eight=True),
+            kernel=partial(kernel, fp8_out=True),
             read=whole if is_single else lambda found: whole(found[1]),
             want=want if isinstance(want, Tensor) else want[1],
             metric=row_error,

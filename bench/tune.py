@@ -127,7 +127,7 @@ def attention_cases(sizes: Sizes) -> Iterator[Case]:
             )
             if (c == 1 or width > 256) and (p <= 8 or rows == 1)
         ]
-        used = attention.cut(rows * queries // keys, keys, width)
+        used = attention.attention_config(rows * queries // keys, keys, width)
         pairs_seen = rows * (past + (rows + 1) / 2 if causal else past + rows)
         yield Case(
             f"attention {width} {rows}+{past}{' causal' if causal else ''}",
@@ -266,7 +266,7 @@ def moe_decode_cases(sizes: Sizes) -> Iterator[Case]:
             weight, scale = stored if bits == 8 else (stored, None)
             return (moe_decode.gate_up, moe_decode.down)[part](x, ids, weight, config, scale)
 
-        table = moe_decode.TABLE[bits]
+        table = moe_decode.MOE_DECODE[bits]
         space = [
             moe_decode.Cut(columns=c, depth=d, warps=w)
             for c, d, w in product((2, 4, 8, 16, 32, 64), (64, 128, 256, 512), (2, 4, 8))
@@ -333,7 +333,7 @@ def gemv_cases(sizes: Sizes) -> Iterator[Case]:
         yield Case(
             f"gemv{' fp8' if is_fp8 else ''} {name}",
             [lambda config, w=w, x=x, work=work: work(x, *w, config) for w in given],  # type: ignore[misc]
-            gemv.cut(half, depth, is_gated=is_gated, is_8=is_fp8),
+            gemv.gemv_config(half, depth, is_gated=is_gated, is_8=is_fp8),
             space, gelu_and_mul(want) if is_gated else want, gigabytes(given[0].numbers_OI),
         )  # fmt: skip
 
@@ -361,7 +361,7 @@ def router_cases(sizes: Sizes) -> Iterator[Case]:
         yield Case(
             f"router {rows}",
             [lambda config, w=w, run=run: run(w, config) for w in given],  # type: ignore[misc]
-            router.cut(rows, experts, width), space, p_TK / p_TK.sum(-1, keepdim=True),
+            router.router_config(rows, experts, width), space, p_TK / p_TK.sum(-1, keepdim=True),
             gigabytes(x, given[0]),
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from dgemma.model.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """How the next token of an AR sequence is drawn."""
+    """Temperature and random number of the next draw of an AR sequence."""
 
     temperature: float = 0.0  # 0 takes the likeliest token
     uniform: float = 0.0  # decides the draw, in [0, 1)

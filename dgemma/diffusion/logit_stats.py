@@ -1,4 +1,4 @@
-"""What the sampler needs to know of each position: the only vocabulary-sized work of a step.
+"""Statistics of each position for the sampler: the only vocabulary-sized work of a step.
 
 The head's output turns, in place, into probabilities; everything else is a handful of numbers per
 position. The draw is an exact inverse-CDF draw from one uniform
@@ -21,7 +21,7 @@ SCRATCH_ELEMENTS = 1 << 20  # numbers in a group of rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What is asked of each position."""
+    """Per-position inputs of the statistics."""
 
     temperature_T: Tensor  # temperature, float32
     uniform_T: Tensor  # the number that decides the draw, float64 in [0, 1)
@@ -101,7 +101,7 @@ def _draw_reference(p_TV: Tensor, query: Query) -> Tensor:
 
 
 def draw_misses(raw_TV: Tensor, softcap: float | None, query: Query, draw_T: Tensor) -> Tensor:
-    """How far each row's number lies outside the interval of its draw, in probability; float64.
+    """Distance of each row's number from the interval of its draw, in probability; float64.
 
     Zero for the draws of the definition. Where tokens are many and alike their intervals are as
     narrow as the rounding of any sum over them: a neighbour is then no worse a draw, and this tells

@@ -1,4 +1,4 @@
-"""How a canvas moves: which positions are decided, which become noise again, when it has settled.
+"""The sampler: positions to accept, positions to renoise, and the test for convergence.
 
 Everything here is pure and works on one row's [L] values; it never sees a model, a vocabulary-sized
 tensor or a random generator. The defaults are the released ones, and the entropy rule with them is
@@ -23,7 +23,7 @@ from dgemma.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a rule makes of one step."""
+    """A rule's decision on one step."""
 
     kept_L: Tensor  # positions decided in this step; all others become noise
     tokens_L: Tensor  # their tokens
@@ -36,7 +36,7 @@ Look = Callable[[Sequence[int]], Tensor]  # maps positions to their logits, [n, 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a step says of a canvas."""
+    """Statistics of a step, as a constraint sees them."""
 
     stats: RowStats
     noise_L: Tensor  # what stands where nothing was decided

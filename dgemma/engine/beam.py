@@ -1,4 +1,4 @@
-"""What the causal mode would write behind a prefix: the likeliest texts, found side by side.
+"""Beam search in the causal mode: the likeliest continuations of a prefix.
 
 It does not see what stands behind a hole, but it is the surer writer of the two modes. So its texts
 are proposals (`engine.proposals`): the search for a hole's text scores them together with what
@@ -25,7 +25,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which texts are looked for."""
+    """Constraints on the texts that are searched for."""
 
     least: int  # tokens
     most: int

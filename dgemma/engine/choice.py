@@ -1,4 +1,4 @@
-"""How likely each of a few given answers is, in one pass behind the prompt.
+"""Probabilities of a few given answers, in one pass after the prompt.
 
 Two ways to ask. `causal` reads each label token by token, its end included: the exact probability
 of the AR mode. `canvas` reads what a single step of the denoiser says of a canvas that is noise

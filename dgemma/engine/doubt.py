@@ -1,4 +1,4 @@
-"""How much the model doubts each token of a text on a canvas: where an edit should open it.
+"""Per-token surprisal of a text on a canvas: an edit opens the positions that score highest.
 
 Two measures, each the better at its task (docs/fill-and-edit.md has the numbers). With an
 instruction in the prompt: how surprising the token is, to the causal mode and to a canvas from

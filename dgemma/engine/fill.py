@@ -54,7 +54,7 @@ TURN_ENDS, TEXT_ENDS = "<turn|>", "<eos>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillOptions:
-    """What may be chosen for a fill. None: as the model has it; a length is searched."""
+    """Options of a fill. None: as the model has it; a length is searched."""
 
     max_tokens: int | None = None  # of each hole; None: what fits one canvas
     lengths: tuple[int, ...] | None = None  # of the holes in tokens, if known

@@ -92,7 +92,7 @@ class Job:
         return chunk - len(self.committed) % chunk
 
     def work(self, chunk: int = PREFILL_CHUNK) -> ForwardInput:
-        """What this job brings to the next pass; prompts are cut at multiples of `chunk`."""
+        """Tokens of this job for the next pass; prompts are cut at multiples of `chunk`."""
         tokens = tuple(self.pending)
         if not self.prefilled:
             tokens = tokens[: self._next_chunk(chunk)]
@@ -314,7 +314,7 @@ class Job:
         return token, float(output.logits_V.log_softmax(-1)[token])
 
     def _token_draw(self) -> TokenDraw:
-        """How the next token is drawn: its noise belongs to its number in the reply."""
+        """Temperature and noise of the next draw; noise is keyed by the token's index."""
         temperature = self.plan.options.temperature or 0.0
         if temperature == 0:
             return TokenDraw()

@@ -1,4 +1,4 @@
-"""What a request may choose, and the same checked and complete: a plan."""
+"""Options of a request, and the same checked and complete: a plan."""
 
 import secrets
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ MODES: tuple[Mode, ...] = ("diffusion", "ar", "hybrid")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a request may choose. None: as the checkpoint says, or no limit where one is meant.
+    """Options of a request. None: as the checkpoint says, or no limit where one is meant.
 
     What a mode cannot honour is refused: pins, canvas length, sampler and drafts are for canvases.
     """

@@ -34,7 +34,7 @@ class Entry:
     prefilled: int  # tokens that were computed as a prompt, in aligned chunks
 
     def common(self, ids: NDArray[np.int64]) -> int:
-        """How many tokens both begin with."""
+        """Length of the common prefix."""
         length = min(len(self.ids), len(ids))
         differs = self.ids[:length] != ids[:length]
         return int(differs.argmax()) if differs.any() else length

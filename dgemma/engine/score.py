@@ -1,4 +1,4 @@
-"""How likely texts are after a prompt: the prompt is encoded once, then all texts in one pass.
+"""Log-probabilities of texts after a prompt, which is encoded once; texts share passes.
 
 T tokens of the pass, V vocabulary.
 """

@@ -52,7 +52,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How a search runs."""
+    """Settings of a search."""
 
     rules: Rules
     seed: int

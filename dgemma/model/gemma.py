@@ -23,7 +23,7 @@ from dgemma.model.rope import CosSin, apply_rope, rope_cos_sin
 
 
 class Context(Protocol):
-    """Where the tokens of a pass stand, and how they see each other and the past."""
+    """Positions of the tokens of a pass, and their attention to each other and the KV cache."""
 
     positions_T: Tensor
 
@@ -107,7 +107,7 @@ class Router(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts))
 
     def likelihood(self, x_TD: Tensor) -> Tensor:
-        """How likely each expert is, before the best are chosen."""
+        """Router probabilities of all experts, before the top-k."""
         x_TD = rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
         return self.proj(x_TD).softmax(-1, dtype=torch.float32)  # type: ignore[no-any-return]
 
@@ -229,7 +229,7 @@ class Gemma(nn.Module):
         return self.stack(self.enter(tokens_T, soft_TD), context)
 
     def enter(self, tokens_T: Tensor, soft_TD: Tensor | None) -> Tensor:
-        """How canvas tokens enter the stack."""
+        """Embed canvas tokens with their self-conditioning."""
         assert self.self_conditioning is not None, "an autoregressive model has no canvas mode"
         return self.self_conditioning.condition(self.embed(tokens_T), soft_TD)
 
@@ -249,7 +249,7 @@ class Gemma(nn.Module):
         return self.embed_tokens(tokens_T)  # type: ignore[no-any-return]
 
     def embed_soft(self, p_TV: Tensor) -> Tensor:
-        """What the next step is told of this one: the mean embedding at each position."""
+        """Soft embedding for self-conditioning: the mean embedding at each position."""
         return self.embed_tokens.mean(p_TV)
 
     def head(self, hidden_TD: Tensor) -> Tensor:

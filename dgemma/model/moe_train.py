@@ -19,7 +19,7 @@ ALIGNMENT = 8
 
 
 class Slots(NamedTuple):
-    """Where each choice of each token stands among rows sorted by expert, and back."""
+    """Slot of each (token, expert) assignment among rows sorted by expert, and back."""
 
     slot_TK: Tensor
     choice_S: Tensor  # number of the choice, T * K in all; -1: an empty slot

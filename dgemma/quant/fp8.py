@@ -23,7 +23,7 @@ PIECE = 1 << 14  # rows of a vocabulary that are dequantized together
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Whether there is arithmetic for these numbers; on a CPU it is done by definition."""
+    """True if the device has fp8 arithmetic; a CPU computes by definition."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= CAPABILITY

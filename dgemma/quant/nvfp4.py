@@ -31,7 +31,7 @@ class Packed(NamedTuple):
     factor: Tensor  # float32, a single number
 
     def whole(self) -> Tensor:
-        """What the numbers stand for, in float32, rounded once."""
+        """Dequantize to float32, rounded once."""
         scale_OG = self.scale_OG.float()
         groups_OGJ = unpack(self.numbers_OI).view(*scale_OG.shape, GROUP)
         return (groups_OGJ * scale_OG[..., None] * self.factor).flatten(-2)

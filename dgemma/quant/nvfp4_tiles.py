@@ -40,7 +40,7 @@ class Laid(NamedTuple):
     inputs: int
 
     def whole(self, expert: int) -> Tensor:
-        """What one expert's numbers stand for, in float32, rounded once."""
+        """Dequantize one expert to float32, rounded once."""
         words = self.words_EW[expert].view(-1, self.inputs // DEPTH, ROWS, DEPTH // GROUPS)
         scales = self.scales_EW[expert].view(-1, self.inputs // DEPTH, ROWS)
         numbers = unmix(words.int() & 0xFFFF)  # [..., 16 words, 4 parts]
@@ -136,5 +136,5 @@ def _scale_bits(joined: Tensor) -> Tensor:
 
 
 def _as_float(bits: Tensor) -> Tensor:
-    """What the bits of bfloat16 numbers stand for."""
+    """Reinterpret bits as bfloat16 numbers."""
     return (bits.int() << 16).view(torch.float32)

@@ -37,7 +37,7 @@ class SoftTable(NamedTuple):
 
 
 def can_turn(vocab: int) -> bool:
-    """Whether a vocabulary's rows can be read as the kernels want them."""
+    """True if the vocabulary's size is aligned as the kernels need it."""
     return vocab % ALIGNED == 0
 
 

@@ -59,8 +59,8 @@ def test_joining_and_routing_in_one_agree_with_both(num_experts: int) -> None:
     x, y = normal(1, 3, 40), normal(2, 3, 40)
     joining = tuple(1 + 0.1 * normal(seed, 40) for seed in range(10, 14))
     router_ED, scale_E = normal(3, num_experts, 40), 1 + 0.1 * normal(4, num_experts)
-    *want, router_TD = residual_norm.join(x, y, joining, EPS)
-    got, part_1TE = kernels.join(x, y, joining, router_ED, EPS)
+    *want, router_TD = residual_norm.residual_add_norm(x, y, joining, EPS)
+    got, part_1TE = kernels.residual_add_norm(x, y, joining, router_ED, EPS)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(part_1TE[0], router_TD @ router_ED.T, atol=5e-6, rtol=1e-5)

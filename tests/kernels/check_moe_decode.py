@@ -66,15 +66,15 @@ def test_4_bit_weights_are_what_they_stand_for(cut: str, tokens: int, width: int
 
 def test_one_token_takes_this_way_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    real = kernels.choices
+    real = kernels.expert_outputs
 
     def watch(*arguments: Tensor) -> Tensor:
         taken.append(len(arguments[0]))
         return real(*arguments)
 
-    monkeypatch.setattr(kernels, "choices", watch)
+    monkeypatch.setattr(kernels, "expert_outputs", watch)
     for tokens in (1, kernels.FEW, kernels.FEW + 1):
         x, ids, up, down = case(tokens, 64, 32)
-        got = moe.choices(x, ids, up, down)
+        got = moe.expert_outputs(x, ids, up, down)
         torch.testing.assert_close(got, wanted(x, ids, up, down), atol=2e-6, rtol=1e-5)
     assert taken == [1, kernels.FEW]

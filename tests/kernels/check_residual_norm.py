@@ -51,9 +51,9 @@ def test_norms_and_sums_agree(width: int) -> None:
     pairs = [
         ((kernels.norm(x, joining[0], EPS),), (rms_norm(x, joining[0], EPS),)),
         ((kernels.norm(x, None, EPS),), (rms_norm(x, None, EPS),)),
-        (kernels.join(x, y, joining, EPS), joined(x, y, joining)),
-        (kernels.close(x, z, mixed, closing, EPS), closed(x, z, mixed, closing)),
-        ((kernels.gated(y),), (gelu_and_mul(y),)),
+        (kernels.residual_add_norm(x, y, joining, EPS), joined(x, y, joining)),
+        (kernels.layer_epilogue(x, z, mixed, closing, EPS), closed(x, z, mixed, closing)),
+        ((kernels.gelu_and_mul(y),), (gelu_and_mul(y),)),
     ]
     for got, want in pairs:
         assert len(got) == len(want)
@@ -69,8 +69,8 @@ def test_products_that_come_in_parts_are_added_up(count: int) -> None:
     want = *joined(x, whole, joining), *closed(x, whole, mixed, closing)
     for given in (whole, parts):
         got = (
-            *kernels.join(x, given, joining, EPS),
-            *kernels.close(x, given, mixed, closing, EPS),
+            *kernels.residual_add_norm(x, given, joining, EPS),
+            *kernels.layer_epilogue(x, given, mixed, closing, EPS),
         )
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=4e-6, rtol=1e-5)
@@ -82,10 +82,10 @@ def test_rows_written_in_8_bits_are_those_written_whole(width: int) -> None:
     joining, closing, mixed = drawn(width)
     # Rows and who reads them; the others stay whole.
     works: list[tuple[Callable[..., object], str, int]] = [
-        (lambda **how: kernels.join(x, y, joining, EPS, **how), "eight", 1),
-        (lambda **how: kernels.join(x, y, joining, EPS, **how), "experts_eight", 2),
-        (lambda **how: kernels.close(x, z, mixed, closing, EPS, **how), "eight", 1),
-        (lambda **how: (x, kernels.gated(y, **how)), "eight", 1),
+        (lambda **how: kernels.residual_add_norm(x, y, joining, EPS, **how), "fp8_out", 1),
+        (lambda **how: kernels.residual_add_norm(x, y, joining, EPS, **how), "fp8_experts", 2),
+        (lambda **how: kernels.layer_epilogue(x, z, mixed, closing, EPS, **how), "fp8_out", 1),
+        (lambda **how: (x, kernels.gelu_and_mul(y, **how)), "fp8_out", 1),
     ]
     for work, reader, place in works:
         wholes, found = list(work()), list(work(**{reader: True}))

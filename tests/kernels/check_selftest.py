@@ -70,7 +70,7 @@ def entropy_added(found: Any) -> Any:
 # What is wrong, and what the self-test calls it.
 WRONG: list[tuple[Any, str, Callable[[Any], Any], str]] = [
     (attention, "attention", flipped, "hidden states"),
-    (moe, "choices", lambda out_AD: out_AD.flip(0), "hidden states"),
+    (moe, "expert_outputs", lambda out_AD: out_AD.flip(0), "hidden states"),
     (fused, "heads", flipped, "hidden states"),
     (router, "parts", lambda p: replace(p, part_STE=-p.part_STE), "hidden states"),
     (passes, "add_and_norm", flipped, "entropies"),

@@ -23,12 +23,12 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def table_of(vocab: int, width: int) -> Fp8HeadTable:
+def table_of(vocab: int, width: int, *, soft: bool = True) -> Fp8HeadTable:
     """Vectors of lengths that differ."""
     table = TokenTable(0, width)
     weight_VD = normal(1, vocab, width) * normal(2, vocab, 1).exp()
     table.weight = torch.nn.Parameter(weight_VD, requires_grad=False)
-    return Fp8HeadTable(table, soft=True)
+    return Fp8HeadTable(table, soft=soft)
 
 
 def soft_of(table: Fp8HeadTable, share: int) -> SoftTable:
@@ -183,9 +183,7 @@ def test_a_position_that_is_sure_is_told_of_its_token_as_it_is() -> None:
 @pytest.mark.parametrize("has_soft", [True, False])
 def test_pinned_positions_have_their_own_tokens_and_reopened_ones_nothing(has_soft: bool) -> None:
     """In fp8 where the table has it so, else in the table's own type."""
-    table, (raw_TV, temperature_T) = table_of(96, 24), logits_of(96)
-    if not has_soft:
-        table._keep_soft(None)
+    table, (raw_TV, temperature_T) = table_of(96, 24, soft=has_soft), logits_of(96)
     into = into_of(6, 24, scale=2.5)
     into.tokens_EL[0] = torch.arange(6) + 3
     into.pinned_EL[0] = torch.tensor([0, 1, 0, 1, 2, 0])

@@ -14,9 +14,9 @@ from typing import Any
 import triton.language as tl
 from compile_card import (
     CARDS,
-    EIGHT,
     EXPERTS,
     FLOAT,
+    FP8,
     HALF,
     INT,
     LONG,
@@ -99,7 +99,7 @@ def reduce_cases() -> list[Case]:
     few_parts = {**parts, "out_PTNH": FLOAT}
     many = {"H": 512, "ROWS": 4, "PARTS": 4}
     few = {"H": 512, "BLOCK": 128, "PARTS": 66, "P": 128}
-    types = {"out_PLNH": "*fp16", "log_PLN": FLOAT, "out_LX": EIGHT, "factor_L": FLOAT}
+    types = {"out_PLNH": "*fp16", "log_PLN": FLOAT, "out_LX": FP8, "factor_L": FLOAT}
     types["length"] = "i32"
     heads = {"N": 16, "NS": 16, "KIND": tl.bfloat16, "maxnreg": REGISTERS}
     return [
@@ -115,27 +115,27 @@ def reduce_cases() -> list[Case]:
 def norm_cases() -> list[Case]:
     wide = {"D": WIDTH, "K": TOP_K, "BLOCK": 4096, "HAS_WEIGHT": True}
     told_registers = {**wide, "maxnreg": REGISTERS}
-    bf16 = {"EIGHT": False, "EXPERTS_EIGHT": False, "PARTS": 1}
-    fp8 = {"EIGHT": True, "EXPERTS_EIGHT": True, "PARTS": 3}
+    bf16 = {"FP8_OUT": False, "FP8_EXPERTS": False, "PARTS": 1}
+    fp8 = {"FP8_OUT": True, "FP8_EXPERTS": True, "PARTS": 3}
     halves = "x_TD attended_TD post_D dense_D expert_D router_D out_TD dense_TD expert_TD router_TD"
     join = {**dict.fromkeys(halves.split(), HALF), "eps": "fp32"}
     join |= {"dense_T": FLOAT, "expert_T": FLOAT}
-    join_8 = {**join, "attended_TD": FLOAT, "dense_TD": EIGHT, "expert_TD": EIGHT}
+    join_8 = {**join, "attended_TD": FLOAT, "dense_TD": FP8, "expert_TD": FP8}
     halves = "x_TD dense_TD out_AD dense_D expert_D both_D scalar next_D out_TD next_TD"
     close = {**dict.fromkeys(halves.split(), HALF), "share_TK": FLOAT, "eps": "fp32"}
     close["factor_T"] = FLOAT
-    close_8 = {**close, "dense_TD": FLOAT, "next_TD": EIGHT}
+    close_8 = {**close, "dense_TD": FLOAT, "next_TD": FP8}
     norm = {"x_TD": HALF, "weight_D": HALF, "out_TD": HALF, "eps": "fp32"}
     gated = {"gate_up_TX": HALF, "out_TI": HALF, "factor_T": FLOAT}
-    gated_8, of = {**gated, "out_TI": EIGHT}, residual_norm
+    gated_8, of = {**gated, "out_TI": FP8}, residual_norm
     return [
         Case("norm", of._norm, norm, {**wide, **bf16}, 8),
-        Case("join", of._join, join, {**wide, **bf16}, 8),
-        Case("join fp8", of._join, join_8, {**wide, **fp8}, 8),
-        Case("close", of._close, close, {**told_registers, **bf16}, 8),
-        Case("close fp8", of._close, close_8, {**told_registers, **fp8}, 8),
-        Case("gated", of._gated, gated, {"I": 2112, "BLOCK": 1024, **bf16}),
-        Case("gated fp8", of._gated, gated_8, {"I": 2112, "BLOCK": 4096, **fp8}, 8),
+        Case("join", of._residual_add_norm, join, {**wide, **bf16}, 8),
+        Case("join fp8", of._residual_add_norm, join_8, {**wide, **fp8}, 8),
+        Case("close", of._layer_epilogue, close, {**told_registers, **bf16}, 8),
+        Case("close fp8", of._layer_epilogue, close_8, {**told_registers, **fp8}, 8),
+        Case("gated", of._gelu_and_mul, gated, {"I": 2112, "BLOCK": 1024, **bf16}),
+        Case("gated fp8", of._gelu_and_mul, gated_8, {"I": 2112, "BLOCK": 4096, **fp8}, 8),
     ]
 
 
@@ -171,7 +171,7 @@ def gemm_cases() -> list[Case]:
 
 
 def quantize_cases() -> list[Case]:
-    types = {"x_TD": HALF, "out_TD": EIGHT, "factor_T": FLOAT}
+    types = {"x_TD": HALF, "out_TD": FP8, "factor_T": FLOAT}
     return [Case("quantize", moe._quantize, types, {"D": 4096, "BLOCK": 4096})]
 
 
@@ -209,7 +209,7 @@ def gemv_cases() -> list[Case]:
     ):
         form = gemv_config(outputs, depth, is_gated="GATED" in how, is_8="HAS_FACTOR" in how)
         types = {"x_TD": HALF, "factor_X": FLOAT, "rows": "i32"}
-        types["weight_XD"] = EIGHT if "HAS_FACTOR" in how else HALF
+        types["weight_XD"] = FP8 if "HAS_FACTOR" in how else HALF
         types["out_TX"] = FLOAT if "CAP" in how else HALF
         sizes = {"D": depth, "X": outputs, "BN": form.outputs, "CHUNK": form.chunk}
         usual = {"GATED": False, "HAS_FACTOR": False, "CAP": 0.0}
@@ -218,7 +218,7 @@ def gemv_cases() -> list[Case]:
     halves = "x_TD attended_TD post_D dense_D expert_D router_D router_ED out_TD dense_TD expert_TD"
     join = {**dict.fromkeys(halves.split(), HALF), "part_TE": FLOAT, "eps": "fp32"}
     sizes = {"D": WIDTH, "E": EXPERTS, "BN": 4, "BLOCK": 4096}
-    return [*found, Case("gemv join", gemv._join, join, sizes)]
+    return [*found, Case("gemv join", gemv._residual_add_norm, join, sizes)]
 
 
 def cases(card: Card, *, everything: bool) -> list[Case]:

@@ -27,7 +27,7 @@ from dgemma.backends.cuda.kernels import (
 )
 
 HALF, FLOAT, INT, LONG, DOUBLE = "*bf16", "*fp32", "*i32", "*i64", "*fp64"
-EIGHT, BYTE = "*fp8e4nv", "*u8"
+FP8, BYTE = "*fp8e4nv", "*u8"
 WIDTH, INNER, EXPERTS, TOP_K, CANVAS = 2816, 704, 128, 8, 256
 # What may not come before the wait of a kernel with PDL, nor loads, but of weights.
 NOT_YET = ("st.global", "atom.", "red.global", "cp.async", "bra", "ret;")
@@ -36,8 +36,8 @@ READ_WEIGHTS = (
     qk_norm_rope._heads,
     gemm_fp8._product,
     gemv._product,
-    gemv._join,
-    residual_norm._close,
+    gemv._residual_add_norm,
+    residual_norm._layer_epilogue,
     router._parts,
     router._choose,
     attention._attend,
@@ -110,7 +110,7 @@ class Case:
 
 def fp8_operand(rows: int, depth: int) -> str:
     """Return the type of a matrix that is read in blocks, on the card that is assumed."""
-    return f"tensordesc<fp8e4nv[{rows},{depth}]>" if device.has_tma() else EIGHT
+    return f"tensordesc<fp8e4nv[{rows},{depth}]>" if device.has_tma() else FP8
 
 
 def compiled(case: Case, card: Card) -> Any:

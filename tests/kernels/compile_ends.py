@@ -4,8 +4,8 @@ from compile_card import (
     BYTE,
     CANVAS,
     DOUBLE,
-    EIGHT,
     FLOAT,
+    FP8,
     HALF,
     INT,
     LONG,
@@ -107,7 +107,7 @@ def soft_fp8_cases() -> list[Case]:
         "factor_ST": FLOAT,
     }
     row |= {"peak_TC": FLOAT, "next_T": FLOAT}
-    shares = {**row, "raw_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": EIGHT}
+    shares = {**row, "raw_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": FP8}
     rounding = {"CAP": 30.0, "SHARE": SHARE, "W": soft_embed_fp8.AT_ONCE}
     rounding |= {"CHUNKS": 128, "NEAR": NEAR, "REACH": soft_embed_fp8.reach(SHARE)}
     product = {

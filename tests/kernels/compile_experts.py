@@ -31,7 +31,7 @@ def moe_cases(bits: int, *, everything: bool = True) -> list[Case]:
             block = f"tensordesc<{kind}[{tile.columns},{tile.depth}]>"
             types = {"x" if part == "gate_up" else "hidden": f"*{kind}", **shared}
             types["weights"] = block if tile.tma else f"*{kind}"
-            constants = _constants(moe._options(tile, eight=bits == 8))
+            constants = _constants(moe._options(tile, fp8_out=bits == 8))
             if bits == 8:
                 del constants["PDL"]  # as the card has it
             name = f"moe {part} {bits} bits <= {most:g} rows"

@@ -93,6 +93,6 @@ def int8_reference(x_TI: Tensor, weight: Quantized) -> Tensor:
 
 
 def _multiplied_out(sums_TO: Tensor, of_outputs: Tensor, of_rows_T: Tensor) -> Tensor:
-    """What sums stand for, by both kinds of factors; in their memory, since floats fit there."""
+    """Dequantize integer sums in place by the scales of outputs and rows."""
     out_TO = sums_TO.view(torch.float32).copy_(sums_TO)
     return out_TO.mul_(of_outputs).mul_(of_rows_T[:, None])

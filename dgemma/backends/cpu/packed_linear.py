@@ -16,7 +16,7 @@ TYPICAL_ROWS = 256  # a canvas; oneDNN picks the blocking for this many rows
 
 
 def can_pack(weight_OI: Tensor) -> bool:
-    """Whether this build and weight have the packed path."""
+    """True if this build can pack such a weight."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if weight_OI.device.type != "cpu" or not has_onednn:
         return False

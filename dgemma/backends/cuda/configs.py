@@ -21,7 +21,7 @@ from dgemma.backends.cuda.support import INTERPRET
 
 
 def is_hopper_like() -> bool:
-    """Return whether the current device has the shared memory and copy engine of an H200."""
+    """True if the current device has the shared memory and TMA of an H200."""
     return device.has_tma() and not device.has_small_shared_memory()
 
 
@@ -69,7 +69,7 @@ def _attention_blocks(width: int) -> AttentionConfig:
 
 
 def _has_wide() -> bool:
-    """Return whether there are Hopper's matrix instructions, and a Triton that can name them."""
+    """True on Hopper with a Triton that has Gluon."""
     if os.environ.get(INTERPRET) == "1" or not torch.cuda.is_available():
         return False
     return device.capability()[0] == 9 and _has_gluon()
@@ -89,7 +89,7 @@ class HeadsConfig:
 
 
 def heads_config(query_heads: int, kv_heads: int) -> HeadsConfig:
-    """At most eight heads, as many as every kind can be divided by; a warp has two of them."""
+    """At most fp8_out heads, as many as every kind can be divided by; a warp has two of them."""
     together = gcd(8, query_heads, kv_heads)
     return HeadsConfig(together, max(1, together // 2))
 
@@ -279,7 +279,7 @@ def moe_config(num_choices: int, num_experts: int, bits: int = 16) -> MoeConfigs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeDecodeConfig:
-    """What a program of `moe_decode.py` takes."""
+    """Block of a program of `moe_decode.py`."""
 
     columns: int  # outputs; of both halves where there are two
     depth: int  # inputs at a time
@@ -315,7 +315,7 @@ MOE_DECODE = {
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """How the product is divided: rows and experts of a program, its depth, a step of it."""
+    """Rows and experts of a program, its share of the depth, and a step of it."""
 
     rows: int = 64
     columns: int = 128
@@ -371,7 +371,7 @@ SMALL_GEMM = {SOFT: GemmConfig(rows=128, outputs=128, depth=128, warps=8, stages
 
 
 def fitted(form: GemmConfig) -> GemmConfig:
-    """Return what stands for one of the configs above on the current device."""
+    """Return the current device's variant of one of the configs above."""
     return form if is_hopper_like() else SMALL_GEMM.get(form, form)
 
 

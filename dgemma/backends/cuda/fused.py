@@ -131,16 +131,20 @@ class FusedModel:
         expert: Tensor | tuple[Tensor, Tensor]
         route: Callable[[], Routing]
         if use_gemv(x_TD):  # with the router's GEMV in the same launch
-            (x_TD, dense, expert), part_1TE = gemv.join(x_TD, out, norms, weight_ED, self.eps)
+            (x_TD, dense, expert), part_1TE = gemv.residual_add_norm(
+                x_TD, out, norms, weight_ED, self.eps
+            )
             routing = Routing(*router.choose(router.Parts(part_1TE), scale_E, top_k))
             route = lambda: routing  # noqa: E731
         else:
-            fp8 = {"eight": layer.gate_up.is_8, "experts_eight": layer.experts.accepts_fp8(x_TD)}
-            x_TD, dense, expert, router_TD = residual_norm.join(x_TD, out, norms, self.eps, **fp8)
+            fp8 = {"fp8_out": layer.gate_up.is_8, "fp8_experts": layer.experts.accepts_fp8(x_TD)}
+            x_TD, dense, expert, router_TD = residual_norm.residual_add_norm(
+                x_TD, out, norms, self.eps, **fp8
+            )
             route = partial(_route, layer, router_TD)
         dense_TD, mixed = self._feed_forward(layer, _rows(dense), _rows(expert), route, dtype)
-        x_TD, normed = residual_norm.close(
-            x_TD, dense_TD, mixed, layer.ffn_norms, self.eps, eight=fp8_out
+        x_TD, normed = residual_norm.layer_epilogue(
+            x_TD, dense_TD, mixed, layer.ffn_norms, self.eps, fp8_out=fp8_out
         )
         return x_TD, _rows(normed)
 

@@ -63,7 +63,7 @@ def gemm_gelu_mul(x: Rows, weight: Weight, dtype: torch.dtype) -> Rows:
     """Return gelu(gate) * up for a weight that holds the gate half first; fp8 if the rows were."""
     if isinstance(x, Tensor) and use_gemv(x):
         return gemv.gated_product(x, *weight)
-    out = residual_norm.gated(gemm(x, weight, dtype), eight=isinstance(x, Quantized))
+    out = residual_norm.gelu_and_mul(gemm(x, weight, dtype), fp8_out=isinstance(x, Quantized))
     return Quantized(*out) if isinstance(out, tuple) else out
 
 

@@ -31,7 +31,7 @@ from dgemma.quant.soft_table import SoftTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenQuery:
-    """What is asked of each position."""
+    """Per-position inputs of the statistics."""
 
     temperature_T: Tensor
     draw_temperature_T: Tensor  # of the draw alone, beside the temperature

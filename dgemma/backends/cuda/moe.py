@@ -54,7 +54,7 @@ class Bf16Moe:
     ) -> Tensor:
         assert isinstance(x, Tensor)
         weights = (self.experts.gate_up_proj, self.experts.down_proj)
-        return moe.choices(x, topk_ids_TK, *weights, buckets)
+        return moe.expert_outputs(x, topk_ids_TK, *weights, buckets)
 
 
 class Fp8Moe:
@@ -73,9 +73,11 @@ class Fp8Moe:
         if isinstance(x, Tensor):
             if not self.accepts_fp8(x):
                 scales = (gate_up.factor, down.factor)
-                return moe_decode.choices(x, topk_ids_TK, gate_up.numbers, down.numbers, scales)
+                return moe_decode.expert_outputs(
+                    x, topk_ids_TK, gate_up.numbers, down.numbers, scales
+                )
             x = quantize_rows(x)
-        return moe.choices_8(x, topk_ids_TK, gate_up, down, dtype, buckets)
+        return moe.expert_outputs_fp8(x, topk_ids_TK, gate_up, down, dtype, buckets)
 
 
 class Fp4Moe:
@@ -91,4 +93,4 @@ class Fp4Moe:
         self, x: Rows, topk_ids_TK: Tensor, buckets: Buckets | None, dtype: torch.dtype
     ) -> Tensor:
         assert isinstance(x, Tensor)
-        return moe_nvfp4.choices_4(x, topk_ids_TK, self.gate_up, self.down, buckets)
+        return moe_nvfp4.expert_outputs_nvfp4(x, topk_ids_TK, self.gate_up, self.down, buckets)

@@ -1,4 +1,4 @@
-"""Which devices the CUDA backend runs on."""
+"""Devices that the CUDA backend runs on."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext

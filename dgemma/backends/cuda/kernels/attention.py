@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import AttentionConfig as Cut
-from dgemma.backends.cuda.configs import attention_config as cut
+from dgemma.backends.cuda.configs import AttentionConfig, attention_config
 from dgemma.backends.cuda.kernels import device, splitkv_reduce
 from dgemma.backends.cuda.kernels.helpers import LEAST, TINY
 from dgemma.backends.cuda.kernels.moe import quantize
@@ -55,7 +54,7 @@ def attention(
     segments: Segments,
     kv_heads: int,
     window: int,
-    form: Cut | None = None,
+    form: AttentionConfig | None = None,
 ) -> Tensor:
     """Attention with scale 1. A canvas sees all keys of its table entry.
 
@@ -70,7 +69,7 @@ def attention_fp8(
     segments: Segments,
     kv_heads: int,
     window: int,
-    form: Cut | None = None,
+    form: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same for an fp8 GEMM: rows of all heads in e4m3, and their scales."""
     out_PTNH, log_PTN = _attended(q_TNH, table_E6, segments, (kv_heads, window), form)
@@ -84,13 +83,13 @@ def _attended(
     table_E6: Tensor,
     segments: Segments,
     heads_and_window: tuple[int, int],
-    form: Cut | None,
+    form: AttentionConfig | None,
 ) -> tuple[Tensor, Tensor]:
     """Partial outputs of each part of the keys, and the logarithms of their sums."""
     _, heads, width = q_TNH.shape
     kv_heads, _ = heads_and_window
     queries = segments.stride * (heads // kv_heads)
-    form = form or cut(queries, kv_heads, width, len(segments.entry_I))
+    form = form or attention_config(queries, kv_heads, width, len(segments.entry_I))
     out = _parts(q_TNH, form)
     if form.wide:
         from dgemma.backends.cuda.kernels import attention_wide
@@ -115,7 +114,7 @@ def _launch(
     segments: Segments,
     out: tuple[Tensor, Tensor],
     heads_and_window: tuple[int, int],
-    form: Cut,
+    form: AttentionConfig,
 ) -> None:
     tokens, heads, width = q_TNH.shape
     kv_heads, window = heads_and_window
@@ -152,7 +151,7 @@ def _pdl(stride: int) -> dict[str, Any]:
     return pdl_kwargs() if stride == 1 else no_pdl_kwargs()
 
 
-def _parts(q_TNH: Tensor, form: Cut) -> tuple[Tensor, Tensor]:
+def _parts(q_TNH: Tensor, form: AttentionConfig) -> tuple[Tensor, Tensor]:
     """Memory for the parts, and for their sums; a single one is the result itself.
 
     What waits is a mean of values, which come normalised: float16 holds it, to 11 bits.

@@ -22,12 +22,12 @@ def num_sms() -> int:
 
 
 def has_tma() -> bool:
-    """Return whether tensor descriptors are read by a copy engine."""
+    """True if tensor descriptors are read by TMA."""
     return capability() >= HOPPER
 
 
 def has_small_shared_memory() -> bool:
-    """Return whether a program has 99 KB of shared memory, as on GeForce and workstation cards.
+    """True if a program has 99 KB of shared memory, as on GeForce and workstation cards.
 
     An A100 has 163 KB, Hopper and datacenter Blackwell have 227 KB.
     """

@@ -13,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgemma.backends.cuda.configs import GemmConfig as Cut
-from dgemma.backends.cuda.configs import fitted
+from dgemma.backends.cuda.configs import GemmConfig, fitted
 from dgemma.backends.cuda.kernels import device
 from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
 
 
 def product(
-    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype, form: Cut
+    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype, form: GemmConfig
 ) -> Tensor:
     """x @ weight.T: [T, O] in the type asked for, or, cut in parts, [S, T, O] in float32.
 

@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import GemvConfig as Cut
-from dgemma.backends.cuda.configs import gemv_config as cut
+from dgemma.backends.cuda.configs import GemvConfig, gemv_config
 from dgemma.backends.cuda.kernels.helpers import activate, inverse_rms
 from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
 
 
 def product(
-    x_TD: Tensor, weight_XD: Tensor, factor_X: Tensor | None = None, form: Cut | None = None
+    x_TD: Tensor, weight_XD: Tensor, factor_X: Tensor | None = None, form: GemvConfig | None = None
 ) -> Tensor:
     """x @ weight.T."""
     out_TX = x_TD.new_empty(len(x_TD), len(weight_XD))
@@ -29,7 +28,7 @@ def product(
 
 
 def gated_product(
-    x_TD: Tensor, weight_XD: Tensor, factor_X: Tensor | None = None, form: Cut | None = None
+    x_TD: Tensor, weight_XD: Tensor, factor_X: Tensor | None = None, form: GemvConfig | None = None
 ) -> Tensor:
     """gelu(gate) * up for a weight that holds the gate half first."""
     out_TI = x_TD.new_empty(len(x_TD), len(weight_XD) // 2)
@@ -42,7 +41,7 @@ def scores(
     weight: tuple[Tensor, Tensor | None],
     cap: float | None,
     out_TV: Tensor,
-    form: Cut | None = None,
+    form: GemvConfig | None = None,
 ) -> Tensor:
     """Soft-capped float32 logits, written to `out_TV`."""
     _launch(x_TD, weight, out_TV, form, cap=cap or 0.0)
@@ -53,14 +52,14 @@ def _launch(
     x_TD: Tensor,
     weight: tuple[Tensor, Tensor | None],
     out_TX: Tensor,
-    form: Cut | None,
+    form: GemvConfig | None,
     *,
     is_gated: bool = False,
     cap: float = 0.0,
 ) -> None:
     (rows, depth), outputs = x_TD.shape, out_TX.shape[1]
     weight_XD, factor_X = weight
-    form = form or cut(outputs, depth, is_gated=is_gated, is_8=factor_X is not None)
+    form = form or gemv_config(outputs, depth, is_gated=is_gated, is_8=factor_X is not None)
     # One dimension: a second one could hold 65535 programs only.
     _product[(rows * triton.cdiv(outputs, form.outputs),)](
         x_TD,
@@ -80,7 +79,7 @@ def _launch(
     )
 
 
-def join(
+def residual_add_norm(
     x_TD: Tensor,
     attended_TD: Tensor,
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -95,7 +94,7 @@ def join(
     num_experts, outputs = len(router_ED), 4
     out_TD, dense_TD, expert_TD = (torch.empty_like(x_TD) for _ in range(3))
     part_1TE = torch.empty(1, rows, num_experts, dtype=torch.float32, device=x_TD.device)
-    _join[(rows, triton.cdiv(num_experts, outputs))](
+    _residual_add_norm[(rows, triton.cdiv(num_experts, outputs))](
         x_TD,
         attended_TD,
         *weights,
@@ -179,7 +178,7 @@ def _product(
 
 
 @triton.jit
-def _join(
+def _residual_add_norm(
     x_TD,
     attended_TD,
     post_D,

@@ -23,5 +23,5 @@ def inverse_rms(x, D, eps):
 
 @triton.jit
 def factor_8(x):
-    """What a row in 8 bits (e4m3) is to be divided by; x is zero outside its row."""
+    """Scale of a row in e4m3: absmax / 448; x is zero outside its row."""
     return tl.maximum(tl.max(tl.abs(x), 0), LEAST_8) / LARGEST_8

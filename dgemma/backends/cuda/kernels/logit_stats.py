@@ -33,7 +33,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """What the first pass leaves of each chunk; positions in units of the capped logit."""
+    """Chunk statistics of the first pass; peaks are capped logits."""
 
     peak_TC: Tensor
     sum_TC: Tensor  # of exp(x), x the heated logit behind the chunk's peak
@@ -152,7 +152,7 @@ def most_entropy(vocab: int) -> float:
 
 
 def most_tokens() -> float:
-    """How many tokens `_tokens_needed` may count where so few survivors hold enough."""
+    """Most tokens that `_tokens_needed` may count where the survivors hold enough."""
     return SURVIVORS + (1 - ENOUGH) / SMALL
 
 
@@ -243,7 +243,7 @@ def _marks(
 
 @triton.jit
 def _tokens_needed(weight, share, total, SMALL: tl.constexpr):
-    """How many tokens a row's probability is at least spread over, by its chunks' sums and peaks.
+    """Least number of tokens that hold a row's probability, by its chunks' sums and peaks.
 
     Whoever holds all but d of it needs as many, less d / SMALL: in a chunk of peak q a mass m takes
     m / q tokens or more, and each token left out spares 1 / SMALL of its mass at most.
@@ -253,7 +253,7 @@ def _tokens_needed(weight, share, total, SMALL: tl.constexpr):
 
 @triton.jit
 def _least(probability, peak, total, scale, CAP: tl.constexpr):
-    """What the head has to say of a token for this probability: counting then needs no exp."""
+    """Logit before the cap at which a token has this probability: counting then needs no exp."""
     y = peak + tl.log(probability * total) / scale
     if CAP > 0:
         inside = tl.minimum(tl.maximum(y, 1e-30), 1.0 - 6e-8)

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgemma.backends.cuda.configs import MoeConfig as Tile
-from dgemma.backends.cuda.configs import moe_config as tiles
-from dgemma.backends.cuda.kernels import moe_decode as experts_1
+from dgemma.backends.cuda.configs import MoeConfig, moe_config
+from dgemma.backends.cuda.kernels import moe_decode
 from dgemma.backends.cuda.kernels.helpers import activate, factor_8
 from dgemma.backends.cuda.kernels.moe_sort import Buckets, buckets, most_shares, share
 from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
@@ -27,7 +26,7 @@ from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What 8-bit numbers stand for: each row and each column of a product has its factor."""
+    """Scales of an fp8 GEMM: one for each row and each output."""
 
     rows: Tensor  # of tokens, or of choices
     columns_EO: Tensor
@@ -39,7 +38,7 @@ def gate_up(
     weight_EID: Tensor,
     into: Buckets,
     top_k: int,
-    tile: Tile,
+    tile: MoeConfig,
     scales: Scales | None = None,
 ) -> Tensor:
     """gelu(gate) * up of every choice, [A, I]; gate rows come first in a weight."""
@@ -61,7 +60,7 @@ def gate_up(
         P=triton.next_power_of_2(num_experts),
         D=width,
         I=inner,
-        **_options(tile, eight=scales is not None),
+        **_options(tile, fp8_out=scales is not None),
     )
     return hidden_AI
 
@@ -70,7 +69,7 @@ def down(
     hidden_AI: Tensor,
     weight_EDI: Tensor,
     into: Buckets,
-    tile: Tile,
+    tile: MoeConfig,
     scales: Scales | None = None,
 ) -> Tensor:
     """Every choice's output, [A, D], not yet weighted."""
@@ -90,28 +89,28 @@ def down(
         P=triton.next_power_of_2(num_experts),
         D=width,
         I=inner,
-        **_options(tile, eight=scales is not None),
+        **_options(tile, fp8_out=scales is not None),
     )
     return out_AD
 
 
-def choices(
+def expert_outputs(
     x_TD: Tensor,
     ids_TK: Tensor,
     gate_up_EID: Tensor,
     down_EDI: Tensor,
     into: Buckets | None = None,
 ) -> Tensor:
-    """What each choice of each token gives, [A, D], not yet weighted."""
-    if len(x_TD) <= experts_1.FEW:
-        return experts_1.choices(x_TD, ids_TK, gate_up_EID, down_EDI)
-    chosen = tiles(ids_TK.numel(), len(gate_up_EID))
+    """Compute the output of each (token, expert) assignment, [A, D], not yet weighted."""
+    if len(x_TD) <= moe_decode.FEW:
+        return moe_decode.expert_outputs(x_TD, ids_TK, gate_up_EID, down_EDI)
+    chosen = moe_config(ids_TK.numel(), len(gate_up_EID))
     into = into or buckets(ids_TK, len(gate_up_EID))
     hidden_AI = gate_up(x_TD.contiguous(), gate_up_EID, into, ids_TK.shape[1], chosen.gate_up)
     return down(hidden_AI, down_EDI, into, chosen.down)
 
 
-def choices_8(
+def expert_outputs_fp8(
     x: tuple[Tensor, Tensor],
     ids_TK: Tensor,
     gate_up_8: tuple[Tensor, Tensor],
@@ -120,7 +119,7 @@ def choices_8(
     into: Buckets | None = None,
 ) -> Tensor:
     """`choices` with 8-bit weights and activations, each with its factors."""
-    chosen = tiles(ids_TK.numel(), len(gate_up_8[0]), 8)
+    chosen = moe_config(ids_TK.numel(), len(gate_up_8[0]), 8)
     into = into or buckets(ids_TK, len(gate_up_8[0]))
     scales = Scales(x[1], gate_up_8[1], dtype)
     hidden_AI = gate_up(x[0], gate_up_8[0], into, ids_TK.shape[1], chosen.gate_up, scales)
@@ -138,18 +137,18 @@ def quantize(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return out_TD, factor_T
 
 
-def _weights(weight_EON: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
+def _weights(weight_EON: Tensor, tile: MoeConfig) -> Tensor | TensorDescriptor:
     """A tile may reach past its expert's columns: what it computes there is not stored."""
     if not tile.tma:
         return weight_EON
     return TensorDescriptor.from_tensor(weight_EON.flatten(0, 1), [tile.columns, tile.depth])
 
 
-def _options(tile: Tile, *, eight: bool) -> dict[str, Any]:
-    # To come early was timed with 8 bits; 16-bit experts stay as their tiles were found.
+def _options(tile: MoeConfig, *, fp8_out: bool) -> dict[str, Any]:
+    # To come early was timed with 8 bits; 16-bit experts stay as their moe_config were found.
     return {
-        **(pdl_kwargs() if eight else {"PDL": False}),
-        "HAS_SCALES": eight,
+        **(pdl_kwargs() if fp8_out else {"PDL": False}),
+        "HAS_SCALES": fp8_out,
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.depth,
@@ -213,9 +212,9 @@ def _gate_up(
     PDL: tl.constexpr,
 ):
     gdc_wait(PDL)
-    tiles: tl.constexpr = (I + BN - 1) // BN
-    columns = (tl.program_id(0) % tiles) * BN
-    expert, begin, count = share(count_E, tl.program_id(0) // tiles, E, P, BM)
+    moe_config: tl.constexpr = (I + BN - 1) // BN
+    columns = (tl.program_id(0) % moe_config) * BN
+    expert, begin, count = share(count_E, tl.program_id(0) // moe_config, E, P, BM)
     gate = expert * (2 * I)
     up = gate + I
     n = columns + tl.arange(0, BN)
@@ -276,9 +275,9 @@ def _down(
     PDL: tl.constexpr,
 ):
     gdc_wait(PDL)
-    tiles: tl.constexpr = (D + BN - 1) // BN
-    columns = (tl.program_id(0) % tiles) * BN
-    expert, begin, count = share(count_E, tl.program_id(0) // tiles, E, P, BM)
+    moe_config: tl.constexpr = (D + BN - 1) // BN
+    columns = (tl.program_id(0) % moe_config) * BN
+    expert, begin, count = share(count_E, tl.program_id(0) // moe_config, E, P, BM)
     n = columns + tl.arange(0, BN)
     if begin < count:
         m = begin + tl.arange(0, BM)

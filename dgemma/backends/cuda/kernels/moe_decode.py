@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import MOE_DECODE as TABLE
-from dgemma.backends.cuda.configs import MoeDecodeConfig as Cut
-from dgemma.backends.cuda.configs import MoeDecodeConfigs as Cuts  # noqa: F401
+from dgemma.backends.cuda.configs import MOE_DECODE, MoeDecodeConfig
 from dgemma.backends.cuda.kernels.helpers import activate
 from dgemma.backends.cuda.kernels.nvfp4_unpack import is_compiled, load_scales, load_words, unpack
 from dgemma.quant.nvfp4_tiles import Laid
@@ -22,28 +20,32 @@ from dgemma.quant.nvfp4_tiles import Laid
 FEW = 4  # tokens; with more, several share an expert
 
 
-def choices(
+def expert_outputs(
     x_TD: Tensor,
     ids_TK: Tensor,
     gate_up_EID: Tensor,
     down_EDI: Tensor,
     factors: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """What each choice gives, [A, D], not yet weighted; `factors` are those of 8-bit weights."""
-    cuts = TABLE[min(16, 8 * gate_up_EID.element_size())]
+    """Compute each assignment's output, [A, D], unweighted; `factors`: scales of fp8 weights."""
+    cuts = MOE_DECODE[min(16, 8 * gate_up_EID.element_size())]
     up, down_factor = (None, None) if factors is None else factors
     hidden_AI = gate_up(x_TD, ids_TK, gate_up_EID, cuts.gate_up, up)
     return down(hidden_AI, ids_TK, down_EDI, cuts.down, down_factor)
 
 
-def choices_4(x_TD: Tensor, ids_TK: Tensor, gate_up: Laid, down: Laid) -> Tensor:
+def expert_outputs_nvfp4(x_TD: Tensor, ids_TK: Tensor, gate_up: Laid, down: Laid) -> Tensor:
     """The same with 4-bit weights."""
-    hidden_AI = gate_up_4(x_TD, ids_TK, gate_up, TABLE[4].gate_up)
-    return down_4(hidden_AI, ids_TK, down, TABLE[4].down)
+    hidden_AI = gate_up_4(x_TD, ids_TK, gate_up, MOE_DECODE[4].gate_up)
+    return down_4(hidden_AI, ids_TK, down, MOE_DECODE[4].down)
 
 
 def gate_up(
-    x_TD: Tensor, ids_TK: Tensor, weight_EID: Tensor, cut: Cut, factor_EI: Tensor | None = None
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weight_EID: Tensor,
+    cut: MoeDecodeConfig,
+    factor_EI: Tensor | None = None,
 ) -> Tensor:
     """gelu(gate) * up of every choice, [A, I]; gate rows come first in a weight."""
     inner, width = weight_EID.shape[1] // 2, weight_EID.shape[2]
@@ -64,7 +66,11 @@ def gate_up(
 
 
 def down(
-    hidden_AI: Tensor, ids_TK: Tensor, weight_EDI: Tensor, cut: Cut, factor_ED: Tensor | None = None
+    hidden_AI: Tensor,
+    ids_TK: Tensor,
+    weight_EDI: Tensor,
+    cut: MoeDecodeConfig,
+    factor_ED: Tensor | None = None,
 ) -> Tensor:
     """Every choice's output, [A, D], not yet weighted."""
     width, inner = weight_EDI.shape[1:]
@@ -83,7 +89,9 @@ def down(
     return out_AD
 
 
-def gate_up_4(x_TD: Tensor, ids_TK: Tensor, weight: Laid, cut: Cut, *, fast: bool = True) -> Tensor:
+def gate_up_4(
+    x_TD: Tensor, ids_TK: Tensor, weight: Laid, cut: MoeDecodeConfig, *, fast: bool = True
+) -> Tensor:
     inner = weight.outputs // 2
     hidden_AI = x_TD.new_empty(ids_TK.numel(), inner)
     _gate_up_4[(ids_TK.numel(), triton.cdiv(inner, cut.columns))](
@@ -103,7 +111,7 @@ def gate_up_4(x_TD: Tensor, ids_TK: Tensor, weight: Laid, cut: Cut, *, fast: boo
 
 
 def down_4(
-    hidden_AI: Tensor, ids_TK: Tensor, weight: Laid, cut: Cut, *, fast: bool = True
+    hidden_AI: Tensor, ids_TK: Tensor, weight: Laid, cut: MoeDecodeConfig, *, fast: bool = True
 ) -> Tensor:
     out_AD = hidden_AI.new_empty(len(hidden_AI), weight.outputs)
     _down_4[(len(hidden_AI), triton.cdiv(weight.outputs, cut.columns))](
@@ -121,7 +129,7 @@ def down_4(
     return out_AD
 
 
-def _options(cut: Cut) -> dict[str, int | None]:
+def _options(cut: MoeDecodeConfig) -> dict[str, int | None]:
     own = {"BN": cut.columns, "BK": cut.depth}
     return {**own, "num_warps": cut.warps, "maxnreg": cut.registers}
 

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import MoeConfig as Tile
-from dgemma.backends.cuda.configs import moe_config as tiles
-from dgemma.backends.cuda.kernels import moe_decode as experts_1
+from dgemma.backends.cuda.configs import MoeConfig, moe_config
+from dgemma.backends.cuda.kernels import moe_decode
 from dgemma.backends.cuda.kernels.helpers import activate
 from dgemma.backends.cuda.kernels.moe_sort import Buckets, buckets, most_shares, share
 from dgemma.backends.cuda.kernels.nvfp4_unpack import (
@@ -32,21 +31,21 @@ from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
 from dgemma.quant.nvfp4_tiles import Laid
 
 
-def choices_4(
+def expert_outputs_nvfp4(
     x_TD: Tensor, ids_TK: Tensor, gate_up: Laid, down: Laid, into: Buckets | None = None
 ) -> Tensor:
-    """What each choice of each token gives, [A, D], not yet weighted."""
-    if len(x_TD) <= experts_1.FEW:
-        return experts_1.choices_4(x_TD, ids_TK, gate_up, down)
+    """Compute the output of each (token, expert) assignment, [A, D], not yet weighted."""
+    if len(x_TD) <= moe_decode.FEW:
+        return moe_decode.expert_outputs_nvfp4(x_TD, ids_TK, gate_up, down)
     num_experts = len(gate_up.words_EW)
-    chosen = tiles(ids_TK.numel(), num_experts, 4)
+    chosen = moe_config(ids_TK.numel(), num_experts, 4)
     into = into or buckets(ids_TK, num_experts)
     hidden_AI = gate_up_4(x_TD.contiguous(), gate_up, into, ids_TK.shape[1], chosen.gate_up)
     return down_4(hidden_AI, down, into, chosen.down)
 
 
 def gate_up_4(
-    x_TD: Tensor, weight: Laid, into: Buckets, top_k: int, tile: Tile, *, fast: bool = True
+    x_TD: Tensor, weight: Laid, into: Buckets, top_k: int, tile: MoeConfig, *, fast: bool = True
 ) -> Tensor:
     """gelu(gate) * up of every choice, [A, I]; gate rows come first."""
     inner = weight.outputs // 2
@@ -71,7 +70,7 @@ def gate_up_4(
 
 
 def down_4(
-    hidden_AI: Tensor, weight: Laid, into: Buckets, tile: Tile, *, fast: bool = True
+    hidden_AI: Tensor, weight: Laid, into: Buckets, tile: MoeConfig, *, fast: bool = True
 ) -> Tensor:
     """Every choice's output, [A, D], not yet weighted."""
     out_AD = hidden_AI.new_empty(len(hidden_AI), weight.outputs)
@@ -94,7 +93,7 @@ def down_4(
     return out_AD
 
 
-def _options(tile: Tile, *, fast: bool) -> dict[str, Any]:
+def _options(tile: MoeConfig, *, fast: bool) -> dict[str, Any]:
     return {
         **pdl_kwargs(),
         "FAST": fast and is_compiled(),
@@ -144,7 +143,7 @@ def _rows_4(
 
 @triton.jit
 def _dot_4(tile, part, total, N: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
-    """[BN, BK] in four tiles times rows in four parts; whole, in one product."""
+    """[BN, BK] in four moe_config times rows in four parts; whole, in one product."""
     if WHOLE:
         total = tl.dot(in_order(tile, N, BLOCKS), tl.trans(part[0]), total)
     else:
@@ -179,16 +178,16 @@ def _gate_up_4(
     PDL: tl.constexpr,
 ):
     gdc_wait(PDL)
-    tiles: tl.constexpr = (I + BN - 1) // BN
+    moe_config: tl.constexpr = (I + BN - 1) // BN
     blocks: tl.constexpr = BK // 64
     turns: tl.constexpr = (D // 64 + blocks * UNROLL - 1) // (blocks * UNROLL) * UNROLL
     whole: tl.constexpr = turns * blocks * 64 == D
-    expert, begin, count = share(count_E, tl.program_id(0) // tiles, E, P, BM)
-    n = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
+    expert, begin, count = share(count_E, tl.program_id(0) // moe_config, E, P, BM)
+    n = (tl.program_id(0) % moe_config) * BN + tl.arange(0, BN)
     # Gate and up of the same outputs, one behind the other in one tile. What lies behind the last
     # output of gate is of up: it is not stored.
     r = tl.arange(0, 2 * BN)
-    both = (tl.program_id(0) % tiles) * BN + r % BN + r // BN * I
+    both = (tl.program_id(0) % moe_config) * BN + r % BN + r // BN * I
     divides: tl.constexpr = I % BN == 0 and whole
     words += expert.to(tl.int64) * (2 * I * D // 4)
     scales += expert.to(tl.int64) * (2 * I * D // 64)
@@ -235,13 +234,13 @@ def _down_4(
     PDL: tl.constexpr,
 ):
     gdc_wait(PDL)
-    tiles: tl.constexpr = (D + BN - 1) // BN
+    moe_config: tl.constexpr = (D + BN - 1) // BN
     blocks: tl.constexpr = BK // 64
     turns: tl.constexpr = (I // 64 + blocks * UNROLL - 1) // (blocks * UNROLL) * UNROLL
     whole: tl.constexpr = turns * blocks * 64 == I
     divides: tl.constexpr = D % BN == 0 and whole
-    expert, begin, count = share(count_E, tl.program_id(0) // tiles, E, P, BM)
-    n = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
+    expert, begin, count = share(count_E, tl.program_id(0) // moe_config, E, P, BM)
+    n = (tl.program_id(0) % moe_config) * BN + tl.arange(0, BN)
     words += expert.to(tl.int64) * (D * I // 4)
     scales += expert.to(tl.int64) * (D * I // 64)
     if begin < count:

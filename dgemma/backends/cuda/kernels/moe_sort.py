@@ -1,4 +1,4 @@
-"""Which choices go to which expert, and how programs share them.
+"""Assignments sorted by expert, and divided among programs.
 
 An expert's rows are cut into shares of `rows` each (see `tiles.py`), one for a program; with even
 routing one share is all. Where many tokens want the same expert, its shares are worked on side by
@@ -47,7 +47,7 @@ def buckets(ids_TK: Tensor, num_experts: int) -> Buckets:
 
 
 def most_shares(into: Buckets, num_choices: int, tile: MoeConfig) -> int:
-    """How many shares of rows there can be; programs without one have nothing to do."""
+    """Most row blocks there can be; programs without one exit."""
     return len(into.count_E) + num_choices // tile.rows
 
 

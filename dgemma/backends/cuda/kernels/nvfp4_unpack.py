@@ -39,7 +39,7 @@ fma.rn.bf16x2 $3, g, a, z;
 
 
 def is_compiled() -> bool:
-    """Whether kernels run on a GPU and can use its own instructions."""
+    """True if kernels are compiled for a GPU and may use its instructions."""
     return os.environ.get(INTERPRET) != "1"
 
 

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import HeadsConfig as Cut
-from dgemma.backends.cuda.configs import heads_config
+from dgemma.backends.cuda.configs import HeadsConfig, heads_config
 from dgemma.backends.cuda.kernels.attention import Segments
 from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
 
@@ -30,7 +29,7 @@ class Heads:
     has_value: bool  # otherwise values are the raw keys
 
 
-def cut(shape: Heads) -> Cut:
+def config_of(shape: Heads) -> HeadsConfig:
     return heads_config(shape.queries, shape.keys)
 
 
@@ -47,7 +46,7 @@ def heads(
     Their slots are the last `count` of a segment's own keys (`attention.py`); tokens beyond the
     segment's count are not written.
     """
-    form = cut(shape)
+    form = config_of(shape)
     length, count = len(qkv_TX), qkv_TX.shape[1] // shape.width
     q_TNH = qkv_TX.new_empty(length, shape.queries, shape.width)
     _heads[(length, count // form.heads)](

@@ -1,9 +1,9 @@
-"""What lies between the products of a layer, each stretch of it as one kernel over its rows.
+"""Fused elementwise kernels between the GEMMs of a layer: residual, norms, expert mixing.
 
 Statistics are float32, and a value is rounded to the stream's type where it leaves a kernel, or
 where it joins the stream. A product that was cut in parts comes so, [S, T, D], and is added up
 here. What an 8-bit product reads next is written in 8 bits, since the kernel has whole rows at
-hand: `eight` asks for it, and gives numbers and a factor for each row instead.
+hand: `fp8_out` asks for it, and gives numbers and a factor for each row instead.
 
 T tokens, D width, S parts, A choices of experts, K of a token.
 """
@@ -37,25 +37,25 @@ def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return out
 
 
-def join(
+def residual_add_norm(
     x_TD: Tensor,
     attended_TD: Tensor,
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
     eps: float,
     *,
-    eight: bool = False,
-    experts_eight: bool = False,
+    fp8_out: bool = False,
+    fp8_experts: bool = False,
 ) -> tuple[Tensor, Rows, Rows, Tensor]:
     """The stream behind attention, and what the dense part, the experts and the router read of it.
 
     Weights: of the norm behind attention, of those before the dense part and the experts, and the
-    router's scale. `eight`: what the dense part reads is in 8 bits; `experts_eight`: the experts.
+    router's scale. `fp8_out`: what the dense part reads is in 8 bits; `fp8_experts`: the experts.
     """
     out_TD, router_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
-    dense_TD, dense_T = _rows(x_TD, eight)
-    expert_TD, expert_T = _rows(x_TD, experts_eight)
+    dense_TD, dense_T = _rows(x_TD, fp8_out)
+    expert_TD, expert_T = _rows(x_TD, fp8_experts)
     block = triton.next_power_of_2(x_TD.shape[1])
-    _join[(len(x_TD),)](
+    _residual_add_norm[(len(x_TD),)](
         x_TD,
         attended_TD,
         *weights,
@@ -68,24 +68,24 @@ def join(
         eps,
         D=x_TD.shape[1],
         PARTS=_parts(attended_TD),
-        EIGHT=eight,
-        EXPERTS_EIGHT=experts_eight,
+        FP8_OUT=fp8_out,
+        FP8_EXPERTS=fp8_experts,
         BLOCK=block,
         num_warps=_warps(block),
         **pdl_kwargs(),
     )
-    dense = (dense_TD, dense_T) if eight else dense_TD
-    return out_TD, dense, (expert_TD, expert_T) if experts_eight else expert_TD, router_TD
+    dense = (dense_TD, dense_T) if fp8_out else dense_TD
+    return out_TD, dense, (expert_TD, expert_T) if fp8_experts else expert_TD, router_TD
 
 
-def close(
+def layer_epilogue(
     x_TD: Tensor,
     dense_TD: Tensor,
     mixed: tuple[Tensor, Tensor],
     weights: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     eps: float,
     *,
-    eight: bool = False,
+    fp8_out: bool = False,
 ) -> tuple[Tensor, Rows]:
     """The stream behind a layer, and normed for what comes next.
 
@@ -94,9 +94,9 @@ def close(
     """
     out_AD, share_TK = mixed
     out_TD = torch.empty_like(x_TD)
-    next_TD, factor_T = _rows(x_TD, eight)
+    next_TD, factor_T = _rows(x_TD, fp8_out)
     block = triton.next_power_of_2(x_TD.shape[1])
-    _close[(len(x_TD),)](
+    _layer_epilogue[(len(x_TD),)](
         x_TD,
         dense_TD,
         out_AD,
@@ -109,38 +109,38 @@ def close(
         D=x_TD.shape[1],
         K=share_TK.shape[1],
         PARTS=_parts(dense_TD),
-        EIGHT=eight,
+        FP8_OUT=fp8_out,
         BLOCK=block,
         num_warps=_warps(block),
         maxnreg=REGISTERS,
         **pdl_kwargs(),
     )
-    return out_TD, (next_TD, factor_T) if eight else next_TD
+    return out_TD, (next_TD, factor_T) if fp8_out else next_TD
 
 
-def gated(gate_up_TX: Tensor, *, eight: bool = False) -> Rows:
+def gelu_and_mul(gate_up_TX: Tensor, *, fp8_out: bool = False) -> Rows:
     """gelu(gate) * up of rows that hold the gate half first."""
     rows, double = gate_up_TX.shape
     inner = double // 2
-    block = triton.next_power_of_2(inner) if eight else 1024
-    out_TI, factor_T = _rows(gate_up_TX.new_empty(rows, 0), eight, inner)
-    _gated[(rows, triton.cdiv(inner, block))](
+    block = triton.next_power_of_2(inner) if fp8_out else 1024
+    out_TI, factor_T = _rows(gate_up_TX.new_empty(rows, 0), fp8_out, inner)
+    _gelu_and_mul[(rows, triton.cdiv(inner, block))](
         gate_up_TX,
         out_TI,
         factor_T,
         I=inner,
-        EIGHT=eight,
+        FP8_OUT=fp8_out,
         BLOCK=block,
         num_warps=4 if block <= 1024 else _warps(block),
         **pdl_kwargs(),
     )
-    return (out_TI, factor_T) if eight else out_TI
+    return (out_TI, factor_T) if fp8_out else out_TI
 
 
-def _rows(like_TD: Tensor, eight: bool, width: int | None = None) -> tuple[Tensor, Tensor]:
+def _rows(like_TD: Tensor, fp8_out: bool, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Memory for rows, and for their factors; without any, the rows stand in for these."""
     shape = (len(like_TD), like_TD.shape[1] if width is None else width)
-    if not eight:
+    if not fp8_out:
         rows_TD = like_TD.new_empty(shape)
         return rows_TD, rows_TD
     factor_T = like_TD.new_empty(len(like_TD), dtype=torch.float32)
@@ -156,9 +156,9 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _store(rows, factors, row, at, x, is_in, EIGHT: tl.constexpr):
+def _store(rows, factors, row, at, x, is_in, FP8_OUT: tl.constexpr):
     """A whole row, as it is or in 8 bits (e4m3) with a factor; x is zero outside of it."""
-    if EIGHT:
+    if FP8_OUT:
         factor = factor_8(x)
         tl.store(factors + row, factor)
         x = x / factor
@@ -197,7 +197,7 @@ def _norm(
 
 
 @triton.jit
-def _join(
+def _residual_add_norm(
     x_TD,
     attended_TD,
     post_D,
@@ -213,8 +213,8 @@ def _join(
     eps,
     D: tl.constexpr,
     PARTS: tl.constexpr,
-    EIGHT: tl.constexpr,
-    EXPERTS_EIGHT: tl.constexpr,
+    FP8_OUT: tl.constexpr,
+    FP8_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -234,15 +234,15 @@ def _join(
     x = x.to(tl.float32)
     x = x * inverse_rms(x, D, eps)
     dense = x * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
-    _store(dense_TD, dense_T, row, at, dense, is_in, EIGHT)
+    _store(dense_TD, dense_T, row, at, dense, is_in, FP8_OUT)
     expert = x * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
-    _store(expert_TD, expert_T, row, at, expert, is_in, EXPERTS_EIGHT)
+    _store(expert_TD, expert_T, row, at, expert, is_in, FP8_EXPERTS)
     router = x * tl.load(router_D + d, mask=is_in, other=0.0).to(tl.float32) * D**-0.5
     tl.store(router_TD + at, router.to(kind), mask=is_in)
 
 
 @triton.jit
-def _close(
+def _layer_epilogue(
     x_TD,
     dense_TD,
     out_AD,
@@ -259,7 +259,7 @@ def _close(
     D: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    EIGHT: tl.constexpr,
+    FP8_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -289,16 +289,16 @@ def _close(
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
     x = x * inverse_rms(x, D, eps) * of_next.to(tl.float32)
-    _store(next_TD, factor_T, row, at, x, is_in, EIGHT)
+    _store(next_TD, factor_T, row, at, x, is_in, FP8_OUT)
 
 
 @triton.jit
-def _gated(
+def _gelu_and_mul(
     gate_up_TX,
     out_TI,
     factor_T,
     I: tl.constexpr,  # noqa: E741
-    EIGHT: tl.constexpr,
+    FP8_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -307,4 +307,4 @@ def _gated(
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up_TX + row * 2 * I + i, mask=i < I, other=0.0).to(tl.float32)
     up = tl.load(gate_up_TX + row * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32)
-    _store(out_TI, factor_T, row, row * I + i, activate(gate, up), i < I, EIGHT)
+    _store(out_TI, factor_T, row, row * I + i, activate(gate, up), i < I, FP8_OUT)

@@ -1,6 +1,6 @@
 """The router in two launches: parts of the scores by all of the GPU, then the choice row by row.
 
-The product is small, 256 rows by 128 experts, and its depth is cut so that every processor has a
+The product is small, 256 rows by 128 experts, and its depth is split so that every SM has a
 share. The second kernel adds the parts up, always in the same order, takes the best, and hands the
 choices out to the experts on its way. In which order an expert gets its rows is left to chance;
 each row's product stands alone, so no result depends on it.
@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import RouterConfig as Cut
-from dgemma.backends.cuda.configs import router_config as cut
+from dgemma.backends.cuda.configs import RouterConfig, router_config
 from dgemma.backends.cuda.kernels.moe_sort import Buckets
 from dgemma.backends.cuda.kernels.pdl import REGISTERS, gdc_wait, pdl_kwargs
 
@@ -31,11 +30,11 @@ class Parts:
     count_E: Tensor | None = None
 
 
-def parts(x_TD: Tensor, weight_ED: Tensor, form: Cut | None = None) -> Parts:
+def parts(x_TD: Tensor, weight_ED: Tensor, form: RouterConfig | None = None) -> Parts:
     """The scores of every expert, in parts."""
     rows, width = x_TD.shape
     num_experts = len(weight_ED)
-    form = form or cut(rows, num_experts, width)
+    form = form or router_config(rows, num_experts, width)
     count = triton.cdiv(width, form.share)
     part_STE = torch.empty(count, rows, num_experts, dtype=torch.float32, device=x_TD.device)
     count_E = torch.empty(num_experts, dtype=torch.int32, device=x_TD.device)

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import SOFT, fitted
-from dgemma.backends.cuda.configs import GemmConfig as Cut
+from dgemma.backends.cuda.configs import SOFT, GemmConfig, fitted
 from dgemma.backends.cuda.kernels import device
 from dgemma.backends.cuda.kernels.gemm_fp8 import load_block, operand
 from dgemma.backends.cuda.kernels.logit_stats import CHUNK, Marks, Merged, capped, scale_of
@@ -80,12 +79,14 @@ def shares(
 
 
 def reach(share: int) -> int:
-    """How many chunks are looked at for a part, at least all that reach into it."""
+    """Number of chunks read for a part, at least all that overlap it; a power of two."""
     count = (share + NEAR - 2) // NEAR + 1
     return 1 << (count - 1).bit_length()
 
 
-def mean(found: Shares, table: SoftTable, weight_VD: Tensor, into: Into, form: Cut = SOFT) -> None:
+def mean(
+    found: Shares, table: SoftTable, weight_VD: Tensor, into: Into, form: GemmConfig = SOFT
+) -> None:
     """Write the mean vectors, scaled."""
     parts_STD = product(found, table, weight_VD.dtype, form)
     parts, rows, width = parts_STD.shape
@@ -104,8 +105,8 @@ def mean(found: Shares, table: SoftTable, weight_VD: Tensor, into: Into, form: C
     )
 
 
-def product(found: Shares, table: SoftTable, dtype: torch.dtype, form: Cut = SOFT) -> Tensor:
-    """What each part of the vocabulary gives, [S, T, D]."""
+def product(found: Shares, table: SoftTable, dtype: torch.dtype, form: GemmConfig = SOFT) -> Tensor:
+    """Partial sums over each part of the vocabulary, [S, T, D]."""
     form = fitted(form)
     (parts, rows), (width, vocab) = found.factor_ST.shape, table.numbers_DV.shape
     assert table.share % form.depth == 0, "a part would read into the next one"

@@ -33,7 +33,7 @@ BLOCK = 256  # numbers of a vector that one program makes
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """How many likely tokens there are in each group of chunks, and their mass.
+    """Number of likely tokens in each group of chunks, and their mass.
 
     Where any position is flat nothing was read, and all is zero: the dense mean is wanted then. So
     it is once a group holds more than survive: that one says how many, but no mass, and groups that
@@ -44,7 +44,7 @@ class Likely:
     mass_TG: Tensor
 
     def suffice(self) -> Tensor:
-        """Whether the likely tokens of every position are few and hold enough; bool, 0-d."""
+        """True (0-d) if the likely tokens of every position are few and hold enough mass."""
         few_T = self.count_TG.sum(1) <= SURVIVORS
         return (few_T & (self.mass_TG.sum(1) >= MASS)).all()
 
@@ -232,7 +232,7 @@ def _likely(
     EACH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How many likely tokens there are in some chunks, and their mass."""
+    """Count the likely tokens of some chunks, and sum their mass."""
     gdc_wait(PDL)
     row = tl.program_id(0)
     at = row * tl.num_programs(1) + tl.program_id(1)
