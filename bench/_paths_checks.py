@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _paths_common import Bench, Done, Options, Pins, Report, Request, done_of
+from _paths_common import Bench, BenchRequest, Done, Pins, Report, SamplingParams, done_of
 
 ROWS = 16  # requests that a pass takes
 AGREE_STEPS = 8
@@ -27,8 +27,8 @@ def agree(bench: Bench, report: Report, number: int) -> None:
     length, rng = bench.canvas_length, random.Random(0)
     requests = []
     for seed in range(number):
-        options = bench.diffusion(AGREE_STEPS, max_tokens=length, seed=seed)
-        requests.append(Request(bench.prompt(rng.randint(8, SHORT_PROMPT)), options))
+        params = bench.diffusion(AGREE_STEPS, max_tokens=length, seed=seed)
+        requests.append(BenchRequest(bench.prompt(rng.randint(8, SHORT_PROMPT)), params))
     alone = [bench.run([request]).dones[0] for request in requests]
     together: list[Done] = []
     while len(together) < number:
@@ -36,12 +36,14 @@ def agree(bench: Bench, report: Report, number: int) -> None:
         together += bench.run(requests[len(together) : len(together) + size]).dones
     pairs = list(zip(alone, together, strict=True))
     differ = sum(one.ids != other.ids for one, other in pairs)
-    places = sum(a != b for one, other in pairs for a, b in zip(one.ids, other.ids, strict=False))
+    positions = sum(
+        a != b for one, other in pairs for a, b in zip(one.ids, other.ids, strict=False)
+    )
     tokens = sum(one.tokens for one in alone)
     report.note(
         f"Agreement: {number} requests of {AGREE_STEPS} steps on one canvas, alone and in batches"
-        f" of 2 to {ROWS}: {differ} differ ({100 * differ / number:.2f} %), at {places} of"
-        f" {tokens} tokens ({100 * places / max(1, tokens):.3f} %)."
+        f" of 2 to {ROWS}: {differ} differ ({100 * differ / number:.2f} %), at {positions} of"
+        f" {tokens} tokens ({100 * positions / max(1, tokens):.3f} %)."
     )
 
 
@@ -51,26 +53,26 @@ class Case:
 
     number: int
     kind: str
-    request: Request
+    request: BenchRequest
     marker: tuple[int, ...] = ()  # pinned tokens
     cancel_after: int | None = None  # passes
     age: int = 0
     done: Done | None = None
     fault: str = ""
 
-    def judge(self) -> str:
-        """Say why the result is not this request's own; empty if it is."""
-        done, options = self.done, self.request.options
+    def error(self) -> str:
+        """Return the reason why the result is not this request's own, or nothing."""
+        done, params = self.done, self.request.params
         if done is None:
             return self.fault or "lost"
         facts = (done.seed, done.prompt_tokens, done.mode)
-        if facts != (options.seed, len(self.request.prompt.ids), options.mode):
+        if facts != (params.seed, len(self.request.prompt.ids), params.mode):
             return f"crossed: seed, prompt tokens and mode are {facts}"
         if self.kind in ("schema", "AR schema"):
             is_own = done.finish == "stop" and json.loads(done.text)["id"] == f"r{self.number}"
             return "" if is_own else f"{done.finish} with {done.text!r:.80} {done.fault}"
-        places = iter(done.ids)
-        if not all(token in places for token in self.marker):
+        ids = iter(done.ids)
+        if not all(token in ids for token in self.marker):
             return "its pinned tokens are not in the result"
         return "" if done.finish in ("length", "stop") else f"finish is {done.finish}"
 
@@ -87,31 +89,33 @@ def make_cases(bench: Bench, number: int) -> list[Case]:
     for index in range(number):
         kind = rng.choice(KINDS)
         prompt = bench.prompt(rng.randint(4, 4 * SHORT_PROMPT))
-        options, marker = options_of(bench, kind, index, rng)
+        params, marker = params_of(bench, kind, index, rng)
         after = rng.randrange(8) if rng.random() < CANCELLED else None
-        cases.append(Case(index, kind, Request(prompt, options), marker, after))
+        cases.append(Case(index, kind, BenchRequest(prompt, params), marker, after))
     return cases
 
 
-def options_of(
+def params_of(
     bench: Bench, kind: str, number: int, rng: random.Random
-) -> tuple[Options, tuple[int, ...]]:
-    """Options of a kind, and its marker in pinned tokens."""
+) -> tuple[SamplingParams, tuple[int, ...]]:
+    """Return the parameters of a kind of request, and its marker in pinned tokens."""
     tokens, canvas = rng.randint(8, 48), rng.choice([1, 2]) * bench.canvas_length
     if kind == "AR":
-        return Options(mode="ar", seed=number, max_tokens=tokens), ()
+        return SamplingParams(mode="ar", seed=number, max_tokens=tokens), ()
     if "schema" in kind:
         form = {"id": {"const": f"r{number}"}, "n": {"type": "integer", "maximum": 999}}
         schema = {"type": "object", "properties": form, "required": list(form)}
-        guide = bench.engine.guide(schema={**schema, "additionalProperties": False})
+        constraint = bench.engine.constraint(schema={**schema, "additionalProperties": False})
         if kind == "AR schema":
-            return Options(mode="ar", seed=number, max_tokens=96, guide=guide), ()
-        return bench.diffusion(rng.randint(3, 8), seed=number, max_tokens=96, guide=guide), ()
+            return SamplingParams(mode="ar", seed=number, max_tokens=96, constraint=constraint), ()
+        return bench.diffusion(
+            rng.randint(3, 8), seed=number, max_tokens=96, constraint=constraint
+        ), ()
     base = bench.vocab - 1 - 256  # three digits to this base tell all requests apart
     marker = tuple(256 + number // base**power % base for power in range(len(PINNED)))
-    options = bench.diffusion(rng.randint(3, 8), seed=number, max_tokens=min(tokens, canvas))
-    options = replace(options, pins=Pins(PINNED, marker))
-    return (replace(options, temperature=0.7) if kind == "temperature" else options), marker
+    params = bench.diffusion(rng.randint(3, 8), seed=number, max_tokens=min(tokens, canvas))
+    params = replace(params, pins=Pins(PINNED, marker))
+    return (replace(params, temperature=0.7) if kind == "temperature" else params), marker
 
 
 def soak(bench: Bench, report: Report, number: int) -> None:
@@ -123,7 +127,7 @@ def soak(bench: Bench, report: Report, number: int) -> None:
         levels.append(round(bench.memory_mib(), 1))
     seconds = time.perf_counter() - begin
     stayed = [case for case in cases if case.cancel_after is None or case.done is not None]
-    wrong = [f"{case.kind} {case.number}: {found}" for case in stayed if (found := case.judge())]
+    wrong = [f"{case.kind} {case.number}: {error}" for case in stayed if (error := case.error())]
     sample = [case for case in stayed if case.done is not None]
     sample = random.Random(2).sample(sample, min(SAMPLE, len(sample)))
     same, sizes = alone(bench, sample)
@@ -145,20 +149,19 @@ def drive(bench: Bench, cases: Sequence[Case], rng: random.Random) -> None:
     while waiting or live:
         for _ in range(min(len(waiting), rng.randint(1, ROWS + 8) - len(live))):
             case = waiting.pop()
-            live.append(
-                (case, engine.submit(engine.plan(case.request.prompt, case.request.options)))
-            )
+            task = engine.generation(case.request.prompt, case.request.params)
+            live.append((case, engine.submit(task)))
         engine.step()
-        for case, job in live:
+        for case, request in live:
             case.age += 1
-            if job.is_over:
+            if request.is_over:
                 try:
-                    case.done = done_of(job)
+                    case.done = done_of(request)
                 except Exception as error:
                     case.fault = f"{type(error).__name__}: {error}"
             elif case.age > limit(case):
-                engine.cancel(job)
-        live = [(case, job) for case, job in live if not job.is_over]
+                engine.cancel(request)
+        live = [(case, request) for case, request in live if not request.is_over]
 
 
 def limit(case: Case) -> int:

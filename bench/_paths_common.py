@@ -7,7 +7,6 @@ import argparse
 import gc
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -28,7 +27,7 @@ from common import (
     wait,
 )
 
-from dgemma import Done, Engine, FillOptions, Options, Pins, Sampler
+from dgemma import Done, Engine, FillParams, Pins, Sampler, SamplingParams
 from dgemma.config import GenerationConfig
 from dgemma.device import choose_device, choose_dtype, describe_device
 from dgemma.text.chat import Prompt
@@ -36,13 +35,13 @@ from dgemma.text.tokenizer import Tokenizer
 
 __all__ = [
     "Bench",
+    "BenchRequest",
     "Done",
-    "FillOptions",
-    "Options",
+    "FillParams",
     "Pins",
     "Report",
-    "Request",
     "Run",
+    "SamplingParams",
     "done_of",
     "median",
 ]
@@ -50,9 +49,11 @@ FIRST_PLAIN = 256  # ids below are single bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
+    """A prompt with its parameters."""
+
     prompt: Prompt
-    options: Options
+    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Run:
         return 1000 * (done.seconds - done.prefill_seconds) / max(1, done.steps)
 
     @property
-    def steady_ms(self) -> float:
+    def pass_ms(self) -> float:
         """Mean milliseconds of a pass while every request is past its prefill and none is done.
 
         Commits of blocks are in it, as they are in `ms_per_step`.
@@ -99,8 +100,8 @@ class Run:
         pairs = list(zip(self.submitted, self.dones, strict=True))
         begin = max(start + done.prefill_seconds for start, done in pairs)
         end = min(start + done.seconds for start, done in pairs)
-        steady = [one.ms for one in self.passes if begin <= one.start < end]
-        return statistics.mean(steady or [one.ms for one in self.passes])
+        full = [one.ms for one in self.passes if begin <= one.start < end]
+        return statistics.mean(full or [one.ms for one in self.passes])
 
 
 class Bench:
@@ -147,28 +148,28 @@ class Bench:
         """Make a sampler that takes all its steps: no canvas converges."""
         return Sampler(rule=NEVER, max_denoising_steps=steps)
 
-    def diffusion(self, steps: int, **changes: Any) -> Options:
-        return replace(Options(seed=1, sampler=self.sampler(steps), retries=0), **changes)
+    def diffusion(self, steps: int, **changes: Any) -> SamplingParams:
+        return replace(SamplingParams(seed=1, sampler=self.sampler(steps), retries=0), **changes)
 
-    def run(self, requests: Sequence[Request]) -> Run:
+    def run(self, requests: Sequence[BenchRequest]) -> Run:
         """Submit requests together and step the engine until all are done."""
-        engine, submitted, jobs, passes = self.engine, [], [], []
+        engine, times, submitted, passes = self.engine, [], [], []
         self.wait()
         begin = time.perf_counter()
         try:
             for request in requests:
-                plan = engine.plan(request.prompt, request.options)
-                submitted.append(time.perf_counter())
-                jobs.append(engine.submit(plan))
-            while not all(job.is_over for job in jobs):
+                task = engine.generation(request.prompt, request.params)
+                times.append(time.perf_counter())
+                submitted.append(engine.submit(task))
+            while not all(request.is_over for request in submitted):
                 passes.append(self.step())
             seconds = time.perf_counter() - begin
         finally:
-            for job in jobs:
-                engine.cancel(job)
-        dones = [done_of(job) for job in jobs]
+            for request in submitted:
+                engine.cancel(request)
+        dones = [done_of(request) for request in submitted]
         self.forget()
-        return Run(dones, passes, submitted, seconds)
+        return Run(dones, passes, times, seconds)
 
     def step(self) -> Interval:
         self.wait()
@@ -205,18 +206,18 @@ class Bench:
         self.run([self.ar(8)])
         return self.run([self.ar(self.arguments.ar_tokens)])
 
-    def plain(self, **changes: Any) -> Request:
+    def plain(self, **changes: Any) -> BenchRequest:
         work = self.arguments
-        options = self.diffusion(work.steps, max_tokens=work.tokens)
-        return Request(self.prompt(work.prompt), replace(options, **changes))
+        params = self.diffusion(work.steps, max_tokens=work.tokens)
+        return BenchRequest(self.prompt(work.prompt), replace(params, **changes))
 
-    def ar(self, tokens: int, **changes: Any) -> Request:
-        options = Options(mode="ar", seed=1, max_tokens=tokens)
-        return Request(self.prompt(self.arguments.prompt), replace(options, **changes))
+    def ar(self, tokens: int, **changes: Any) -> BenchRequest:
+        params = SamplingParams(mode="ar", seed=1, max_tokens=tokens)
+        return BenchRequest(self.prompt(self.arguments.prompt), replace(params, **changes))
 
     def repeat(
         self,
-        make: Callable[[], Sequence[Request]],
+        make: Callable[[], Sequence[BenchRequest]],
         runs: int,
         ms: Callable[[Run], float],
     ) -> Run:
@@ -229,25 +230,24 @@ class Bench:
         work = self.arguments
         where = "a plain vocabulary" if work.tokenizer is None else str(work.tokenizer)
         config = self.engine.model.config
-        form = {"none": str(self.dtype).removeprefix("torch.")}.get(work.quant, work.quant)
+        weights = {"none": str(self.dtype).removeprefix("torch.")}.get(work.quant, work.quant)
         shape = "tiny model" if work.tiny else "released shapes"
         return [
-            f"# Cost of each kind of request, {form}",
+            f"# Cost of each kind of request, {weights}",
             "",
             f"{describe_device(self.device)}, torch {torch.__version__}, {date.today()}. Random"
-            f" weights ({form}), {shape}, {config.num_hidden_layers} layers, tokenizer: {where}."
+            f" weights ({weights}), {shape}, {config.num_hidden_layers} layers, tokenizer: {where}."
             f" Prompt {work.prompt} tokens, {work.tokens} out, {work.steps} steps a canvas, seeds"
             " fixed; tokens/s count committed tokens over wall time, prefill included.",
             "",
         ]
 
 
-def done_of(job: Any) -> Done:
-    """The result of a job that is over; raises what ended it if it has none."""
-    if job.error is not None:
-        raise job.error
-    events: deque[Any] = job.events
-    return next(event for event in events if isinstance(event, Done))
+def done_of(request: Any) -> Done:
+    """Return the result of a request that is over, or raise its error."""
+    request.raise_error()
+    result: Done = request.result
+    return result
 
 
 def median(values: Sequence[float]) -> float:

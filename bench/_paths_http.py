@@ -23,37 +23,38 @@ if TYPE_CHECKING:
 
 ROWS = 16
 PROMPT = 128
-FEWEST, MOST = 8, 64  # requests at each number of clients: two for each, within these bounds
+MIN_REQUESTS, MAX_REQUESTS = 8, 64  # of each number of clients: two for each, within these bounds
 MODES = ("diffusion", "ar")
-Got = tuple[int, int, float]  # status, tokens, seconds
+Response = tuple[int, int, float]  # status, tokens, seconds
 
 
 @contextmanager
 def serving(bench: "Bench") -> Iterator[int]:
     """Serve the bench's engine on a free port; its own samplers take all their steps meanwhile."""
+    from dgemma.server.app import make_app
+    from dgemma.server.lifecycle import bind, make_server
     from dgemma.server.limits import Limits
-    from dgemma.server.run import bind, make_server
     from dgemma.server.service import Settings
 
     engine = bench.engine
-    usual, rows = engine.sampler, engine.max_rows
+    usual, rows = engine.sampler, engine.max_batch_size
     engine.sampler = bench.sampler(bench.arguments.steps)
-    settings = Settings(names=("bench",), limits=Limits(rows=ROWS, queue=1024))
-    taken, server = bind("127.0.0.1", 0), make_server(engine, settings)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
+    settings = Settings(names=("bench",), limits=Limits(max_batch_size=ROWS, max_queue=1024))
+    address, server = bind("127.0.0.1", 0), make_server(make_app(engine, settings))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [address]})
     thread.start()
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.01)
-        yield int(taken.getsockname()[1])
+        yield int(address.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join(timeout=60)
-        engine.sampler, engine.max_rows = usual, rows
+        engine.sampler, engine.scheduler.max_batch_size = usual, rows
 
 
-def crossing(bench: "Bench", report: "Report", counts: Sequence[int]) -> None:
-    """Tokens/s and median latency of both modes, and where AR overtakes diffusion."""
+def http_table(bench: "Bench", report: "Report", counts: Sequence[int]) -> None:
+    """Print tokens/s and median latency of both modes by number of clients."""
     columns = ["clients"]
     for mode in MODES:
         columns += [f"{mode} tokens/s", f"{mode} median s"]
@@ -61,19 +62,19 @@ def crossing(bench: "Bench", report: "Report", counts: Sequence[int]) -> None:
     over = []
     with serving(bench) as port:
         for mode in MODES:
-            ask(port, 1, [body(bench, mode)])
-            ask(port, ROWS, [body(bench, mode, tokens=8) for _ in range(ROWS)])
+            send(port, 1, [body(bench, mode)])
+            send(port, ROWS, [body(bench, mode, tokens=8) for _ in range(ROWS)])
         for clients in counts:
-            count = max(clients, FEWEST, min(2 * clients, MOST))
+            count = max(clients, MIN_REQUESTS, min(2 * clients, MAX_REQUESTS))
             cells: list[float] = []
             for mode in MODES:
                 bodies = [body(bench, mode) for _ in range(count)]
-                gots, seconds = ask(port, clients, bodies)
-                lost = [got for got in gots if got[0] != 200]
+                responses, seconds = send(port, clients, bodies)
+                lost = [one for one in responses if one[0] != 200]
                 if lost:
                     report.failures.append(f"HTTP: {len(lost)} failed, the first with {lost[0]}")
-                cells.append(sum(tokens for _, tokens, _ in gots) / seconds)
-                cells.append(statistics.median(took for _, _, took in gots))
+                cells.append(sum(tokens for _, tokens, _ in responses) / seconds)
+                cells.append(statistics.median(latency for _, _, latency in responses))
             report.row(clients, *cells)
             over += [clients] if cells[2] > cells[0] else []
     where = f"with {', '.join(map(str, over))} clients" if over else "with no number of clients"
@@ -91,16 +92,16 @@ def body(bench: "Bench", mode: str, tokens: int | None = None) -> dict[str, Any]
     }
 
 
-def ask(port: int, clients: int, bodies: Sequence[dict[str, Any]]) -> tuple[list[Got], float]:
-    """Let clients of another process send the bodies; returns what they got and the seconds."""
+def send(port: int, clients: int, bodies: Sequence[dict[str, Any]]) -> tuple[list[Response], float]:
+    """Let clients of another process send the bodies; returns their responses and the seconds."""
     given = json.dumps({"port": port, "clients": clients, "bodies": bodies})
     command = [sys.executable, __file__]
     found = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
     reply = json.loads(found.stdout)
-    return [tuple(got) for got in reply["gots"]], reply["seconds"]
+    return [tuple(one) for one in reply["responses"]], reply["seconds"]
 
 
-def post(port: int, body: dict[str, Any]) -> Got:
+def post(port: int, body: dict[str, Any]) -> Response:
     begin = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     headers = {"Content-Type": "application/json"}
@@ -116,8 +117,8 @@ def main() -> None:
     given = json.load(sys.stdin)
     begin = time.perf_counter()
     with ThreadPoolExecutor(given["clients"]) as pool:
-        gots = list(pool.map(lambda one: post(given["port"], one), given["bodies"]))
-    print(json.dumps({"gots": gots, "seconds": time.perf_counter() - begin}))
+        responses = list(pool.map(lambda one: post(given["port"], one), given["bodies"]))
+    print(json.dumps({"responses": responses, "seconds": time.perf_counter() - begin}))
 
 
 if __name__ == "__main__":

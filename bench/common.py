@@ -20,19 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.backends.cpu.pack import pack
-from dgemma.config import FULL, SLIDING, ModelConfig
+from dgemma.backends.cpu import pack
+from dgemma.config import FULL, SLIDING, ModelConfig, VisionConfig
 from dgemma.device import describe_device
 from dgemma.diffusion.canvas import NO_PINS, Noise
-from dgemma.diffusion.denoise import Row, start
+from dgemma.diffusion.denoise import CanvasState, start
 from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.model.gemma import Gemma, Layer
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.quant.fp8_head import shrink_head
-from dgemma.roofline.table import RELEASED as RELEASED
+from dgemma.quant.head import quantize_head
+from dgemma.roofline import RELEASED as RELEASED
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.weights.packed import FORMS, Quant, shrink, shrink_table
-from dgemma.weights.random import random_model
+from dgemma.weights.layer_formats import (
+    LAYER_FORMATS,
+    Quant,
+    quantize_layer,
+    quantize_outside_layers,
+)
+from dgemma.weights.load import random_model
 
 Facts = dict[str, Any]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly
@@ -54,18 +59,16 @@ EXAMPLE = ModelConfig(
     layer_types=(SLIDING, SLIDING, SLIDING, FULL),
     sliding_window=1024,
     dtype="float32",
-    vision={
-        "model_type": "gemma4_vision",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "global_head_dim": 8,
-        "patch_size": 4,
-        "position_embedding_size": 16,
-    },
+    vision=VisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        patch_size=4,
+        position_embedding_size=16,
+    ),
 )
 TINY = replace(
     EXAMPLE,
@@ -153,18 +156,18 @@ def build(
     random weights gives all tokens nearly the same output, and deep routers then send most of them
     to few experts; `even` keeps that output small, so that every expert of every layer is read.
     """
-    form = FORMS[quant]
+    form = LAYER_FORMATS[quant]
 
     def change(layer: Layer) -> None:
         if even:
             layer.post_attention_layernorm.weight.mul_(ATTENTION_SCALE)
-        shrink(layer, form)
+        quantize_layer(layer, form)
 
     model = random_model(config, 0, device=device, dtype=dtype, on_layer=change)
-    shrink_table(model, form)
+    quantize_outside_layers(model, form)
     head, soft = tables
     if head == 8 and quant in ("fp8", "nvfp4"):
-        shrink_head(model, soft=soft == 8)
+        quantize_head(model, soft=soft == 8)
     return model
 
 
@@ -188,7 +191,9 @@ def filled_cache(model: Gemma, context: int, more: int) -> KVCache:
     return cache
 
 
-def new_row(model: Gemma, *, seed: int = 1, temperatures: tuple[float, float] | None = None) -> Row:
+def new_state(
+    model: Gemma, *, seed: int = 1, temperatures: tuple[float, float] | None = None
+) -> CanvasState:
     """Start a canvas that takes `MAX_STEPS`; `temperatures` of the first and the last of them."""
     config, device = model.config, model.embed_tokens.weight.device
     noise = Noise(seed=seed).block(0, MAX_STEPS, config.canvas_length, config.vocab_size, device)

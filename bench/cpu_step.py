@@ -16,18 +16,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from common import EXAMPLE, MAX_STEPS, Facts, finish, head, in_turn, new_row
+from common import EXAMPLE, MAX_STEPS, Facts, finish, head, in_turn, new_state
 from peer import transformers_model
 from torch import Tensor
 from transformers import DynamicCache
 
 from dgemma.backends.base import ForwardInput, prefill
 from dgemma.backends.choose import choose_backend
-from dgemma.backends.cpu.pack import pack
+from dgemma.backends.cpu import pack
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.weights.random import random_model
+from dgemma.weights.load import random_model
 
 PROMPT = 256
 CALLS = 4  # in a row, as in a denoising loop
@@ -89,18 +89,18 @@ class Ours:
         capacity, cpu = Capacity(tokens=PROMPT + EXAMPLE.canvas_length), torch.device("cpu")
         self.cache = KVCache(model.config, capacity, torch.float32, cpu)
         prefill(self.backend, self.cache, prompt_T, PROMPT)
-        (first,) = self.backend.run([ForwardInput(cache=self.cache, row=new_row(model))])
-        self.row = first.row
+        (first,) = self.backend.run([ForwardInput(cache=self.cache, state=new_state(model))])
+        self.state = first.state
 
     @torch.inference_mode()
     def forward(self, canvas_L: Tensor, p_LV: Tensor | None) -> Tensor:
         # Our steps pass probabilities on, where the reference takes the softmax in its forward.
-        soft_LD = None if p_LV is None else self.model.embed_soft(p_LV)
+        soft_LD = None if p_LV is None else self.model.soft_embed(p_LV)
         batch = ForwardBatch([Segment(self.cache, len(canvas_L), commit=False)])
         return self.model.logits(self.model.denoise(canvas_L, soft_LD, batch))
 
     def step(self) -> object:
-        return self.backend.run([ForwardInput(cache=self.cache, row=self.row)])
+        return self.backend.run([ForwardInput(cache=self.cache, state=self.state)])
 
 
 def ms_per_call(work: Callable[[], object]) -> float:

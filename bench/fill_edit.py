@@ -1,4 +1,4 @@
-"""Holes filled and texts edited in place: right, local, and at what cost, beside AR.
+"""Measure `fill` and `edit`: quality, locality and cost, compared with AR.
 
     python bench/fill_edit.py [--sets humaneval prose fix rename warm correct] [--limit 20]
         [--model DIR] [--form base] [--effort fast thorough] [--lengths known searched]
@@ -6,7 +6,7 @@
         [--threads 1] [--samples 3]
 
 humaneval  HumanEval single-line infilling: exact match, and the problems' own tests. Generated code
-           runs in `dgemma.eval.sandbox`; see there what that does not hold off
+           runs in `dgemma.eval.infill`; see there what that does not hold off
 prose      words and sentences taken out of held-out stories: exact match, and likeness to the
            original (difflib's ratio over words)
            For both: known length (the hole has as many tokens as the original), searched length
@@ -14,7 +14,7 @@ prose      words and sentences taken out of held-out stories: exact match, and l
            each with every effort in turn, and AR, which writes greedily after the prefix: to the
            end of the line, or as many tokens as the original had
 fix        stories with planted errors (fix_stories.jsonl), as much of them as one canvas holds, and
-           `engine.edit` with the file's own instruction, beside whole answers of both modes
+           `edit` with the file's own instruction, beside whole answers of both modes
 rename     sentences of held-out stories in which a name or a noun is to be replaced: likewise
            For both: edits made, texts exactly as the original, right words kept. Locality, against
            the spans in which the text and its original differ: how much of the text was opened, how
@@ -23,7 +23,7 @@ warm       the same renames answered from noise, and from the old text as the fi
            only where both made the change
 correct    plain stories converged from noise; then 5 % of their tokens are flipped, at random, or
            words to their opposites (not/now, he/she, ...). Repaired by further steps from that
-           canvas, and by `engine.edit` without an instruction. AR cannot take a token back: of the
+           canvas, and by `edit` without an instruction. AR cannot take a token back: of the
            eight tokens it writes greedily after the error, the share that it would have written
            without it
 
@@ -43,31 +43,37 @@ from statistics import median
 
 import torch
 
-from dgemma import Engine, Options
+from dgemma import (
+    EditParams,
+    EditResult,
+    Engine,
+    FillParams,
+    FillResult,
+    SamplingParams,
+    edit,
+    fill,
+    rewrite,
+)
 from dgemma.device import describe_device
-from dgemma.engine.edit import Edited, EditOptions
-from dgemma.engine.fill import EFFORTS, FORMS, Filled, FillOptions, Form
-from dgemma.engine.search import Effort
-from dgemma.engine.trials import first_canvases, last_canvas
-from dgemma.eval.answers import tune
-from dgemma.eval.data import HELDOUT, SHARED, Data, read_jsonl
-from dgemma.eval.holes import Hole, go_on
-from dgemma.eval.measure import SHARE, Case, Measure
-from dgemma.eval.report import table
-from dgemma.eval.sandbox import passing
-from dgemma.eval.tasks.fix import check, text_of
+from dgemma.eval.answers import set_batch_size
+from dgemma.eval.data import HELDOUT, SHARED, Data
+from dgemma.eval.infill import HoleCase, continue_prefixes, is_exact, read_humaneval, run_tests
+from dgemma.eval.measure import SHARE, Case, Measure, table
+from dgemma.eval.replies import check_fix, text_of
+from dgemma.eval.spans import draw_hole, rename_word, sentence_spans
+from dgemma.programs.infill.candidates import finished_canvas
+from dgemma.programs.infill.infill import EFFORTS, PROMPT_STYLES, PromptStyle
+from dgemma.programs.infill.search import Effort
 from dgemma.text.chat import Prompt
-from dgemma.train.rewrite import make_hole, rename_word, sentence_spans
 
-HUMANEVAL = "HumanEval-SingleLineInfilling.jsonl.gz"
-STORY = 800  # characters of a story
-LONGEST = 32  # tokens of a prose hole
+MAX_STORY = 800  # characters of a story
+MAX_PROSE_HOLE = 32  # tokens
 MAX_TOKENS = 64  # of a hole whose length is searched
 LENGTHS = ("known", "searched")
-REACH = 12  # characters around a span of the original's that still count as there
+MAX_DISTANCE = 12  # characters around a differing span that still count as near it
 FLIPPED = 0.05
-AFTER_ERROR = 8  # tokens that AR writes behind an error
-PREFIX = 40  # tokens before the canvas that is settled
+AFTER_ERROR = 8  # tokens that AR writes after an error
+PREFIX = 40  # tokens before the converged canvas
 OPPOSITES = [
     *[("not", "now"), ("he", "she"), ("his", "her"), ("is", "was"), ("up", "down")],
     *[("good", "bad"), ("big", "little"), ("can", "could"), ("all", "no"), ("had", "has")],
@@ -81,7 +87,7 @@ class Settings:
     data: Data
     limit: int
     seed: int
-    form: Form | None
+    prompt_style: PromptStyle | None
     efforts: tuple[Effort, ...]
     lengths: tuple[str, ...]
     max_tokens: int | None
@@ -93,34 +99,28 @@ class Settings:
 
 
 def humaneval(engine: Engine, settings: Settings) -> list[Measure]:
-    records = read_jsonl(settings.data.evaluation(HUMANEVAL), settings.limit)
-    holes = [Hole(r["prompt"], r["canonical_solution"], r["suffix"]) for r in records]
-    tests = [f"{r['test']}\ncheck({r['entry_point']})\n" for r in records]
+    holes, tests = read_humaneval(settings.data, settings.limit)
     measures = []
     for name, lines, filled in every_way(engine, holes, settings, "humaneval"):
-        programs = [
-            f"{hole.whole(line)}\n{test}"
-            for hole, line, test in zip(holes, lines, tests, strict=True)
-        ]
         case = Case("humaneval", "ar" if name == "ar" else "diffusion", f"{name}: ")
         both = zip(lines, holes, strict=True)
         measures += [
             case.share("exact", [is_exact(line, hole) for line, hole in both]),
-            case.share("tests pass", passing(programs)),
+            case.share("tests pass", run_tests(holes, lines, tests)),
             *costs(case, filled),
         ]
     return measures
 
 
 def prose(engine: Engine, settings: Settings) -> list[Measure]:
-    rng, holes = Random(settings.seed), list[Hole]()
+    rng, holes = Random(settings.seed), list[HoleCase]()
     for record in settings.data.records("stories.jsonl", None):
-        text = record["text"][:STORY]
-        span = make_hole(text, rng)
+        text = record["text"][:MAX_STORY]
+        span = draw_hole(text, rng)
         if span is None or len(holes) == settings.limit:
             continue
-        hole = Hole(text[: span[0]], text[span[0] : span[1]], text[span[1] :])
-        if len(engine.tokenizer.encode(hole.middle)) <= LONGEST:
+        hole = HoleCase(text[: span[0]], text[span[0] : span[1]], text[span[1] :])
+        if len(engine.tokenizer.encode(hole.middle)) <= MAX_PROSE_HOLE:
             holes.append(hole)
     measures = []
     for name, texts, filled in every_way(engine, holes, settings, "prose"):
@@ -139,23 +139,23 @@ def prose(engine: Engine, settings: Settings) -> list[Measure]:
 
 
 def every_way(
-    engine: Engine, holes: Sequence[Hole], settings: Settings, label: str
-) -> list[tuple[str, list[str], list[Filled]]]:
+    engine: Engine, holes: Sequence[HoleCase], settings: Settings, label: str
+) -> list[tuple[str, list[str], list[FillResult]]]:
     """Fill the holes with known and searched length, each with every effort, and by AR."""
-    filled: dict[str, list[Filled]] = {}
+    filled: dict[str, list[FillResult]] = {}
     for number, hole in enumerate(holes):
         size = len(engine.tokenizer.encode(hole.middle))
         for length, effort in product(settings.lengths, settings.efforts):
-            options = FillOptions(
+            options = FillParams(
                 lengths=(size,) if length == "known" else None,
                 max_tokens=settings.max_tokens,
                 single_line=label == "humaneval",
                 effort=effort,
-                form=settings.form,
+                prompt_style=settings.prompt_style,
                 seed=settings.seed + number,
             )
             engine.prefixes.clear()  # each pays for its own prefill
-            one = engine.fill([hole.prefix, hole.suffix], options)
+            one = fill(engine, [hole.prefix, hole.suffix], options)
             name = f"{length} length, {effort}"
             filled.setdefault(name, []).append(one)
             progress = f"{number + 1}/{len(holes)}, {one.seconds:.2f} s"
@@ -163,21 +163,20 @@ def every_way(
     ways = [(name, [one.holes[0].text for one in many], many) for name, many in filled.items()]
     for name, texts, many in ways:
         print(f"{label}, {name}: {summary(texts, holes, many)}")
-    return [*ways, ("ar", [text or "" for text in go_on(engine, holes, f"{label}, ar")], [])]
+    return [
+        *ways,
+        ("ar", [text or "" for text in continue_prefixes(engine, holes, f"{label}, ar")], []),
+    ]
 
 
-def summary(texts: Sequence[str], holes: Sequence[Hole], filled: Sequence[Filled]) -> str:
+def summary(texts: Sequence[str], holes: Sequence[HoleCase], filled: Sequence[FillResult]) -> str:
     """Median seconds and exact matches of one way, to be read below those of another."""
     exact = sum(is_exact(text, hole) for text, hole in zip(texts, holes, strict=True))
     seconds = median(one.seconds for one in filled)
     return f"median {seconds:.2f} s, {exact} of {len(holes)} exact"
 
 
-def is_exact(text: str, hole: Hole) -> bool:
-    return text.strip() == hole.middle.strip()
-
-
-def costs(case: Case, filled: Sequence[Filled]) -> list[Measure]:
+def costs(case: Case, filled: Sequence[FillResult]) -> list[Measure]:
     if not filled:
         return []
     return [
@@ -198,7 +197,7 @@ def likeness(text: str, original: str) -> float:
 class Task:
     instruction: str
     text: str
-    wanted: str
+    original: str
 
     @property
     def prompt(self) -> str:
@@ -255,10 +254,10 @@ def renames(engine: Engine, settings: Settings) -> list[Task]:
 
 
 def edits(engine: Engine, settings: Settings, name: str, tasks: Sequence[Task]) -> list[Measure]:
-    options = EditOptions(strength=settings.strength, seed=settings.seed)
+    options = EditParams(strength=settings.strength, seed=settings.seed)
     done = []
     for number, task in enumerate(tasks):
-        done.append(engine.edit(task.text, task.instruction, options))
+        done.append(edit(engine, task.text, task.instruction, options))
         say(f"{name}, edit", number, len(tasks))
     case = Case(name, "diffusion", "edit: ")
     measures = [
@@ -271,7 +270,7 @@ def edits(engine: Engine, settings: Settings, name: str, tasks: Sequence[Task]) 
         answers = []
         for number, task in enumerate(tasks):
             limit = engine.model.config.canvas_length
-            chosen = Options(mode=mode, seed=settings.seed, max_tokens=limit)
+            chosen = SamplingParams(mode=mode, seed=settings.seed, max_tokens=limit)
             answers.append(engine.generate(task.prompt, chosen))
             say(f"{name}, {mode}", number, len(tasks))
         case = Case(name, mode, "whole answer: ")
@@ -285,33 +284,39 @@ def edits(engine: Engine, settings: Settings, name: str, tasks: Sequence[Task]) 
 
 
 def quality(case: Case, tasks: Sequence[Task], texts: Sequence[str]) -> list[Measure]:
-    checked = [check(t.text, t.wanted, text) for t, text in zip(tasks, texts, strict=True)]
+    checked = [check_fix(t.text, t.original, text) for t, text in zip(tasks, texts, strict=True)]
     both = zip(texts, tasks, strict=True)
     return [
-        case.share("edits made", [hit for one in checked for hit in one.errors]),
-        case.rate("right words kept", [(float(c.kept), float(c.right)) for c in checked], SHARE),
-        case.share("text exact", [text.strip() == task.wanted.strip() for text, task in both]),
+        case.share("edits made", [hit for one in checked for hit in one.corrected]),
+        case.rate(
+            "right words kept",
+            [(float(c.num_unchanged), float(c.num_right)) for c in checked],
+            SHARE,
+        ),
+        case.share("text exact", [text.strip() == task.original.strip() for text, task in both]),
     ]
 
 
-def locality(case: Case, tasks: Sequence[Task], done: Sequence[Edited]) -> list[Measure]:
+def locality(case: Case, tasks: Sequence[Task], done: Sequence[EditResult]) -> list[Measure]:
     opened, enough, near = [], [], []
     for task, one in zip(tasks, done, strict=True):
-        gold = differing(task.text, task.wanted)
+        gold = differing(task.text, task.original)
         size = float(len(task.text))
         opened.append((float(sum(b - a for a, b in one.opened)), size))
         enough.append((float(sum(b - a for a, b in gold)), size))
         changed = [
-            place
+            position
             for change in one.changed
-            for place in range(change.old_start, max(change.old_end, change.old_start + 1))
+            for position in range(change.old_start, max(change.old_end, change.old_start + 1))
         ]
-        hits = sum(any(a - REACH <= p < b + REACH for a, b in gold) for p in changed)
+        hits = sum(any(a - MAX_DISTANCE <= p < b + MAX_DISTANCE for a, b in gold) for p in changed)
         near.append((float(hits), float(len(changed))))
     return [
         case.rate("text opened", opened, SHARE),
         case.rate("text that differs from the original", enough, SHARE),
-        case.rate("changed characters near those", near, SHARE, f"within {REACH} characters"),
+        case.rate(
+            "changed characters near those", near, SHARE, f"within {MAX_DISTANCE} characters"
+        ),
     ]
 
 
@@ -328,12 +333,12 @@ def warm(engine: Engine, settings: Settings) -> list[Measure]:
     runs = list[Started]()
     tasks = renames(engine, settings)
     for number, task in enumerate(tasks):
-        options = Options(seed=settings.seed, max_tokens=engine.model.config.canvas_length)
+        options = SamplingParams(seed=settings.seed, max_tokens=engine.model.config.canvas_length)
         cold = engine.generate(task.prompt, options)
-        hot = engine.generate(task.prompt, options, warm=task.text)
-        sizes = {len(engine.tokenizer.encode(text)) for text in (task.text, task.wanted)}
+        hot = rewrite(engine, task.prompt, task.text, options)
+        sizes = {len(engine.tokenizer.encode(text)) for text in (task.text, task.original)}
         made = is_made(task, cold.text), is_made(task, hot.text)
-        exact = tuple(one.text.strip() == task.wanted.strip() for one in (cold, hot))
+        exact = tuple(one.text.strip() == task.original.strip() for one in (cold, hot))
         runs.append(Started(len(sizes) == 1, *made, *exact, cold.steps, hot.steps))
         say("warm", number, len(tasks))
     same = [run for run in runs if run.is_same_size]
@@ -370,13 +375,13 @@ def started(name: str, runs: Sequence[Started]) -> list[Measure]:
 
 def is_made(task: Task, text: str) -> bool:
     """True if all that was to change has changed; other words may differ."""
-    return all(check(task.text, task.wanted, text).errors)
+    return all(check_fix(task.text, task.original, text).corrected)
 
 
 # --- self-correction
 
 
-def settled(engine: Engine, settings: Settings) -> Iterator[tuple[Prompt, list[int]]]:
+def converged(engine: Engine, settings: Settings) -> Iterator[tuple[Prompt, list[int]]]:
     """Yield beginnings of stories, and the canvas that the model converges to after each."""
     length, bos = engine.model.config.canvas_length, engine.model.config.bos_token_id
     count = 0
@@ -385,23 +390,23 @@ def settled(engine: Engine, settings: Settings) -> Iterator[tuple[Prompt, list[i
         if len(ids) < PREFIX or count == settings.limit:
             continue
         prompt = Prompt(text="", ids=(bos, *ids[:PREFIX]))
-        options = Options(seed=settings.seed, max_tokens=length, retries=0)
+        options = SamplingParams(seed=settings.seed, max_tokens=length, retries=0)
         canvas = one_canvas(engine, prompt, options)
         if not any(map(engine.tokenizer.is_control, canvas)):
             count += 1
             yield prompt, canvas
 
 
-def one_canvas(engine: Engine, prompt: Prompt, options: Options) -> list[int]:
-    job = engine.submit(engine.plan(prompt, options))
-    for _ in first_canvases(engine, [job]):
-        pass
-    return last_canvas(job).guess_L.tolist()
+def one_canvas(engine: Engine, prompt: Prompt, options: SamplingParams) -> list[int]:
+    """Denoise one canvas; return its tokens."""
+    task = engine.generation(prompt, replace(options, max_blocks=1))
+    engine.run_all([task])
+    return finished_canvas(task)[0]
 
 
 def correct(engine: Engine, settings: Settings) -> list[Measure]:
     outcomes: dict[str, list[tuple[float, float]]] = {}
-    for number, (prompt, right) in enumerate(settled(engine, settings)):
+    for number, (prompt, right) in enumerate(converged(engine, settings)):
         rng = Random(settings.seed + number)
         for kind, flips in (
             ("random", at_random(engine, right, rng)),
@@ -418,9 +423,9 @@ def correct(engine: Engine, settings: Settings) -> list[Measure]:
 
 
 def at_random(engine: Engine, tokens: Sequence[int], rng: Random) -> dict[int, int]:
-    places = rng.sample(range(len(tokens)), max(1, round(FLIPPED * len(tokens))))
+    positions = rng.sample(range(len(tokens)), max(1, round(FLIPPED * len(tokens))))
     first = len(engine.tokenizer.control_ids) + 256  # text pieces, no single bytes
-    return {place: rng.randrange(first, engine.tokenizer.vocab_size) for place in places}
+    return {position: rng.randrange(first, engine.tokenizer.vocab_size) for position in positions}
 
 
 def to_opposites(engine: Engine, tokens: Sequence[int]) -> dict[int, int]:
@@ -430,47 +435,52 @@ def to_opposites(engine: Engine, tokens: Sequence[int]) -> dict[int, int]:
         pair = [engine.tokenizer.encode(f" {word}") for word in (a, b)]
         if all(len(ids) == 1 for ids in pair):
             table |= {pair[0][0]: pair[1][0], pair[1][0]: pair[0][0]}
-    found = [place for place, token in enumerate(tokens) if token in table]
-    return {place: table[tokens[place]] for place in found[::3]}
+    candidates = [position for position, token in enumerate(tokens) if token in table]
+    return {position: table[tokens[position]] for position in candidates[::3]}
 
 
 def repaired(
     engine: Engine, prompt: Prompt, right: Sequence[int], flips: dict[int, int], settings: Settings
 ) -> dict[str, tuple[float, float]]:
-    wrong = [flips.get(place, token) for place, token in enumerate(right)]
-    options = Options(seed=settings.seed + 1, max_tokens=len(right), retries=0, canvas=tuple(wrong))
-    found = one_canvas(engine, prompt, options)
-    kept = [place for place in range(len(right)) if place not in flips]
+    wrong = [flips.get(position, token) for position, token in enumerate(right)]
+    options = SamplingParams(
+        seed=settings.seed + 1, max_tokens=len(right), retries=0, initial_canvas=tuple(wrong)
+    )
+    denoised = one_canvas(engine, prompt, options)
+    unflipped = [position for position in range(len(right)) if position not in flips]
     result = {
-        "repaired by further steps": share(found, right, list(flips)),
-        "other tokens unchanged by them": share(found, right, kept),
+        "repaired by further steps": share(denoised, right, list(flips)),
+        "other tokens unchanged by them": share(denoised, right, unflipped),
     }
     before, text = engine.tokenizer.decode(prompt.ids[1:]), engine.tokenizer.decode(wrong)
     if "\ufffd" not in before + text:
-        chosen = EditOptions(
+        chosen = EditParams(
             selection=((len(before), len(before + text)),),
             strength=0.5 if settings.strength is None else settings.strength,
             seed=settings.seed,
         )
-        corrected = engine.edit(before + text, None, chosen).text[len(before) :]
+        corrected = edit(engine, before + text, None, chosen).text[len(before) :]
         edited = engine.tokenizer.encode(corrected)
-        places = aligned(right, edited)
-        hits = sum(p in places for p in flips)
+        aligned_positions = aligned(right, edited)
+        hits = sum(p in aligned_positions for p in flips)
         result["repaired by edit"] = (float(hits), float(len(flips)))
-        same = sum(p in places for p in kept)
-        result["other tokens unchanged by edit"] = (float(same), float(len(kept)))
-    place = min(flips)
-    behind = [
-        write_on(engine, prompt, [*right[:place], token]) for token in (right[place], flips[place])
+        same = sum(p in aligned_positions for p in unflipped)
+        result["other tokens unchanged by edit"] = (float(same), float(len(unflipped)))
+    position = min(flips)
+    continued = [
+        write_on(engine, prompt, [*right[:position], token])
+        for token in (right[position], flips[position])
     ]
-    hits = sum(a == b for a, b in zip(*behind, strict=False))
+    hits = sum(a == b for a, b in zip(*continued, strict=False))
     result["AR: next tokens as without the error"] = (float(hits), float(AFTER_ERROR))
     result["AR: repaired"] = (0.0, float(len(flips)))
     return result
 
 
-def share(found: Sequence[int], right: Sequence[int], places: Sequence[int]) -> tuple[float, float]:
-    return float(sum(found[p] == right[p] for p in places)), float(len(places))
+def share(
+    found: Sequence[int], right: Sequence[int], positions: Sequence[int]
+) -> tuple[float, float]:
+    return float(sum(found[p] == right[p] for p in positions)), float(len(positions))
 
 
 def aligned(right: Sequence[int], found: Sequence[int]) -> set[int]:
@@ -479,7 +489,7 @@ def aligned(right: Sequence[int], found: Sequence[int]) -> set[int]:
 
 
 def write_on(engine: Engine, prompt: Prompt, ids: Sequence[int]) -> tuple[int, ...]:
-    options = Options(mode="ar", max_tokens=AFTER_ERROR, seed=0)
+    options = SamplingParams(mode="ar", max_tokens=AFTER_ERROR, seed=0)
     return engine.generate(replace(prompt, ids=(*prompt.ids, *ids)), options).ids
 
 
@@ -498,7 +508,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
-    parser.add_argument("--form", choices=FORMS, help="of a fill's prompt")
+    parser.add_argument("--form", choices=PROMPT_STYLES, help="style of a fill's prompt")
     parser.add_argument("--effort", choices=EFFORTS, nargs="+", default=["thorough"])
     parser.add_argument("--lengths", choices=LENGTHS, nargs="+", default=list(LENGTHS))
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="0: no limit")
@@ -514,12 +524,12 @@ def main() -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     engine = Engine.load(given.model, device=given.device, dtype=given.dtype)
-    tune(engine, engine.max_rows)
+    set_batch_size(engine, engine.max_batch_size)
     settings = Settings(
         data=Data(given.heldout, given.data),
         limit=given.limit,
         seed=given.seed,
-        form=given.form,
+        prompt_style=given.form,
         efforts=tuple(given.effort),
         lengths=tuple(given.lengths),
         max_tokens=given.max_tokens or None,

@@ -1,4 +1,4 @@
-"""First contact with real weights: everything worth knowing about a checkpoint, in one report.
+"""Report on a checkpoint at first contact with its weights: load, memory, answers, logits.
 
     python bench/first_contact.py DIRECTORY [--device auto] [--dtype auto] [--no-reference]
                                   [--max-tokens 256] [--out report.md]
@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 
-from dgemma.backends.cpu.pack import pack
+from dgemma.backends.cpu import pack
 from dgemma.device import choose_device, choose_dtype, describe_device
-from dgemma.engine import Engine, Options
+from dgemma.engine import Engine, SamplingParams
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.weights.load import Checkpoint, load_model
-from dgemma.weights.random import count_parameters, short_count
+from dgemma.weights.load import Checkpoint, count_parameters, load_model, short_count
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -45,7 +44,7 @@ COMPARED = 3  # prompts whose logits are compared
 
 
 def memory(device: torch.device) -> float:
-    """GiB at the peak so far: of the GPU, or of this process."""
+    """Return the peak memory so far in GiB: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -107,7 +106,7 @@ def compare(mine: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
 def answer_all(engine: Engine, max_tokens: int) -> list[dict[str, Any]]:
     rows = []
     for number, prompt in enumerate(PROMPTS):
-        done = engine.generate(prompt, Options(seed=number, max_tokens=max_tokens))
+        done = engine.generate(prompt, SamplingParams(seed=number, max_tokens=max_tokens))
         rows.append(
             {
                 "prompt": prompt,
@@ -116,7 +115,7 @@ def answer_all(engine: Engine, max_tokens: int) -> list[dict[str, Any]]:
                 "tokens": done.tokens,
                 "steps": done.steps,
                 "blocks": done.blocks,
-                "unsettled_blocks": done.unsettled_blocks,
+                "unconverged_blocks": done.unconverged_blocks,
                 "seconds": round(done.seconds, 3),
                 "tokens_per_second": round(done.tokens / done.seconds, 1),
             }
@@ -158,7 +157,7 @@ def report(facts: dict[str, Any]) -> str:
         lines += [f"### {row['prompt']}", "", row["text"] or "(no text)", ""]
         lines.append(
             f"{row['tokens']} tokens, {row['steps']} steps, {row['blocks']} blocks "
-            f"({row['unsettled_blocks']} unsettled), {row['seconds']} s, "
+            f"({row['unconverged_blocks']} unconverged), {row['seconds']} s, "
             f"{row['tokens_per_second']} tokens/s, finish: {row['finish']}"
         )
         lines.append("")

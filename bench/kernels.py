@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from common import (
     head,
     kernel_us,
     max_error,
-    new_row,
+    new_state,
     random_tokens,
     row_error,
     shape,
@@ -45,41 +46,48 @@ from torch import Tensor
 
 from dgemma.backends.base import ForwardInput
 from dgemma.backends.cuda import configs as cuda_configs
-from dgemma.backends.cuda import logits
+from dgemma.backends.cuda import passes
 from dgemma.backends.cuda.backend import CudaBackend
-from dgemma.backends.cuda.gemm import gemm, lm_head, quantize_rows
+from dgemma.backends.cuda.gemm import (
+    Fp8Moe,
+    HalfMoe,
+    MoeKernels,
+    gemm,
+    lm_head,
+    quantize_rows,
+)
 from dgemma.backends.cuda.kernels import attention as attention_kernels
 from dgemma.backends.cuda.kernels import (
     gemm_fp8,
     gemv,
-    moe,
     moe_decode,
-    moe_nvfp4,
     qk_norm_rope,
     residual_norm,
 )
 from dgemma.backends.cuda.kernels import router as router_kernels
-from dgemma.backends.cuda.kernels.logit_stats import probabilities_
-from dgemma.backends.cuda.kernels.moe_sort import buckets
-from dgemma.backends.cuda.kernels.soft_embed_topk import Into
+from dgemma.backends.cuda.kernels.logit_stats import (
+    LogitStats,
+    TokenQuery,
+    logit_stats,
+    probabilities_,
+)
+from dgemma.backends.cuda.kernels.moe import sort_by_expert
+from dgemma.backends.cuda.kernels.soft_embed_topk import SoftEmbedOut, count_candidates
 from dgemma.backends.cuda.selftest import selftest
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.diffusion import logit_stats as definition
 from dgemma.model.attention import KVSegment, attention_reference
 from dgemma.model.attention import attention as plain_attention
 from dgemma.model.forward_batch import ForwardBatch, Segment
-from dgemma.model.gemma import Gemma, TokenTable
+from dgemma.model.gemma import Experts, Gemma, TokenTable
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.model.moe import gelu_and_mul
-from dgemma.model.norm import rms_norm
-from dgemma.model.rope import apply_rope
-from dgemma.quant.fp4_experts import lay_stacked
-from dgemma.quant.fp8 import Weight, quantize
-from dgemma.quant.fp8_experts import quantize_stacked
-from dgemma.quant.fp8_head import Fp8HeadTable
-from dgemma.quant.qtensor import Quantized
-from dgemma.quant.soft_embed import soft_mean_reference
-from dgemma.weights.download import find_checkpoint
+from dgemma.model.norm_rope import apply_rope, rms_norm
+from dgemma.quant.fp8 import Fp8Experts, LinearWeight, quantize, quantize_stacked
+from dgemma.quant.head import Fp8HeadTable, soft_embed_reference
+from dgemma.quant.nvfp4 import Nvfp4Experts, quantize_tiled
+from dgemma.quant.qtensor import QTensor
+from dgemma.weights.hub import find_checkpoint
 from dgemma.weights.load import load_model
 
 EPS, SOFTCAP = 1e-6, 30.0
@@ -144,7 +152,7 @@ def gigabytes(*tensors: Tensor) -> float:
     return sum(tensor.nbytes for tensor in tensors) / 1e9
 
 
-def whole(weight: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
+def dequantize(weight: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
     """Dequantize to float32."""
     if isinstance(weight, Tensor):
         return weight.float()
@@ -172,9 +180,9 @@ def exact_experts(
     for expert in flat_A.unique().tolist():
         index_A = (flat_A == expert).nonzero()[:, 0]
         rows = x_TD[index_A // top_k]
-        rows = quantize(rows).whole() if fp8 else rows.float()
+        rows = quantize(rows).dequantize() if fp8 else rows.float()
         hidden = gelu_and_mul(rows @ weight_of(0, expert).T)
-        hidden = quantize(hidden.to(x_TD.dtype)).whole() if fp8 else hidden
+        hidden = quantize(hidden.to(x_TD.dtype)).dequantize() if fp8 else hidden
         out_AD[index_A] = hidden @ weight_of(1, expert).T
     return out_AD
 
@@ -184,7 +192,10 @@ def moe_checks(sizes: Sizes) -> Iterator[Check]:
     count, width, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
     up, down = sizes.weight(count, 2 * inner, width), sizes.weight(count, width, inner)
     up_8, down_8 = quantize_stacked(up), quantize_stacked(down)
-    up_4, down_4 = lay_stacked(up, 2), lay_stacked(down, 1)
+    up_4, down_4 = quantize_tiled(up, 2), quantize_tiled(down, 1)
+    plain = cast(Experts, SimpleNamespace(gate_up_proj=up, down_proj=down))
+    moe_16, moe_8 = HalfMoe(plain), Fp8Moe(Fp8Experts(up_8, down_8))
+    moe_4 = HalfMoe(Nvfp4Experts(up_4, down_4))
     cases = [(length, 0.0), (length, 1.0), (1, 0.0), (2 * length, 0.0), (16 * length, 0.0)]
     for tokens, skew in cases[:3] if INTERPRETED else cases:
         x_TD, ids_TK = sizes.normal(tokens, width), route(sizes, tokens, skew)
@@ -192,52 +203,49 @@ def moe_checks(sizes: Sizes) -> Iterator[Check]:
         hit = len(ids_TK.unique()) / count
         rows = ids_TK.numel() * 2 * (width + inner) * x_TD.element_size() / 1e9
         exact = partial(exact_experts, x_TD, ids_TK)
+
+        def outputs(kernels: MoeKernels, x: Tensor = x_TD, ids: Tensor = ids_TK) -> Work:
+            return lambda: kernels.outputs(x, ids, None, x.dtype)
+
         want = exact(lambda part, e: (up, down)[part][e].float())
         yield Check(
             name=f"experts {name}",
-            kernel=partial(moe.expert_outputs, x_TD, ids_TK, up, down),
+            kernel=outputs(moe_16),
             want=want,
             plain=partial(plain_experts, x_TD, ids_TK, up, down),
             gbytes=hit * gigabytes(up, down) + rows,
         )
-        if tokens <= moe_decode.FEW:
-            scales = (up_8.factor, down_8.factor)
-            kernel: Work = partial(
-                moe_decode.expert_outputs, x_TD, ids_TK, up_8.numbers, down_8.numbers, scales
-            )
-        else:
-            kernel = partial(fp8_experts, x_TD, ids_TK, up_8, down_8)
-        is_fp8 = tokens > moe_decode.FEW
+        is_fp8 = tokens > moe_decode.MAX_TOKENS
         yield Check(
             name=f"experts fp8 {name}",
-            kernel=kernel,
-            want=exact(lambda part, e: whole_expert((up_8, down_8)[part], e), fp8=is_fp8),
+            kernel=outputs(moe_8),
+            want=exact(lambda part, e: expert_weight((up_8, down_8)[part], e), fp8=is_fp8),
             bound=FP8_BOUND if is_fp8 else FP8_DECODE_BOUND,
             gbytes=hit * gigabytes(*up_8, *down_8) + rows,
         )
         yield Check(
             name=f"experts nvfp4 {name}",
-            kernel=partial(moe_nvfp4.expert_outputs_nvfp4, x_TD, ids_TK, up_4, down_4),
-            want=exact(lambda part, e: (up_4, down_4)[part].whole(e)),
+            kernel=outputs(moe_4),
+            want=exact(lambda part, e: (up_4, down_4)[part].dequantize(e)),
             bound=FP8_DECODE_BOUND,
             gbytes=hit * gigabytes(*up_4[:2], *down_4[:2]) + rows,
         )
     ids_TK = route(sizes, length)
-    sort = buckets(ids_TK, count)
+    buckets = sort_by_expert(ids_TK, count)
     want_E = torch.bincount(ids_TK.flatten(), minlength=count)
     yield Check(
         name="sort by expert",
-        kernel=partial(buckets, ids_TK, count),
+        kernel=partial(sort_by_expert, ids_TK, count),
         read=lambda found: found.count_E,
         want=want_E,
         bound=0.0,
         metric=absolute,
-        gbytes=gigabytes(ids_TK, sort.choice_ES),
+        gbytes=gigabytes(ids_TK, buckets.assignment_ES),
     )
 
 
-def whole_expert(weight: Quantized, expert: int) -> Tensor:
-    return Quantized(weight.numbers[expert], weight.factor[expert]).whole()
+def expert_weight(weight: QTensor, expert: int) -> Tensor:
+    return QTensor(weight.values[expert], weight.scale[expert]).dequantize()
 
 
 def plain_experts(x_TD: Tensor, ids_TK: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -256,10 +264,6 @@ def plain_experts(x_TD: Tensor, ids_TK: Tensor, up: Tensor, down: Tensor) -> Ten
     return torch.empty_like(out).index_copy_(0, order_A, out)
 
 
-def fp8_experts(x_TD: Tensor, ids_TK: Tensor, up: Quantized, down: Quantized) -> Tensor:
-    return moe.expert_outputs_fp8(quantize_rows(x_TD), ids_TK, up, down, x_TD.dtype)
-
-
 # --- GEMMs
 
 
@@ -274,11 +278,11 @@ def gemm_checks(sizes: Sizes) -> Iterator[Check]:
             continue
         yield Check(
             name=f"gemm fp8 {name}",
-            kernel=partial(gemm_fp8.product, x, weight, sizes.dtype, config),
-            want=x.whole() @ weight.whole().T,
-            plain=partial(gemm, x, Weight(*weight), sizes.dtype),
+            kernel=partial(gemm_fp8.gemm, x, weight, sizes.dtype, config),
+            want=x.dequantize() @ weight.dequantize().T,
+            plain=partial(gemm, x, LinearWeight(*weight), sizes.dtype),
             read=lambda found: found.sum(0) if found.dim() == 3 else found,
-            gbytes=gigabytes(x.numbers, weight.numbers),
+            gbytes=gigabytes(x.values, weight.values),
         )
 
 
@@ -287,16 +291,16 @@ def gemv_checks(sizes: Sizes) -> Iterator[Check]:
     for name, (outputs, depth) in sizes.gemms.items():
         x_1D, values = sizes.normal(1, depth), sizes.weight(outputs, depth)
         is_gated = name == "gate_up"
-        for weight in (Weight(values), Weight(*quantize(values))):
-            product = x_1D.float() @ whole(weight).T
+        for weight in (LinearWeight(values), LinearWeight(*quantize(values))):
+            product = x_1D.float() @ dequantize(weight).T
             linear = partial(F.linear, x_1D, values)
             yield Check(
-                name=f"gemv{' fp8' if weight.is_8 else ''} {name}",
-                kernel=partial(gemv.gated_product if is_gated else gemv.product, x_1D, *weight),
+                name=f"gemv{' fp8' if weight.is_fp8 else ''} {name}",
+                kernel=partial(gemv.gemv_gelu_mul if is_gated else gemv.gemv, x_1D, *weight),
                 want=gelu_and_mul(product) if is_gated else product,
-                plain=None if weight.is_8 or is_gated else linear,
-                bound=0.02 if weight.is_8 or is_gated else None,
-                gbytes=gigabytes(weight.numbers_OI),
+                plain=None if weight.is_fp8 or is_gated else linear,
+                bound=0.02 if weight.is_fp8 or is_gated else None,
+                gbytes=gigabytes(weight.values_OI),
             )
     yield from head_checks(sizes)
 
@@ -306,27 +310,27 @@ def head_checks(sizes: Sizes) -> Iterator[Check]:
     table = TokenTable(0, width)
     table.weight = torch.nn.Parameter(sizes.weight(vocab, width), requires_grad=False)
     last = slice(-HEAD_ROWS, None)
-    for name, weight in (("16", Weight(table.weight)), ("fp8", Fp8HeadTable(table).head)):
-        end = Weight(*(None if part is None else part[last] for part in weight))  # type: ignore[arg-type]
+    for name, weight in (("16", LinearWeight(table.weight)), ("fp8", Fp8HeadTable(table).head)):
+        end = LinearWeight(*(None if part is None else part[last] for part in weight))  # type: ignore[arg-type]
         x_1D, out_1V = sizes.normal(1, width), torch.empty(1, vocab, device=sizes.device)
-        raw_1V = x_1D.float() @ whole(end).T
+        raw_1V = x_1D.float() @ dequantize(end).T
         yield Check(
             name=f"LM head {name}, 1 row",
-            kernel=lambda x=x_1D, w=weight, out=out_1V: gemv.scores(x, w, SOFTCAP, out)[:, last],  # type: ignore[misc]
+            kernel=lambda x=x_1D, w=weight, out=out_1V: gemv.logits(x, w, SOFTCAP, out)[:, last],  # type: ignore[misc]
             want=torch.tanh(raw_1V / SOFTCAP) * SOFTCAP,
             bound=1e-3,
-            gbytes=gigabytes(weight.numbers_OI),
+            gbytes=gigabytes(weight.values_OI),
         )
         for count in (1, 2):
             x_TD = sizes.normal(count * sizes.config.canvas_length, width)
             out_TV = torch.empty(len(x_TD), vocab, dtype=sizes.dtype, device=sizes.device)
-            rows = whole(quantize_rows(x_TD)) if weight.is_8 else x_TD.float()
+            rows = dequantize(quantize_rows(x_TD)) if weight.is_fp8 else x_TD.float()
             yield Check(
                 name=f"LM head {name}, {len(x_TD)} rows",
                 kernel=lambda x=x_TD, w=weight, out=out_TV: lm_head(x, w, out)[:, last],  # type: ignore[misc]
-                want=rows @ whole(end).T,
+                want=rows @ dequantize(end).T,
                 bound=0.05,
-                gbytes=gigabytes(weight.numbers_OI, out_TV),
+                gbytes=gigabytes(weight.values_OI, out_TV),
             )
 
 
@@ -341,8 +345,8 @@ def router_checks(sizes: Sizes) -> Iterator[Check]:
         x_TD = sizes.normal(rows, config.hidden_size)
 
         def kernel(x: Tensor = x_TD) -> Tensor:
-            parts = router_kernels.parts(x, weight_ED)
-            return router_kernels.choose(parts, scale_E, config.top_k_experts)[1]
+            logits = router_kernels.router_logits(x, weight_ED)
+            return router_kernels.topk(logits, scale_E, config.top_k_experts)[1]
 
         def plain(x: Tensor = x_TD, dtype: torch.dtype = sizes.dtype) -> Tensor:
             p_TE = F.linear(x.to(dtype), weight_ED.to(dtype)).softmax(-1, dtype=torch.float32)
@@ -370,19 +374,19 @@ def norm_checks(sizes: Sizes) -> Iterator[Check]:
     weights_TK = torch.rand(rows, config.top_k_experts, device=sizes.device)
     row = gigabytes(x)
 
-    def join(t: torch.dtype) -> Outputs:
+    def residual_add_norm(t: torch.dtype) -> Outputs:
         first = x.to(t) + rms_norm(y.to(t), ones[0].to(t), EPS)
         dense, experts = (rms_norm(first, ones[i].to(t), EPS) for i in (1, 2))
         return first, dense, experts, rms_norm(first, None, EPS) * ones[3].to(t) * width**-0.5
 
-    def close(t: torch.dtype) -> Outputs:
+    def layer_epilogue(t: torch.dtype) -> Outputs:
         outputs = out_AD.to(t).view(rows, -1, width)
         mixed = (outputs.float() * weights_TK[..., None]).sum(1).to(t)
         both = rms_norm(z.to(t), ones[0].to(t), EPS) + rms_norm(mixed, ones[1].to(t), EPS)
         after = (x.to(t) + rms_norm(both, ones[2].to(t), EPS)) * scalar.to(t)
         return after, rms_norm(after, ones[4].to(t), EPS)
 
-    closing = (*ones[:3], scalar, ones[4])
+    ffn_norms = (*ones[:3], scalar, ones[4])
     mixed = (out_AD, weights_TK)
     works: dict[str, tuple[Callable[..., Outputs], Callable[[torch.dtype], Outputs], float]] = {
         "norm": (
@@ -392,16 +396,16 @@ def norm_checks(sizes: Sizes) -> Iterator[Check]:
         ),
         "residual, 3 norms": (
             partial(residual_norm.residual_add_norm, x, y, tuple(ones[:4]), EPS),
-            join,
+            residual_add_norm,
             6 * row,
         ),
         "layer end": (
-            partial(residual_norm.layer_epilogue, x, z, mixed, closing, EPS),
-            close,
+            partial(residual_norm.layer_epilogue, x, z, mixed, ffn_norms, EPS),
+            layer_epilogue,
             4 * row + gigabytes(out_AD),
         ),
         "gelu and mul": (
-            partial(residual_norm.gated, wide),
+            partial(residual_norm.gelu_and_mul, wide),
             lambda t: gelu_and_mul(wide.to(t)),
             1.5 * gigabytes(wide),
         ),
@@ -409,7 +413,7 @@ def norm_checks(sizes: Sizes) -> Iterator[Check]:
     yield Check(
         name="quantize to fp8",
         kernel=partial(quantize_rows, x),
-        read=whole,
+        read=dequantize,
         want=x,
         metric=row_error,
         bound=ROUNDING_BOUND,
@@ -427,7 +431,7 @@ def norm_checks(sizes: Sizes) -> Iterator[Check]:
         yield Check(
             name=f"{name}, fp8 out",
             kernel=partial(kernel, fp8_out=True),
-            read=whole if is_single else lambda found: whole(found[1]),
+            read=dequantize if is_single else lambda found: dequantize(found[1]),
             want=want if isinstance(want, Tensor) else want[1],
             metric=row_error,
             bound=ROUNDING_BOUND,
@@ -482,7 +486,7 @@ def heads_checks(sizes: Sizes) -> Iterator[Check]:
             given: tuple[object, ...] = (qkv_TX, shape_, cos_sin, table, segments, EPS),
             slots: list[Tensor] = slots,
         ) -> Outputs:
-            q_TNH = qk_norm_rope.heads(*given)  # type: ignore[arg-type]
+            q_TNH = qk_norm_rope.qk_norm_rope(*given)  # type: ignore[arg-type]
             return q_TNH, slots[0][8:], slots[1][8:]
 
         def plain(t: torch.dtype) -> Outputs:
@@ -520,6 +524,10 @@ def attention_checks(sizes: Sizes) -> Iterator[Check]:
                 mask_LS = (back_LS >= 0) & (back_LS < (window or 1 << 30))
             table, segments = segment_of(sizes, rows, (k_SMH, v_SMH), causal=causal)
             given = (q_LNH, table, segments, keys, window)
+
+            def attend(reduce: Callable[..., Any], given: tuple[Any, ...] = given) -> Outputs:
+                return reduce(*attention_kernels.attend(*given), sizes.dtype)  # type: ignore[no-any-return]
+
             exact = KVSegment(k_SMH.float(), v_SMH.float(), mask_LS)
             want = attention_reference(q_LNH.float(), [exact])
             seen = KVSegment(k_SMH, v_SMH, mask_LS)
@@ -528,7 +536,7 @@ def attention_checks(sizes: Sizes) -> Iterator[Check]:
             # By the root mean square: the greatest of a million says which was luckier.
             yield Check(
                 name=name,
-                kernel=partial(attention_kernels.attention, *given),
+                kernel=partial(attend, attention_kernels.reduce_splits),
                 want=want,
                 plain=partial(plain_attention, q_LNH, [seen]),
                 metric=rms_error,
@@ -537,8 +545,8 @@ def attention_checks(sizes: Sizes) -> Iterator[Check]:
             if rows > 1:
                 yield Check(
                     name=f"{name} fp8 out",
-                    kernel=partial(attention_kernels.attention_fp8, *given),
-                    read=whole,
+                    kernel=partial(attend, attention_kernels.reduce_splits_fp8),
+                    read=dequantize,
                     want=want.flatten(1),
                     metric=row_error,
                     bound=ROUNDING_BOUND,
@@ -569,27 +577,29 @@ def logit_checks(sizes: Sizes) -> Iterator[Check]:
         temperature_T = torch.linspace(0.4, 0.8, length, device=sizes.device)
         uniform_T = torch.rand(length, dtype=torch.float64, device=sizes.device)
         held_T = random_tokens(vocab, length, sizes.device)
-        query = logits.TokenQuery(
+        query = TokenQuery(
             temperature_T=temperature_T,
             draw_temperature_T=torch.ones_like(temperature_T),
             uniform_T=uniform_T,
             held_T=held_T,
         )
-        asked = definition.Query(temperature_T=temperature_T, uniform_T=uniform_T, held_T=held_T)
-        exact = definition.row_stats_reference(raw_TV, SOFTCAP, asked)
-        stats = partial(logits.logit_stats, raw_TV, SOFTCAP, query, length)
-        found = stats()
+        reference_query = definition.Query(
+            temperature_T=temperature_T, uniform_T=uniform_T, held_T=held_T
+        )
+        exact = definition.position_stats_reference(raw_TV, SOFTCAP, reference_query)
+        kernel = partial(logit_stats, raw_TV, SOFTCAP, query, length)
+        stats = kernel()
         yield Check(
             name=f"logit stats {kind} (nats)",
-            kernel=stats,
-            read=lambda found: found.stats.entropy_T,
+            kernel=kernel,
+            read=lambda stats: stats.merged.entropy_T,
             want=exact.entropy_T,
             plain=None,
             metric=absolute,
             bound=ENTROPY_BOUND,
             gbytes=gigabytes(raw_TV),
         )
-        misses_T = definition.draw_misses(raw_TV, SOFTCAP, asked, found.stats.draw_T)
+        misses_T = definition.draw_misses(raw_TV, SOFTCAP, reference_query, stats.merged.draw_T)
         yield Check(
             name=f"  draws {kind} (probability)",
             kernel=lambda misses_T=misses_T: misses_T,  # type: ignore[misc]
@@ -598,14 +608,14 @@ def logit_checks(sizes: Sizes) -> Iterator[Check]:
             bound=DRAW_BOUND,
             timed=False,
         )
-        p_TV = definition.row_stats(raw_TV.float().clone(), SOFTCAP, asked)[1]
-        yield from soft_checks(sizes, (table, table_8), found, p_TV, kind)
+        p_TV = definition.position_stats(raw_TV.float().clone(), SOFTCAP, reference_query)[1]
+        yield from soft_checks(sizes, (table, table_8), stats, p_TV, kind)
 
 
 def soft_checks(
     sizes: Sizes,
     tables: tuple[TokenTable, Fp8HeadTable],
-    found: logits.LogitStats,
+    stats: LogitStats,
     p_TV: Tensor,
     kind: str,
 ) -> Iterator[Check]:
@@ -614,50 +624,56 @@ def soft_checks(
     soft_ELD = torch.empty(1, length, width, dtype=sizes.dtype, device=sizes.device)
     flags_EL = torch.zeros(1, length, dtype=torch.uint8, device=sizes.device)
     entry_I = torch.zeros(1, dtype=torch.int32, device=sizes.device)
-    into = Into(soft_ELD, flags_EL.long(), flags_EL, entry_I, table.scale)
+    out = SoftEmbedOut(soft_ELD, flags_EL.long(), flags_EL, entry_I, table.scale)
     want = mean_of(p_TV, table.weight) * table.scale
 
-    def made(make: Callable[..., None], of: TokenTable) -> Tensor:
-        make(of, found, into)
+    def sparse() -> Tensor:
+        passes.soft_embed_sparse(table, passes.StepStats(stats, candidates), out)
         return soft_ELD[0]
 
-    assert found.likely is not None
-    if bool(found.likely.suffice()):
+    def dense_fp8() -> Tensor:
+        passes.soft_embed_dense(table_8, stats, out)
+        return soft_ELD[0]
+
+    candidates = count_candidates(stats)
+    if bool(candidates.covers_mass()):
         yield Check(
             name=f"  soft embedding {kind}, top tokens",
-            kernel=partial(made, logits.soft_embed_sparse, table),
+            kernel=sparse,
             want=want,
             metric=row_error,
             bound=0.02,
             gbytes=2 * gigabytes(soft_ELD),
         )
     assert table_8.soft is not None
-    fp8_want = soft_mean_reference(p_TV, table.weight.float(), table_8.soft) * table.scale
+    fp8_want = soft_embed_reference(p_TV, table.weight.float(), table_8.soft) * table.scale
     yield Check(
         name=f"  soft embedding {kind}, fp8",
-        kernel=partial(made, logits.soft_embed_dense, table_8),
+        kernel=dense_fp8,
         want=fp8_want,
         metric=row_error,
         bound=0.05,
-        gbytes=gigabytes(found.raw_TV, table_8.soft.numbers_DV),
+        gbytes=gigabytes(stats.raw_TV, table_8.soft.values_DV),
     )
     # Last, since it writes over the logits.
-    raw_TV = found.raw_TV.clone()
+    scratch = replace(stats, raw_TV=stats.raw_TV.clone())
+
+    def probabilities() -> Tensor:
+        scratch.raw_TV.copy_(stats.raw_TV)
+        return probabilities_(scratch)
+
     yield Check(
         name=f"  probabilities {kind}",
-        kernel=lambda: probabilities_(
-            raw_TV.copy_(found.raw_TV), SOFTCAP, found.temperature_T, found.merged
-        ),
+        kernel=probabilities,
         want=p_TV,
         metric=absolute,
         bound=4e-3 if sizes.dtype == torch.bfloat16 else 1e-5,
-        gbytes=4 * gigabytes(found.raw_TV),
+        gbytes=4 * gigabytes(stats.raw_TV),
     )
-    scratch = replace(found, raw_TV=found.raw_TV.clone())
 
     def dense() -> Tensor:
-        scratch.raw_TV.copy_(found.raw_TV)
-        logits.soft_embed_dense(table, scratch, into)
+        scratch.raw_TV.copy_(stats.raw_TV)
+        passes.soft_embed_dense(table, scratch, out)
         return soft_ELD[0]
 
     yield Check(
@@ -666,7 +682,7 @@ def soft_checks(
         want=want,
         metric=row_error,
         bound=0.02,
-        gbytes=4 * gigabytes(found.raw_TV) + gigabytes(table.weight),
+        gbytes=4 * gigabytes(stats.raw_TV) + gigabytes(table.weight),
     )
 
 
@@ -685,21 +701,21 @@ def pass_checks(sizes: Sizes) -> Iterator[Check]:
     backend, cache = CudaBackend(model), _cache(model, 64)
     tokens = tuple(random_tokens(model.config.vocab_size, 64, sizes.device).tolist())
     backend.run([ForwardInput(cache=cache, tokens=tokens)])
-    row = new_row(model)
-    backend.run([ForwardInput(cache=cache, row=row)])
-    found = backend._denoise_pass(1, 0)
-    embeds = found.embed().clone()
-    stats = found.stats
+    state = new_state(model)
+    backend.run([ForwardInput(cache=cache, state=state)])
+    denoise = backend._denoise_pass(1, 0)
+    embeds = denoise.embed().clone()
+    stats = denoise.stats
     assert stats is not None
     zero = torch.zeros(1, device=sizes.device)
 
     def advance() -> Tensor:
-        found.advance(stats)
+        denoise.advance(stats)
         backend.buffers.step_E.zero_()
         return zero
 
     yield Check(
-        name="embed with self-conditioning", kernel=found.embed, want=embeds, bound=0.0,
+        name="embed with self-conditioning", kernel=denoise.embed, want=embeds, bound=0.0,
         metric=absolute, gbytes=3 * gigabytes(embeds),
     )  # fmt: skip
     yield Check(name="sampler update", kernel=advance, want=zero, bound=0.0, metric=absolute)
@@ -780,7 +796,7 @@ def canvas_logits(
     backend.encode(prompt_T, commit)
     commit.close()
     batch = ForwardBatch([Segment(cache, len(canvas_L), commit=False)])
-    return model.logits(backend.forward(model.enter(canvas_L, None), batch)).float()
+    return model.logits(backend.forward(model.embed_canvas(canvas_L, None), batch)).float()
 
 
 def transformers_logits(model: Gemma, prompt_T: Tensor, canvas_L: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import sys
 
 from common import finish, head, resident_mib
 
-from dgemma import Engine, Options
+from dgemma import Engine, SamplingParams
 from dgemma.engine import MODES
 
 TOLERANCE = 0.05
@@ -25,17 +25,17 @@ def one_request(engine: Engine, rng: random.Random) -> bool:
         rng.choice(["noise", "canvas", "words", "settle"]) for _ in range(rng.randint(1, 30))
     )
     mode = rng.choice(MODES)
-    options = Options(
+    params = SamplingParams(
         seed=rng.randrange(1 << 30),
         mode=mode,
         max_tokens=rng.randint(1, 100),
         drafts=mode != "ar" and rng.random() < 0.5,
     )
     events_left = rng.randint(0, 20) if rng.random() < 0.5 else -1
-    stream = engine.stream(words, options)
+    stream = engine.stream(words, params)
     for _ in stream:
         if events_left == 0:
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
             return True
         events_left -= 1
     return False
@@ -59,10 +59,12 @@ def main() -> None:
                 f"{number:6} requests, {cancelled:5} cancelled, {levels[-1]:7.1f} MiB", flush=True
             )
     growth = max(levels[5:]) / max(levels[:5]) - 1
-    print(f"second half against first: {growth:+.1%}; running {len(engine.jobs)} jobs")
+    print(
+        f"second half against first: {growth:+.1%}; {len(engine.scheduler.requests)} requests left"
+    )
     facts = {"requests": arguments.requests, "cancelled": cancelled, "mib": levels}
     finish({**head("leak"), **facts, "growth": growth})
-    if growth > TOLERANCE or engine.jobs or engine.waiting:
+    if growth > TOLERANCE or engine.scheduler.requests:
         sys.exit(1)
 
 

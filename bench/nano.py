@@ -1,4 +1,4 @@
-"""The built-in model on this CPU: a 200-token story and one Sudoku, by diffusion and by AR.
+"""Time the built-in model on this CPU: a 200-token story and one Sudoku, by diffusion and AR.
 
     python bench/nano.py [--rounds 3] [--threads N] [--dtype auto] [--quant auto] [--model nano]
                          [--seed 0]
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from common import cpu_name, finish, head, name_of
 
-from dgemma.backends.cpu.pack_int8 import Int8Table
-from dgemma.engine import Engine, Options
-from dgemma.engine.options import Mode
-from dgemma.engine.sudoku import solve
+from dgemma.backends.cpu import Int8Table
+from dgemma.engine import Engine, SamplingParams
+from dgemma.engine.params import Mode
+from dgemma.programs.sudoku.solve import SudokuParams, solve
 
 STORY = "Write a long story about a girl, her dog and a lost ball."
 TOKENS = 200
@@ -32,23 +32,24 @@ MODES: tuple[Mode, ...] = ("diffusion", "ar")
 
 
 def story(engine: Engine, mode: Mode, seed: int) -> dict[str, Any]:
-    done = engine.generate(STORY, Options(mode=mode, max_tokens=TOKENS, seed=seed))
+    done = engine.generate(STORY, SamplingParams(mode=mode, max_tokens=TOKENS, seed=seed))
     return {
         "tokens": done.tokens,
         "steps": done.steps,
         "blocks": done.blocks,
-        "unsettled_blocks": done.unsettled_blocks,
+        "unconverged_blocks": done.unconverged_blocks,
         "finish": done.finish,
     }
 
 
 def sudoku(engine: Engine, mode: Mode, seed: int) -> dict[str, Any]:
-    (one,) = solve(engine, [PUZZLE], mode=mode, pinned=mode != "ar", seed=seed)
-    return {"solved": one.is_right, "settled": one.settled, "steps": one.steps}
+    params = SudokuParams(mode=mode, pinned=mode != "ar", seed=seed)
+    (result,) = solve(engine, [PUZZLE], params)
+    return {"solved": result.is_right, "converged": result.converged, "steps": result.steps}
 
 
 def measure(work: Callable[[], dict[str, Any]], engine: Engine, rounds: int) -> dict[str, Any]:
-    """Return the facts of a work with its seconds; one round before them warms up."""
+    """Run `work` several times after a warm-up; return its facts with the seconds."""
     times = []
     for _ in range(rounds + 1):
         engine.prefixes.clear()  # each round reads its prompt again

@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from _paths_checks import agree, soak
-from _paths_common import Bench, FillOptions, Pins, Report, Request, Run, median
-from _paths_http import crossing
+from _paths_common import Bench, BenchRequest, FillParams, Pins, Report, Run, median
+from _paths_http import http_table
+
+from dgemma import fill
 
 COLUMNS = ("request", "ms a step or token", "ratio", "tokens/s in all", "at most")
 SINGLE_MS = {"none": 15.4, "fp8": 9.2, "nvfp4": 8.3}
@@ -113,16 +115,18 @@ def variants(bench: Bench, report: Report) -> None:
     def draw(count: int) -> tuple[int, ...]:
         return tuple(rng.randrange(256, bench.vocab - 1) for _ in range(count))
 
-    places = tuple(range(0, length, 8))
+    positions = tuple(range(0, length, 8))
     kinds: dict[str, dict[str, Any]] = {
         "temperature 0.7": {"temperature": 0.7},
         "drafts": {"drafts": True},
-        f"{len(places)} pins on the first canvas": {"pins": Pins(places, draw(len(places)))},
-        "an old version to start from": {"canvas": draw(bench.arguments.tokens)},
+        f"{len(positions)} pins on the first canvas": {
+            "pins": Pins(positions, draw(len(positions)))
+        },
+        "an old version to start from": {"initial_canvas": draw(bench.arguments.tokens)},
     }
     for name, changes in kinds.items():
         run = bench.repeat(
-            lambda given=changes: [bench.plain(**given)],  # type: ignore[misc]
+            lambda changes=changes: [bench.plain(**changes)],  # type: ignore[misc]
             bench.arguments.runs,
             lambda run: run.ms_per_step,
         )
@@ -131,21 +135,21 @@ def variants(bench: Bench, report: Report) -> None:
         report.row(f"diffusion, {name}", run.ms_per_step, f"{ratio:.2f}x", run.tokens_per_s, goal)
 
 
-def held(bench: Bench, report: Report) -> None:
-    """A reply held to a JSON schema, in diffusion and in AR."""
+def constrained(bench: Bench, report: Report) -> None:
+    """Time a reply constrained by a JSON schema, in diffusion and in AR."""
     work = bench.arguments
     begin = time.perf_counter()
-    guide = bench.engine.guide(schema=schema(work.people))
+    constraint = bench.engine.constraint(schema=schema(work.people))
     seconds = time.perf_counter() - begin
-    limits = {"guide": guide, "max_tokens": work.schema_tokens}
+    limits = {"constraint": constraint, "max_tokens": work.schema_tokens}
     canvas = bench.repeat(lambda: [bench.plain(**limits)], work.runs, lambda run: run.ms_per_step)
     ratio = canvas.ms_per_step / bench.single.ms_per_step
     rate, goal = canvas.tokens_per_s, target(SCHEMA, ratio)
     report.row("diffusion, JSON schema", canvas.ms_per_step, f"{ratio:.2f}x", rate, goal)
-    base = bench.ar_single.steady_ms
-    ar = bench.run([bench.ar(work.schema_tokens, guide=guide)])
-    ratio = ar.steady_ms / base
-    report.row("AR, JSON schema", ar.steady_ms, f"{ratio:.2f}x of AR", ar.tokens_per_s, "")
+    base = bench.ar_single.pass_ms
+    ar = bench.run([bench.ar(work.schema_tokens, constraint=constraint)])
+    ratio = ar.pass_ms / base
+    report.row("AR, JSON schema", ar.pass_ms, f"{ratio:.2f}x of AR", ar.tokens_per_s, "")
     times = canvas.tokens_per_s / max(1e-9, ar.tokens_per_s)
     least = f"at least {OVER_AR:g}x {'met' if times >= OVER_AR else 'MISSED'}"
     report.row("JSON schema, diffusion over AR", "", f"{times:.2f}x tokens/s", "", least)
@@ -162,26 +166,26 @@ def batches(bench: Bench, report: Report) -> None:
     base, tokens = bench.single.ms_per_step, bench.arguments.batch_tokens
     for count, limit in BATCH.items():
 
-        def make(count: int = count) -> list[Request]:
+        def make(count: int = count) -> list[BenchRequest]:
             return [bench.plain(max_tokens=tokens, seed=seed) for seed in range(count)]
 
-        run = bench.repeat(make, 1, lambda run: run.steady_ms)
-        ratio = run.steady_ms / base
+        run = bench.repeat(make, 1, lambda run: run.pass_ms)
+        ratio = run.pass_ms / base
         goal, name = target(limit, ratio), f"diffusion, {count} requests"
-        report.row(name, run.steady_ms, f"{ratio:.2f}x", run.tokens_per_s, goal)
+        report.row(name, run.pass_ms, f"{ratio:.2f}x", run.tokens_per_s, goal)
 
 
 def autoregressive(bench: Bench, report: Report) -> None:
     first = bench.ar_single
-    ms, limit = first.steady_ms, absolute(bench, AR_MS)
+    ms, limit = first.pass_ms, absolute(bench, AR_MS)
     goal = "" if limit is None else target(limit, ms, " ms")
     report.row("AR, 1 request", ms, "1x of AR", first.tokens_per_s, goal)
     for count, most in AR_BATCH.items():
         bench.run([bench.ar(8) for _ in range(count)])
         run = bench.run([bench.ar(bench.arguments.ar_tokens) for _ in range(count)])
-        ratio = run.steady_ms / ms
+        ratio = run.pass_ms / ms
         goal, name = target(most, ratio), f"AR, {count} requests"
-        report.row(name, run.steady_ms, f"{ratio:.2f}x of AR", run.tokens_per_s, goal)
+        report.row(name, run.pass_ms, f"{ratio:.2f}x of AR", run.tokens_per_s, goal)
 
 
 def arrival(bench: Bench, report: Report) -> None:
@@ -189,18 +193,18 @@ def arrival(bench: Bench, report: Report) -> None:
     work = bench.arguments
     numbers = iter(range(work.people + 1, work.people + 3))
 
-    def prompt() -> Request:
-        return Request(bench.prompt(work.long), bench.diffusion(2, max_tokens=1))
+    def prompt() -> BenchRequest:
+        return BenchRequest(bench.prompt(work.long), bench.diffusion(2, max_tokens=1))
 
-    def new_grammar() -> Request:
-        guide = bench.engine.guide(schema=schema(next(numbers)))
-        return bench.plain(guide=guide, max_tokens=2 * work.schema_tokens)
+    def new_grammar() -> BenchRequest:
+        constraint = bench.engine.constraint(schema=schema(next(numbers)))
+        return bench.plain(constraint=constraint, max_tokens=2 * work.schema_tokens)
 
-    known = bench.engine.guide(schema=schema(work.people))
-    kinds: dict[str, Callable[[], Request]] = {
+    known = bench.engine.constraint(schema=schema(work.people))
+    kinds: dict[str, Callable[[], BenchRequest]] = {
         f"a prompt of {work.long}": prompt,
         "a JSON schema new to the engine": new_grammar,
-        "a known JSON schema": lambda: bench.plain(guide=known, max_tokens=work.schema_tokens),
+        "a known JSON schema": lambda: bench.plain(constraint=known, max_tokens=work.schema_tokens),
     }
     for name, make in kinds.items():
         gaps(bench, make())  # captures and compiles
@@ -214,24 +218,24 @@ def long_prompt(bench: Bench, report: Report) -> None:
     """Time to read a long prompt alone, to the first token."""
     length = bench.arguments.long
 
-    def make() -> list[Request]:
-        return [Request(bench.prompt(length), bench.diffusion(2, max_tokens=1))]
+    def make() -> list[BenchRequest]:
+        return [BenchRequest(bench.prompt(length), bench.diffusion(2, max_tokens=1))]
 
     run = bench.repeat(make, min(3, bench.arguments.runs), lambda run: run.seconds)
     ms = 1000 * run.dones[0].prefill_seconds
     report.row(f"prefill of {length} tokens", ms, "", length / max(1e-9, ms / 1000), "")
 
 
-def gaps(bench: Bench, newcomer: Request) -> tuple[float, float, bool]:
+def gaps(bench: Bench, arriving: BenchRequest) -> tuple[float, float, bool]:
     """Median and longest milliseconds between two steps of a running canvas, by its drafts.
 
-    The median is of the time before the newcomer, the longest gap of the time with it; last is
-    whether it came to its end.
+    The median is of the time before the request arrives, the longest gap of the time after; the
+    last value is True if it ended.
     """
     engine = bench.engine
     running = [bench.plain(drafts=seed == 0, seed=seed) for seed in range(RUNNING)]
-    jobs = [engine.submit(engine.plan(one.prompt, one.options)) for one in running]
-    watched, ends = jobs[0], list[float]()
+    requests = [engine.submit(engine.generation(one.prompt, one.params)) for one in running]
+    watched, ends = requests[0], list[float]()
 
     def advance() -> None:
         seen, end = len(watched.events), bench.step().end
@@ -240,24 +244,24 @@ def gaps(bench: Bench, newcomer: Request) -> tuple[float, float, bool]:
 
     while len(ends) < bench.arguments.steps and not watched.is_over:
         advance()
-    usual, first = median(_apart(ends)), len(ends) - 1
-    late = engine.submit(engine.plan(newcomer.prompt, newcomer.options))
+    usual, first = median(_gaps(ends)), len(ends) - 1
+    late = engine.submit(engine.generation(arriving.prompt, arriving.params))
     while not late.is_over and not watched.is_over:
         advance()
     is_over = late.is_over
-    for job in [*jobs, late]:
-        engine.cancel(job)
+    for request in [*requests, late]:
+        engine.cancel(request)
     bench.forget()
-    return usual, max(_apart(ends[first:]), default=float("nan")), is_over
+    return usual, max(_gaps(ends[first:]), default=float("nan")), is_over
 
 
-def _apart(ends: Sequence[float]) -> list[float]:
+def _gaps(ends: Sequence[float]) -> list[float]:
     return [1000 * (after - before) for before, after in pairwise(ends)]
 
 
 def fills(bench: Bench, report: Report) -> None:
     """One hole of a text of a few lines, by each effort there is."""
-    names = {one.name for one in dataclasses.fields(FillOptions)}
+    names = {one.name for one in dataclasses.fields(FillParams)}
     efforts: list[dict[str, Any]] = [{}]
     if "effort" in names:
         efforts = [{"effort": "fast"}, {"effort": "thorough"}]
@@ -268,7 +272,7 @@ def fills(bench: Bench, report: Report) -> None:
     for effort in efforts:
         times, found = [], None
         for seed in range(1 + bench.arguments.fills):
-            found = bench.engine.fill(SOURCE, FillOptions(seed=seed, **limits, **effort))
+            found = fill(bench.engine, SOURCE, FillParams(seed=seed, **limits, **effort))
             times.append(found.seconds)
             bench.forget()
         assert found is not None
@@ -282,7 +286,7 @@ def fills(bench: Bench, report: Report) -> None:
 def start(bench: Bench, report: Report) -> None:
     """Seconds until requests are fast: the engine's start, then what the first requests add."""
 
-    def added(make: Callable[[], Request]) -> float:
+    def added(make: Callable[[], BenchRequest]) -> float:
         runs: list[Run] = [bench.run([make()]) for _ in range(2)]
         return runs[0].seconds - runs[1].seconds
 
@@ -297,7 +301,7 @@ def start(bench: Bench, report: Report) -> None:
 PARTS: dict[str, Callable[[Bench, Report], None]] = {
     "single": single,
     "temperature": variants,
-    "schema": held,
+    "schema": constrained,
     "batch": batches,
     "ar": autoregressive,
     "prefill": long_prompt,
@@ -365,7 +369,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.soak:
         attempt("soak", report, partial(soak, bench, report, arguments.soak))
     if arguments.http:
-        attempt("http", report, partial(crossing, bench, report, arguments.clients))
+        attempt("http", report, partial(http_table, bench, report, arguments.clients))
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.seconds.items())
     report.note(f"{time.perf_counter() - begin:.0f} s in all after loading; parts: {parts} s.")
     for failure in report.failures:

@@ -34,35 +34,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RELEASED, TINY, Facts, finish, head, in_turn, new_row, reset_memory, wait
+from common import RELEASED, TINY, Facts, finish, head, in_turn, new_state, reset_memory, wait
 from torch import Tensor
 
 from dgemma.backends.base import ForwardInput, prefill
 from dgemma.backends.choose import choose_backend
 from dgemma.config import FULL, SLIDING, ModelConfig
 from dgemma.engine import Engine
-from dgemma.engine.fill import end_id
-from dgemma.engine.sudoku import solve
-from dgemma.eval.answers import tune
+from dgemma.eval.answers import read_pairs, replies_by_mode, set_batch_size
 from dgemma.eval.data import HELDOUT, Data
 from dgemma.eval.likelihood import causal_losses, denoising_losses
 from dgemma.eval.measure import Z, ratio
-from dgemma.eval.tasks.json_calls import parsed
-from dgemma.eval.tasks.replies import answer, read_pairs
-from dgemma.eval.tasks.sudoku import read_puzzles
+from dgemma.eval.replies import parse_json, read_puzzles
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.quant.fp8_head import shrink_head
-from dgemma.weights.agreement import agreement, between
-from dgemma.weights.bits import quantize_groups
-from dgemma.weights.download import find_checkpoint
-from dgemma.weights.int8 import Bits, quantize
-from dgemma.weights.layouts import NVFP4, SCHEMES
-from dgemma.weights.load import Checkpoint, load_model
-from dgemma.weights.packed import Form, Quant, shrink_model
-from dgemma.weights.quantize import quantize_checkpoint
-from dgemma.weights.random import random_model
+from dgemma.programs.infill.infill import end_id
+from dgemma.programs.sudoku.solve import SudokuParams, solve
+from dgemma.quant.head import quantize_head
+from dgemma.quant.qtensor import quantize_int8
+from dgemma.weights.hub import find_checkpoint
+from dgemma.weights.int_layout import Bits, quantize_groups
+from dgemma.weights.layer_formats import LayerFormat, Quant, quantize_model
+from dgemma.weights.load import Checkpoint, load_model, random_model
+from dgemma.weights.quant_schemes import NVFP4, SCHEMES
+from dgemma.weights.quantize import agreement, between, quantize_checkpoint
 from dgemma.weights.save import save_checkpoint
 
 PROMPT, CANVAS, LEVEL = 256, 128, 0.5
@@ -90,7 +86,7 @@ def load_form(form: str, model: str) -> Engine:
     """Load an engine on the CPU whose weights have this form."""
     if form.endswith((HEAD, SOFT)):
         engine = load_form(form.rpartition("+")[0], model)
-        shrink_head(engine.model, soft=form.endswith(SOFT))
+        quantize_head(engine.model, soft=form.endswith(SOFT))
         return engine
     if form in ("float32", "bfloat16"):
         return Engine.load(model, device="cpu", dtype=form, quant="none")
@@ -103,12 +99,12 @@ def load_form(form: str, model: str) -> Engine:
         plain = load_model(find_checkpoint(model), dtype=torch.float32).model
         experts, rest = map(int, form.removeprefix(BITS).split(","))
         store(plain, Bits(experts=experts, rest=rest))
-        return Engine(plain, engine.tokenizer, engine.template, engine.generation)
+        return Engine(plain, engine.tokenizer, engine.template, engine.generation_config)
     with tempfile.TemporaryDirectory() as place:
         quantize_checkpoint(find_checkpoint(model), Path(place) / "nvfp4", NVFP4)
         small = load_model(Path(place) / "nvfp4", dtype=torch.float32).model
-        shrink_model(small, Form(dense="fp8"))
-        return Engine(small, engine.tokenizer, engine.template, engine.generation)
+        quantize_model(small, LayerFormat(dense="fp8"))
+        return Engine(small, engine.tokenizer, engine.template, engine.generation_config)
 
 
 def store(model: Gemma, bits: Bits) -> None:
@@ -116,8 +112,8 @@ def store(model: Gemma, bits: Bits) -> None:
     for name, weight in model.state_dict().items():
         if weight.dim() > 1:
             count = bits.of(name, weight.shape)
-            found = quantize(weight) if count == 8 else quantize_groups(weight, count)
-            weight.copy_(found.whole())
+            found = quantize_int8(weight) if count == 8 else quantize_groups(weight, count)
+            weight.copy_(found.dequantize())
 
 
 def read_cases(engine: Engine, arguments: argparse.Namespace) -> Cases:
@@ -148,51 +144,51 @@ def logits_of(model: Gemma, text_T: Tensor) -> Tensor:
     writing.close()
     reading = ForwardBatch([Segment(cache, CANVAS, commit=False)])
     first_TV = model.logits(model.denoise(canvas_L, None, reading))
-    soft_TD = model.embed_soft(first_TV.softmax(-1))
+    soft_TD = model.soft_embed(first_TV.softmax(-1))
     second_TV = model.logits(model.denoise(canvas_L, soft_TD, reading))
     return torch.cat([causal_TV, first_TV, second_TV])
 
 
 def answers(engine: Engine, cases: Cases) -> dict[str, Any]:
     """Losses and task scores of one form; scores as (right, of how many)."""
-    tune(engine, 8)
+    set_batch_size(engine, 8)
     texts = [text.tolist() for text in cases.texts]
     causal = [loss for each in causal_losses(engine.model, texts) for loss in each]
     noised = denoising_losses(engine.model, texts, LEVEL, end_id(engine), 0)
     found: dict[str, Any] = {
         "next-token loss": statistics.fmean(causal),
-        "denoising loss": statistics.fmean(loss for one in noised for loss in one.conditioned),
+        "denoising loss": statistics.fmean(loss for one in noised for loss in one.self_conditioned),
     }
     for givens, puzzles in cases.puzzles.items():
         if not puzzles:
             continue
-        solved = solve(engine, puzzles, pinned=False, seed=0)
+        solved = solve(engine, puzzles, SudokuParams(pinned=False, seed=0))
         found[f"Sudoku {givens}"] = (sum(one.is_right for one in solved), len(solved))
         found[f"Sudoku {givens}, steps"] = statistics.fmean(one.steps for one in solved)
         found[f"Sudoku {givens}{EACH}"] = [one.steps for one in solved]
     if not cases.calls:
         return found
     pairs = read_pairs(cases.data, "json_calls.jsonl", cases.skip + cases.calls)[cases.skip :]
-    replies = next(iter(answer(engine, pairs, "json_calls", 0)))
-    both = zip(replies.answers, pairs, strict=True)
-    right = [parsed(a) == parsed(pair.reply) for a, pair in both]
+    replies = next(iter(replies_by_mode(engine, pairs, "json_calls", 0)))
+    both = zip(replies.texts, pairs, strict=True)
+    right = [parse_json(a) == parse_json(pair.reply) for a, pair in both]
     found["JSON calls"] = (sum(right), len(right))
     found["JSON calls, steps"] = statistics.fmean(replies.steps)
     found[f"JSON calls{EACH}"] = list(replies.steps)
     return found
 
 
-def stepper(model: Gemma) -> Callable[[], float]:
+def step_timer(model: Gemma) -> Callable[[], float]:
     """Return the timing of one denoising step after a prompt, in milliseconds."""
     backend, vocab = choose_backend(model), model.config.vocab_size
     cache = KVCache(model.config, Capacity(tokens=2 * PROMPT), model.embed_tokens.weight.dtype, CPU)
     generator = torch.Generator().manual_seed(0)
     prefill(backend, cache, torch.randint(vocab, (PROMPT,), generator=generator), PROMPT)
-    (first,) = backend.run([ForwardInput(cache=cache, row=new_row(model))])
+    (first,) = backend.run([ForwardInput(cache=cache, state=new_state(model))])
 
     def timed() -> float:
         begin = time.perf_counter()
-        backend.run([ForwardInput(cache=cache, row=first.row)])
+        backend.run([ForwardInput(cache=cache, state=first.state)])
         return 1000 * (time.perf_counter() - begin)
 
     return timed
@@ -200,7 +196,7 @@ def stepper(model: Gemma) -> Callable[[], float]:
 
 def step_times(engines: dict[str, Engine], rounds: int) -> dict[str, float]:
     """Milliseconds a step, the median of rounds that alternate."""
-    works = {form: stepper(engine.model) for form, engine in engines.items() if form in TIMED}
+    works = {form: step_timer(engine.model) for form, engine in engines.items() if form in TIMED}
     return {form: statistics.median(times) for form, times in in_turn(works, rounds).items()}
 
 

@@ -2,12 +2,18 @@
 
     python bench/serve_load.py [MODEL] [--clients 64] [--requests 400] [--modes diffusion,ar]
     python bench/serve_load.py [MODEL] --clients 1,2,4,8,16,32,64 [--seconds 10]
+    python bench/serve_load.py [MODEL] --modes mixed --requests 1500 --faults --no-serial
 
 Requests differ in length, in their seeds, in whether they are streamed; some clients cancel after
 their first text, some hang up at once. Every answer that comes to its end must be the one the same
 request gets alone. The same load goes in alternating rounds to a server that takes `--rows`
 requests into a pass and to one that takes them one at a time. Memory of the first is read after
 every round.
+
+With `--faults` a quarter of the clients send what no client should: half a header, bytes that are
+no HTTP, a body cut short, a key twice, an unknown field, another type, a prompt beyond the
+context, a costly expression. Each must be refused or ended, and the others still get the answer
+they get alone.
 
 With several numbers of clients there is a sweep as well: committed tokens per second of both modes
 for each number, of the clock and of the server's processor time, and where autoregression
@@ -41,6 +47,23 @@ TOLERANCE = 0.05
 WORDS = "what is a canvas noise words settle write haiku left right blank page".split()
 QUESTIONS = ["What is a canvas?", "How is this text written?", "Write a haiku."]
 COMMAND = [sys.executable, "-c", "from dgemma.cli import main; main()", "serve", "--port", "0"]
+CHAT = {"messages": [{"role": "user", "content": "What is a canvas?"}], "max_tokens": 4}
+FAULTS: dict[str, tuple[bytes, tuple[int, ...]]] = {  # a body and the statuses that are right
+    "cut short": (b'{"messages": [', (400,)),
+    "key twice": (b'{"max_tokens": 1, "max_tokens": 2}', (400,)),
+    "unknown field": (json.dumps({**CHAT, "no_such_field": 1}).encode(), (400, 422)),
+    "wrong type": (json.dumps({**CHAT, "messages": 7}).encode(), (400, 422)),
+    "too long": (
+        json.dumps({**CHAT, "messages": [{"role": "user", "content": "x " * 300_000}]}).encode(),
+        (400, 413),
+    ),
+    "costly": (
+        json.dumps({**CHAT, "dgemma": {"regex": "(?s:.*a.{400}b.*)"}}).encode(),
+        (200, 400, 408, 503, 504),
+    ),
+    "half a header": (b"", (0,)),
+    "no http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", (0, 400)),
+}
 JSON_HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 
 
@@ -50,7 +73,7 @@ class Ask:
 
     number: int  # which of the distinct requests
     body: dict[str, Any]
-    fate: str = "stay"
+    fate: str = "stay"  # or one of FAULTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +99,8 @@ class Tally:
         self.gots += gots
         self.seconds += seconds
         for got in gots:
+            if got.ask.fate in FAULTS and got.status not in FAULTS[got.ask.fate][1]:
+                self.wrong.append(f"{got.ask.fate}: {got.status} {got.text!r:.80}")
             if got.ask.fate == "stay" and (got.status, got.text) != (200, expected[got.ask.number]):
                 self.wrong.append(f"request {got.ask.number}: {got.status} {got.text!r:.80}")
 
@@ -96,8 +121,9 @@ class Tally:
 
 def distinct(count: int, mode: str, rng: random.Random) -> list[dict[str, Any]]:
     """Bodies of different lengths, heats and forms of reply."""
-    bodies = []
+    bodies, chosen = [], mode
     for number in range(count):
+        mode = ("diffusion", "ar")[number % 2] if chosen == "mixed" else chosen
         known = rng.random() < 0.5  # to a tiny model, which settles on it; nano settles anyway
         words = " ".join(rng.choice(WORDS) for _ in range(0 if known else rng.randint(1, 12)))
         content = f"{words} {rng.choice(QUESTIONS)}".strip()
@@ -116,11 +142,16 @@ def distinct(count: int, mode: str, rng: random.Random) -> list[dict[str, Any]]:
     return bodies
 
 
-def load_of(bodies: Sequence[dict[str, Any]], count: int, rng: random.Random) -> list[Ask]:
+def load_of(
+    bodies: Sequence[dict[str, Any]], count: int, rng: random.Random, faults: bool = False
+) -> list[Ask]:
     """Requests in a random order: one in eight is cancelled, one in sixteen hung up on."""
     asks = []
     for _ in range(count):
         number, draw = rng.randrange(len(bodies)), rng.random()
+        if faults and rng.random() < 0.25:
+            asks.append(Ask(number=number, body={"stream": False}, fate=rng.choice([*FAULTS])))
+            continue
         fate = "hang up" if draw < 1 / 16 else "cancel" if draw < 3 / 16 else "stay"
         body = {**bodies[number], "stream": True} if fate == "cancel" else bodies[number]
         asks.append(Ask(number=number, body=body, fate=fate))
@@ -131,12 +162,14 @@ async def post(port: int, ask: Ask) -> Got:
     """Ask on a connection of its own, and read the answer, or leave."""
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    data = json.dumps(ask.body).encode()
+    data = FAULTS[ask.fate][0] if ask.fate in FAULTS else json.dumps(ask.body).encode()
     head = f"{JSON_HEAD}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
+    writer.write(
+        data if ask.fate == "no http" else head.encode()[: 60 if not data else None] + data
+    )
     await writer.drain()
     raw = b""
-    if ask.fate == "hang up":
+    if ask.fate in ("hang up", "half a header"):
         await asyncio.sleep(0.01)
         writer.transport.abort()
         return Got(ask=ask, status=0, text="", tokens=0, seconds=0.0)
@@ -213,7 +246,8 @@ class Served:
 
 @contextmanager
 def serving(model: str, rows: int) -> Iterator[Served]:
-    options = ["--model", model, "--device", "cpu", "--dtype", "float32", "--max-rows", str(rows)]
+    options = ["--model", model, "--device", "cpu", "--dtype", "float32"]
+    options += ["--max-batch-size", str(rows)]
     environment = {**os.environ, "DGEMMA_API_KEYS": ""}
     process = subprocess.Popen(
         [*COMMAND, *options, "--max-queue", "1024"],
@@ -271,15 +305,14 @@ def run_mode(mode: str, options: argparse.Namespace, clients: int) -> dict[str, 
             sys.exit("two servers differ on the same seeds")
         rounds = min(max(options.requests // (2 * clients), ROUNDS[0]), ROUNDS[1])
         for _ in range(rounds):
-            asks = load_of(bodies, options.requests // rounds, rng)
+            asks = load_of(bodies, options.requests // rounds, rng, options.faults)
             many.add(*together.run(asks, clients), expected)
             levels.append(round(together.mib, 1))
             if options.serial:
                 single.add(*one_by_one.run(asks, clients), expected)
     growth = max(levels[rounds // 2 :]) / max(levels[: rounds // 2]) - 1
-    fates = {
-        fate: sum(g.ask.fate == fate for g in many.gots) for fate in ("stay", "cancel", "hang up")
-    }
+    names = ("stay", "cancel", "hang up", *(FAULTS if options.faults else ()))
+    fates = {fate: sum(got.ask.fate == fate for got in many.gots) for fate in names}
     print(f"{mode}: {len(many.gots)} requests, {clients} clients, {fates}; rows {options.rows}")
     print(f"  memory {levels} MiB; second half against first {growth:+.1%}")
     facts: dict[str, Any] = {"together": many.facts(), "wrong": many.wrong + single.wrong}
@@ -355,6 +388,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="requests in a pass, as dgemma serve")
     parser.add_argument("--modes", default="diffusion,ar", type=lambda text: text.split(","))
     parser.add_argument("--seconds", type=float, default=10, help="of each point of a sweep")
+    parser.add_argument("--faults", action="store_true", help="a quarter of the clients misbehave")
     parser.add_argument("--no-serial", dest="serial", action="store_false")
     parser.add_argument("--no-load", dest="load", action="store_false", help="the sweep alone")
     options = parser.parse_args()

@@ -14,7 +14,7 @@ for a stated number of steps per block. `floor_ms` is the roofline (`dgemma.roof
 bandwidth measured here, on GPUs it knows, for a batch of one.
 
 On a CPU use `--shapes example`, a model of 40M parameters. `--peer` runs transformers in turn with
-ours (`bench/peer.py`); both models have to fit. The last line is JSON.
+ours (`_step_peer.py`); both models have to fit. The last line is JSON.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from _step_peer import CACHES, WARM_S, compare
 from common import (
     MAX_STEPS,
     SHAPES,
@@ -37,7 +38,7 @@ from common import (
     gpu_memory,
     head,
     name_of,
-    new_row,
+    new_state,
     pack_for_cpu,
     random_tokens,
     reset_memory,
@@ -47,7 +48,6 @@ from common import (
     wait,
     wall,
 )
-from peer import CACHES, WARM_S, compare
 
 from dgemma.backends.base import Backend, ForwardInput, TokenDraw
 from dgemma.backends.choose import choose_backend
@@ -55,11 +55,22 @@ from dgemma.device import choose_device, choose_dtype
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.roofline.devices import BF16, DEVICES, FOUR_BIT, FP8, Device, Format
-from dgemma.roofline.predict import STEPS_PER_BLOCK, cost, floor
-from dgemma.roofline.table import Pass, ops, passes
+from dgemma.roofline import (
+    BF16,
+    DEVICES,
+    FOUR_BIT,
+    FP8,
+    STEPS_PER_BLOCK,
+    Device,
+    Pass,
+    WeightFormat,
+    cost,
+    floor,
+    ops,
+    passes,
+)
 
-FORMATS: dict[str, Format] = {"none": BF16, "fp8": FP8, "nvfp4": FOUR_BIT}
+FORMATS: dict[str, WeightFormat] = {"none": BF16, "fp8": FP8, "nvfp4": FOUR_BIT}
 PREFILL_CHUNK = 4096  # tokens of a prompt in one pass
 QUANTS = ("none", "int8", "fp8", "nvfp4")
 CONFIDENT = (0.1, 0.1)  # temperatures that make random logits sharp
@@ -77,28 +88,30 @@ class Requests:
         # A commit with a canvas, and the next canvas of a decode.
         self.caches = [filled_cache(self.model, context, 3 * self.length) for _ in range(batch)]
         self.temperatures: tuple[float, float] | None = None
-        self.new_rows()
+        self.new_states()
 
-    def new_rows(self) -> None:
-        self.rows = [
-            new_row(self.model, seed=seed, temperatures=self.temperatures)
+    def new_states(self) -> None:
+        self.states = [
+            new_state(self.model, seed=seed, temperatures=self.temperatures)
             for seed in range(len(self.caches))
         ]
 
     def step(self) -> None:
-        if self.rows[0].canvas.num_steps >= MAX_STEPS - 1:
-            self.new_rows()
-        pairs = zip(self.caches, self.rows, strict=True)
-        outputs = self.backend.run([ForwardInput(cache=cache, row=row) for cache, row in pairs])
-        self.rows = [output.row for output in outputs if output.row is not None]
+        if self.states[0].canvas.num_steps >= MAX_STEPS - 1:
+            self.new_states()
+        pairs = zip(self.caches, self.states, strict=True)
+        outputs = self.backend.run(
+            [ForwardInput(cache=cache, state=state) for cache, state in pairs]
+        )
+        self.states = [output.state for output in outputs if output.state is not None]
 
     def steps(self, count: int) -> Times:
-        self.new_rows()
+        self.new_states()
         return wall(self.step, count, self.device, warm=4)
 
     def mean_step_ms(self) -> float:
         """Milliseconds a step of several in a row, as a peer's are timed."""
-        self.new_rows()
+        self.new_states()
         for _ in range(4):
             self.step()
         wait(self.device)
@@ -110,13 +123,16 @@ class Requests:
 
     def commits(self, *, with_step: bool = False) -> Times:
         """Commits of a block each, alone or in one pass with the next canvas's first step."""
-        self.new_rows()
+        self.new_states()
 
         def work() -> None:
-            rows = self.rows if with_step else [None] * len(self.caches)
-            pairs = zip(self.caches, rows, strict=True)
+            states = self.states if with_step else [None] * len(self.caches)
+            pairs = zip(self.caches, states, strict=True)
             self.backend.run(
-                [ForwardInput(cache=cache, tokens=self.block, row=row) for cache, row in pairs]
+                [
+                    ForwardInput(cache=cache, tokens=self.block, state=state)
+                    for cache, state in pairs
+                ]
             )
             self.truncate()
 
@@ -138,7 +154,7 @@ class Requests:
 
 
 class Roofline:
-    """Puts a pass's time beside what it must move and compute on this device."""
+    """Compares a pass's time with the bytes and FLOPs it needs on this device."""
 
     def __init__(self, quant: str, model: Gemma, device: Device | None) -> None:
         kind = FORMATS.get(quant)
@@ -153,7 +169,7 @@ class Roofline:
             return times.facts()
         spent = cost(self.config, run, self.kind)
         least = 1000 * floor(ops(self.config, run), self.kind, self.device)
-        moved = spent.weight_bytes + spent.moved_bytes
+        moved = spent.weight_bytes + spent.activation_bytes
         return {
             **times.facts(),
             "gb": round(moved / 1e9, 2),
@@ -202,18 +218,18 @@ def measure(requests: Requests, roofline: Roofline, steps: int) -> Facts:
 
 
 def experts_hit(model: Gemma, context: int) -> Facts:
-    """Over all layers, by definition: fraction of experts read, and the most rows of one."""
+    """Over all layers, by definition: fraction of experts read, and the most tokens of one."""
     found: list[torch.Tensor] = []
     routers = [module for name, module in model.named_modules() if name.endswith(".router")]
     hooks = [r.register_forward_hook(lambda _, __, out: found.append(out[0])) for r in routers]
     cache = filled_cache(model, context, model.config.canvas_length)
     batch = ForwardBatch([Segment(cache, model.config.canvas_length, commit=False)])
-    model.denoise(new_row(model).canvas.tokens_L, None, batch)
+    model.denoise(new_state(model).canvas.tokens_L, None, batch)
     for hook in hooks:
         hook.remove()
     count = model.config.num_experts
-    rows = torch.stack([torch.bincount(ids.flatten(), minlength=count) for ids in found])
-    return {"experts_hit": (rows > 0).float().mean().item(), "most_rows": float(rows.max())}
+    tokens = torch.stack([torch.bincount(ids.flatten(), minlength=count) for ids in found])
+    return {"experts_hit": (tokens > 0).float().mean().item(), "most_rows": float(tokens.max())}
 
 
 def prefill_times(backend: Backend, count: int) -> Times:

@@ -1,17 +1,18 @@
 """JSON Schema constraints: which schemas are accepted, which texts fit, and the cost of a step.
 
-    python bench/structure.py accept   [--refused FILE]
-    python bench/structure.py generate [--model nano|random] [--mode diffusion] [--count 300]
+    python bench/structure.py accept   [--hard] [--refused FILE]
+    python bench/structure.py generate [--hard] [--model nano|random] [--mode diffusion]
     python bench/structure.py overhead [--tokenizer DIR] [--count 60]
     python bench/structure.py steps    [--model nano|random] [--count 40]
         (all: [--data DIR] [--max-tokens 256] [--steps 24] [--first 0] [--threads 1])
 
-The schemas are those of JSONSchemaBench. `accept` compiles all of them for nano's vocabulary.
-`generate` takes the same 300 each time, 60 of each part, with `--first` so that it can be run in
-pieces; a finished text is judged by `jsonschema`, its formats as annotations. `random` is a tiny
-model of random weights with nano's tokenizer. `overhead` is what a step costs outside the model
-with a tokenizer of 262,144 tokens, under a tiny random model, which agrees with no grammar: the
-worst case. `steps` runs the same prompts with and without their schemas.
+The schemas are those of JSONSchemaBench; `--hard` takes those with oneOf, not, dependencies and the
+like. `accept` compiles all of them for nano's vocabulary. `generate --count 300` takes the same 300
+each time, 60 of each part, with `--first` so that it can be run in pieces; a finished text is
+validated by `jsonschema`, its formats as annotations. `random` is a tiny model of random weights
+with nano's tokenizer. `overhead` is the cost of a step outside the model with a tokenizer of
+262,144 tokens and a tiny random model, which agrees with no grammar: the worst case. `steps` runs
+the same prompts with and without their schemas.
 """
 
 import argparse
@@ -27,29 +28,34 @@ from random import Random
 from typing import Any
 
 import torch
+from common import shape
 from jsonschema import ValidationError
 from jsonschema.validators import validator_for
 
-from dgemma import Engine, Options
-from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig, load_generation_config
-from dgemma.constrain.frontier import Frontier
+from dgemma import Engine, SamplingParams
+from dgemma.config import GenerationConfig, load_generation_config
+from dgemma.constrain.constrained_canvas import ConstrainedCanvas
 from dgemma.constrain.grammar import schema_grammar
-from dgemma.constrain.matcher import Guide
+from dgemma.constrain.matcher import Constraint
 from dgemma.constrain.vocabulary import vocabulary
 from dgemma.diffusion.canvas import NO_PINS, Canvas, fresh
-from dgemma.diffusion.logit_stats import RowStats
-from dgemma.diffusion.sampler import View
+from dgemma.diffusion.logit_stats import PositionStats
+from dgemma.diffusion.sampler import StepView
 from dgemma.engine.events import Done
-from dgemma.engine.options import Mode
+from dgemma.engine.params import Mode
 from dgemma.errors import UsageError
 from dgemma.eval.data import SHARED
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.weights.download import find_checkpoint
-from dgemma.weights.random import random_model
+from dgemma.weights.hub import find_checkpoint
+from dgemma.weights.load import random_model
 
 FILE = "jsonschemabench.jsonl.xz"
 RELEASED = SHARED.parent / "checkpoint"
 PART = 60  # schemas of each part
+HARD = frozenset(
+    "not if oneOf dependencies dependentRequired dependentSchemas propertyNames minProperties "
+    "maxProperties contains uniqueItems".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +75,20 @@ def read_cases(data: Path) -> list[Case]:
         return [Case(**json.loads(line)) for line in lines]
 
 
+def is_hard(schema: Any) -> bool:
+    """Return True if a schema uses a keyword that llguidance lacks or supports in part."""
+    if isinstance(schema, dict):
+        return bool(schema.keys() & HARD) or any(map(is_hard, schema.values()))
+    return isinstance(schema, list) and any(map(is_hard, schema))
+
+
 def stratified(cases: Sequence[Case]) -> list[Case]:
-    """As many of each part, always the same; the parts take turns."""
+    """Return the same sample each time: PART schemas of each part, interleaved."""
     parts = defaultdict(list)
     for case in cases:
         parts[case.part].append(case)
     chosen = [Random(0).sample(parts[part], PART) for part in sorted(parts)]
-    return [case for turn in zip(*chosen, strict=True) for case in turn]
+    return [case for row in zip(*chosen, strict=True) for case in row]
 
 
 def load(model: str) -> Engine:
@@ -86,25 +99,8 @@ def load(model: str) -> Engine:
 
 
 def random_engine(tokenizer: Tokenizer, generation: GenerationConfig, canvas: int) -> Engine:
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_experts=4,
-        top_k_experts=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_global_key_value_heads=1,
-        head_dim=8,
-        global_head_dim=16,
-        layer_types=(SLIDING, FULL),
-        sliding_window=256,
-        max_position_embeddings=4096,
-        canvas_length=canvas,
-        dtype="float32",
-        vision=None,
-    )
+    sizes = {"vocab_size": tokenizer.vocab_size, "sliding_window": 256, "canvas_length": canvas}
+    config = replace(shape("tiny", layers=2), **sizes, vision=None)
     return Engine(random_model(config, seed=1).eval(), tokenizer, None, generation)
 
 
@@ -112,16 +108,17 @@ def accept(arguments: argparse.Namespace) -> None:
     """Count schemas that can be compiled, and the reasons of the others."""
     engine = load("random")
     cases, refused = read_cases(arguments.data), []
+    cases = [case for case in cases if is_hard(case.schema)] if arguments.hard else cases
     seconds = []
     for case in cases:
         begin = time.perf_counter()
         try:
-            engine.guide(schema=case.schema)
+            engine.constraint(schema=case.schema)
             seconds.append(time.perf_counter() - begin)
         except UsageError as error:
             refused.append((case, str(error).removeprefix("the schema cannot be held to: ")))
-    share = 1 - len(refused) / len(cases)
-    print(f"accepted {len(cases) - len(refused)} of {len(cases)} ({100 * share:.2f} %)")
+    fraction = 1 - len(refused) / len(cases)
+    print(f"accepted {len(cases) - len(refused)} of {len(cases)} ({100 * fraction:.2f} %)")
     print(f"read and compiled in {1000 * statistics.mean(seconds):.1f} ms, ", end="")
     print(f"at most {1000 * max(seconds):.0f} ms")
     for part, count in Counter(case.part for case in cases).items():
@@ -134,21 +131,21 @@ def accept(arguments: argparse.Namespace) -> None:
         arguments.refused.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def judge(text: str, schema: dict[str, Any]) -> str:
-    """Why a text does not fit; empty if it does."""
+def validate(text: str, schema: dict[str, Any]) -> str:
+    """Return the reason why a text does not fit; empty if it does."""
     try:
         validator_for(schema)(schema).validate(json.loads(text))
     except (ValidationError, ValueError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]:.150}"
-    except Exception as error:  # the judge cannot read the schema
-        return f"not judged: {type(error).__name__}: {error!s:.100}"
+    except Exception as error:  # the validator cannot read the schema
+        return f"not validated: {type(error).__name__}: {error!s:.100}"
     return ""
 
 
-def options(engine: Engine, arguments: argparse.Namespace, mode: Mode, seed: int) -> Options:
+def options(engine: Engine, arguments: argparse.Namespace, mode: Mode, seed: int) -> SamplingParams:
     sampler = None if mode == "ar" else replace(engine.sampler, max_denoising_steps=arguments.steps)
     temperature = 0.7 if mode == "ar" else None
-    return Options(
+    return SamplingParams(
         mode=mode,
         max_tokens=arguments.max_tokens,
         seed=seed,
@@ -161,7 +158,9 @@ def options(engine: Engine, arguments: argparse.Namespace, mode: Mode, seed: int
 def generate(arguments: argparse.Namespace) -> None:
     """Count texts that are finished, and those of them that fit."""
     engine = load(arguments.model)
-    cases = stratified(read_cases(arguments.data))
+    cases = read_cases(arguments.data)
+    hard = [case for case in cases if is_hard(case.schema)]
+    cases = Random(0).sample(hard, len(hard)) if arguments.hard else stratified(cases)
     end = min(arguments.first + arguments.count, len(cases))
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -177,7 +176,7 @@ def generate(arguments: argparse.Namespace) -> None:
             continue
         slowest = max(slowest, time.perf_counter() - started)
         tokens += done.tokens
-        tally(case, done, counts, reasons)
+        record(case, done, counts, reasons)
     print(f"{arguments.model}, {arguments.mode}, schemas {arguments.first} to {end - 1}: ", end="")
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
     for reason, count in reasons.items():
@@ -185,62 +184,66 @@ def generate(arguments: argparse.Namespace) -> None:
     print(f"  {tokens} tokens, {time.perf_counter() - begin:.0f} s, slowest {slowest:.1f} s")
 
 
-def tally(case: Case, done: Done, counts: Counter[str], reasons: Counter[str]) -> None:
-    if done.finish != "stop":
+def record(case: Case, done: Done, counts: Counter[str], reasons: Counter[str]) -> None:
+    if done.fault:
         counts["unfinished"] += 1
         words = "".join("N" if c.isdigit() else c for c in done.fault)
         reasons[f"{done.finish}: {words.replace('NN', 'N').replace('NN', 'N')}"] += 1
         return
     counts["finished"] += 1
-    wrong = judge(done.text, case.schema)
+    wrong = validate(done.text, case.schema)
     counts["finished and fits" if not wrong else "DOES NOT FIT"] += 1
     if wrong:
         reasons[f"{case.name}: {wrong}"] += 1
 
 
 class Clock:
-    """Measures what a constraint costs outside the model: what `look` does is the model's.
+    """Measures the cost of a constraint outside the model; reading logits is the model's time.
 
-    Processor time of this thread, so that others on the machine do not count.
+    CPU time of this thread, so that other work on the machine does not count.
     """
 
     def __init__(self) -> None:
-        self.walks: list[float] = []
-        self.choices: list[float] = []
-        self._looked = 0.0
-        self._walk, self._choose = Frontier.walk, Frontier.choose
+        self.steps: list[float] = []
+        self.tokens: list[float] = []
+        self._in_model = 0.0
+        self._apply, self._next_token = ConstrainedCanvas.apply, ConstrainedCanvas.next_token
 
     def __enter__(self) -> "Clock":
-        def walk(frontier: Frontier, canvas: Canvas, view: View) -> Canvas:
-            self._looked, begin = 0.0, time.thread_time()
-            moved = self._walk(frontier, canvas, replace(view, look=self._timed(view.look)))
-            self.walks.append(time.thread_time() - begin - self._looked)
-            return moved
+        def apply(text: ConstrainedCanvas, canvas: Canvas, view: StepView) -> Canvas:
+            self._in_model, begin = 0.0, time.thread_time()
+            updated = self._apply(text, canvas, replace(view, logits=self._timed(view.logits)))
+            self.steps.append(time.thread_time() - begin - self._in_model)
+            return updated
 
-        def choose(frontier: Frontier, logits_V: torch.Tensor, draw: Any) -> int:
-            self._looked, begin = 0.0, time.thread_time()
-            token = self._choose(frontier, logits_V, self._timed(draw))
-            self.choices.append(time.thread_time() - begin - self._looked)
+        def next_token(text: ConstrainedCanvas, logits_V: torch.Tensor, draw: Any) -> int:
+            self._in_model, begin = 0.0, time.thread_time()
+            token = self._next_token(text, logits_V, self._timed(draw))
+            self.tokens.append(time.thread_time() - begin - self._in_model)
             return token
 
-        Frontier.walk, Frontier.choose = walk, choose  # type: ignore[method-assign]
+        self._patch(apply, next_token)
         return self
 
     def __exit__(self, *_: object) -> None:
-        Frontier.walk, Frontier.choose = self._walk, self._choose  # type: ignore[method-assign]
+        self._patch(self._apply, self._next_token)
+
+    def _patch(self, apply: Any, next_token: Any) -> None:
+        ConstrainedCanvas.apply = apply  # type: ignore[method-assign]
+        ConstrainedCanvas.next_token = next_token  # type: ignore[method-assign]
 
     def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
+        def timed(*arguments: Any) -> Any:
             begin = time.thread_time()
-            found = work(*given)
-            self._looked += time.thread_time() - begin
-            return found
+            result = work(*arguments)
+            self._in_model += time.thread_time() - begin
+            return result
 
         return timed
 
 
 def overhead(arguments: argparse.Namespace) -> None:
-    """Milliseconds a step costs outside the model, with the released vocabulary."""
+    """Print the milliseconds of a step outside the model, with the released vocabulary."""
     tokenizer = Tokenizer.load(arguments.tokenizer)
     engine = random_engine(tokenizer, load_generation_config(arguments.tokenizer), canvas=256)
     begin = time.thread_time()
@@ -251,10 +254,10 @@ def overhead(arguments: argparse.Namespace) -> None:
     compiled, searched = [], []
     for case in cases:
         begin = time.thread_time()
-        guide = engine.guide(schema=case.schema)
+        constraint = engine.constraint(schema=case.schema)
         compiled.append(time.thread_time() - begin)
         begin = time.thread_time()
-        _ = guide.shortest
+        _ = constraint.shortest
         searched.append(time.thread_time() - begin)
     print(f"schema to grammar           {spread(compiled)}")
     print(f"its shortest text           {spread(searched)}")
@@ -264,49 +267,52 @@ def overhead(arguments: argparse.Namespace) -> None:
             for mode in ("diffusion", "ar"):
                 settings = options(engine, arguments, mode, number)
                 engine.generate(case.prompt, settings, schema=case.schema)
-    print(f"a step, random model        {spread(clock.walks)}")
-    print(f"an AR token, random model   {spread(clock.choices)}")
+    print(f"a step, random model        {spread(clock.steps)}")
+    print(f"an AR token, random model   {spread(clock.tokens)}")
 
 
 def agreeing(engine: Engine, cases: Sequence[Case], arguments: argparse.Namespace) -> None:
-    """Steps of a model that comes to know a text that nano wrote, in the released vocabulary."""
+    """Time steps of a model that converges to a text nano wrote, in the released vocabulary."""
     nano, generator = load("nano"), torch.Generator().manual_seed(0)
     with Clock() as clock:
         for number, case in enumerate(cases):
             settings = options(nano, arguments, "ar", number)
             done = nano.generate(case.prompt, settings, schema=case.schema)
-            if done.finish == "stop":
-                settle(engine, engine.guide(schema=case.schema), done.text, generator)
-    print(f"a step, model that agrees   {spread(clock.walks)}")
+            if not done.fault:
+                settle(engine, engine.constraint(schema=case.schema), done.text, generator)
+    print(f"a step, model that agrees   {spread(clock.steps)}")
 
 
-def settle(engine: Engine, guide: Guide, text: str, generator: torch.Generator) -> None:
-    """Walk a canvas whose positions become sure at random, a tenth of them in each step."""
+def settle(engine: Engine, constraint: Constraint, text: str, generator: torch.Generator) -> None:
+    """Constrain a canvas whose positions become confident at random, a tenth in each step."""
     size, length = engine.model.config.vocab_size, engine.model.config.canvas_length
     shuffle_L = torch.rand(length, generator=generator)
     noise_L = torch.randint(size, (length,), generator=generator)
     canvas = replace(fresh(noise_L), soft_LD=torch.zeros(length, 1))
-    frontier = Frontier(guide)
-    frontier.start(2 * length)
-    frontier.begin_block(NO_PINS, 24)
-    text_L = behind(engine, [], text)
+    constrained = ConstrainedCanvas(constraint)
+    constrained.start(2 * length)
+    constrained.begin_block(NO_PINS, 24)
+    text_L = remaining(engine, [], text)
 
-    def look(positions: Sequence[int]) -> torch.Tensor:
+    def logits_at(positions: Sequence[int]) -> torch.Tensor:
         logits_TV = torch.randn(len(positions), size, generator=generator)
         return logits_TV.scatter_(1, text_L[list(positions)][:, None], 20.0)
 
     for step in range(1, 25):
         known_L = shuffle_L < step / 10
         p_L = torch.where(known_L, 0.97, 0.3)
-        stats = RowStats(draw_T=text_L, top_T=text_L, entropy_T=1 - p_L, top_p_T=p_L, held_p_T=p_L)
-        canvas = frontier.walk(replace(canvas, num_steps=step), View(stats, noise_L, look))
-        if canvas.settled:
+        stats = PositionStats(
+            draw_T=text_L, top_T=text_L, entropy_T=1 - p_L, top_p_T=p_L, held_p_T=p_L
+        )
+        view = StepView(stats, noise_L, logits_at)
+        canvas = constrained.apply(replace(canvas, num_steps=step), view)
+        if canvas.converged:
             return
-        text_L = behind(engine, frontier.block, text)
+        text_L = remaining(engine, constrained.block, text)
 
 
-def behind(engine: Engine, written: Sequence[int], text: str) -> torch.Tensor:
-    """A canvas of a text of which some tokens are written: forced ones may part it otherwise."""
+def remaining(engine: Engine, written: Sequence[int], text: str) -> torch.Tensor:
+    """Return a canvas of the text after these tokens: forced ones may be split differently."""
     rest = text[len(engine.tokenizer.decode(written)) :]
     length = engine.model.config.canvas_length
     ids = [*written, *engine.tokenizer.encode(rest), *[engine.stop_ids.ids[0]] * length]
@@ -332,7 +338,7 @@ def accepted(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def steps(arguments: argparse.Namespace) -> None:
-    """The same prompts free and held: steps for a block, tokens for a step."""
+    """Run the same prompts with and without schemas: steps per block, tokens per step."""
     engine = load(arguments.model)
     for name in ("free", "held"):
         dones = []
@@ -362,6 +368,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--refused", type=Path)
+    parser.add_argument("--hard", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -1,14 +1,14 @@
 """Training: rows per second of a step, the host's share of it, and what a recipe's sources weigh.
 
     PYTHONPATH=. python bench/train.py step [--model nano wide] [--twin experts dense]
-        [--compile kinds whole] [--sequences 64] [--rows 2048] [--steps 20] [--profile]
-    PYTHONPATH=. python bench/train.py host [--compile kinds] [--workers 4] [--steps 40]
-    PYTHONPATH=. python bench/train.py sources recipes/nano_more.toml [--sequences 16]
+        [--compile layer_types whole_pass] [--sequences 64] [--rows 2048] [--steps 20] [--profile]
+    PYTHONPATH=. python bench/train.py host [--compile layer_types] [--workers 4] [--steps 40]
+    PYTHONPATH=. python bench/train.py sources recipes/nano/nano.toml [--sequences 16]
 
 step     nano, the built-in model's first shape, so small that norms and gathers weigh as much as
          GEMMs; and wide, twice its width. Each with its experts and as a dense twin, whose MLP has
          the width that is active. Seconds until ready are those of compiling, less where
-         TORCHINDUCTOR_CACHE_DIR names a directory that has seen it. FLOP are counted for what the
+         TORCHINDUCTOR_CACHE_DIR names a directory that has seen it. FLOP are on_device for what the
          objective needs (no recomputation, no optimizer, no padding of experts):
              rows             packed rows that belong to an example, clean and canvas rows alike
              6 * rows * (N_body + N_head)        forward and backward; N_body: active weights of the
@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -48,59 +48,42 @@ from common import finish, head, wait
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dgemma.config import FULL, SLIDING, ModelConfig
+from dgemma.config import ModelConfig, load_config_file
 from dgemma.model.gemma import FeedForward, Gemma
-from dgemma.train import objective as objectives
-from dgemma.train.average import Average
-from dgemma.train.build import opened
-from dgemma.train.carry import Beside
-from dgemma.train.context import Batch, dense_mask
-from dgemma.train.feed import Feed
-from dgemma.train.fresh import fresh_model
-from dgemma.train.loop import RunSettings, Trainer
-from dgemma.train.mix import Ingredient, Mixture
-from dgemma.train.objective import Counts, Objective, to_device
-from dgemma.train.optim import Masters, OptimSettings, Schedule
-from dgemma.train.recipe import DataSource, Recipe
-from dgemma.train.report import Meter
-from dgemma.train.rows import (
+from dgemma.train import objective as objective_module
+from dgemma.train.batches import MixedBatches, Mixture, MixtureComponent, Prefetcher
+from dgemma.train.build import initialize, open_recipe
+from dgemma.train.checkpoint import Meter
+from dgemma.train.corruption import NONE, Corruption, Rows
+from dgemma.train.layers import CompileMode
+from dgemma.train.loop import RunOptions, Trainer
+from dgemma.train.masks import dense_mask
+from dgemma.train.objective import LossCounts, LossSettings, Objective, to_device
+from dgemma.train.optim import MixedPrecisionOptimizer, OptimSettings, Schedule
+from dgemma.train.packing import (
     CANVAS,
     EXAMPLE,
-    NOTHING,
     PINNED,
     TARGET,
     WEIGHT,
-    Corruption,
+    Batch,
     Example,
-    Ints,
-    Tally,
-    real_rows,
+    RowCounts,
+    count_real_rows,
 )
-from dgemma.train.speed import compiled, compiled_by_kind
-from dgemma.train.weighting import Weighting
+from dgemma.train.recipe import DataSource, Recipe, RunSettings
 
 # --- step
 
 WARM = 6  # steps before the clock
 PEAK = 989e12  # dense bf16 of an H100 or H200, by the data sheet
 
-NANO = ModelConfig(
-    vocab_size=8192,
-    hidden_size=512,
-    intermediate_size=384,
-    moe_intermediate_size=160,
-    num_experts=8,
-    top_k_experts=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    num_global_key_value_heads=2,
-    head_dim=64,
-    global_head_dim=64,
-    layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 2,
-    sliding_window=256,
-    canvas_length=128,
+# The text model of nano's first run.
+NANO = replace(
+    load_config_file(Path(__file__).parents[1] / "recipes" / "nano" / "config.json"),
+    vision=None,
+    media_ids={},
 )
-
 WIDE = replace(
     NANO,
     hidden_size=1024,
@@ -113,7 +96,7 @@ WIDE = replace(
 )
 MODELS = {"nano": NANO, "wide": WIDE}
 TWINS = ("experts", "dense")
-COMPILE = {"kinds": compiled_by_kind, "whole": compiled}
+COMPILE_MODES = get_args(CompileMode)
 
 
 class PlainExperts(nn.Module):
@@ -126,7 +109,7 @@ class PlainExperts(nn.Module):
         for weight in self.block.parameters():
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         return self.block(x_TD)
 
 
@@ -142,14 +125,14 @@ class RandomTexts:
 
 
 def mixture(args: argparse.Namespace) -> Mixture:
-    texts = Ingredient(
+    texts = MixtureComponent(
         source=RandomTexts(),
         weight=1.0,
         canvas_lengths={64: 1.0, 96: 1.0, 128: 2.0},
         corruption=Corruption(vocab_size=8192),
     )
     return Mixture(
-        ingredients=[texts],
+        components=[texts],
         sequences=args.sequences,
         rows=args.rows,
         seed=0,
@@ -185,19 +168,21 @@ def dense_pairs(batch: Batch, window: int | None) -> float:
 Step = Callable[[Tensor], Tensor]
 
 
-def stepper(model: Gemma, how: str, args: argparse.Namespace) -> Step:
+def make_step(model: Gemma, how: CompileMode, args: argparse.Namespace) -> Step:
     """Return a whole step: from the rows of a batch to its loss, with the weights updated."""
     device = torch.device(args.device)
-    objective = Objective(model, Weighting(rollout=args.rollout), is_flex=args.device == "cuda")
+    objective = Objective(
+        model, LossSettings(rollout_fraction=args.rollout), is_flex=args.device == "cuda"
+    )
     if args.device == "cuda":
-        COMPILE[how](objective)
-    masters = Masters(model, OptimSettings())
+        objective.compile_passes(how)
+    optimizer = MixedPrecisionOptimizer(model, OptimSettings())
 
     def step(rows: Tensor) -> Tensor:
-        counts = Counts.of(Tally.of(rows.numpy()), device)
+        counts = LossCounts.of(RowCounts.of(rows.numpy()), device)
         losses = objective(Batch.of(to_device(rows, device), device), counts)
         losses.total.backward()
-        masters.step(0.01)
+        optimizer.step(0.01)
         return losses.total.detach()
 
     return step
@@ -256,7 +241,7 @@ def profile_table(step: Step, args: argparse.Namespace) -> str:
 
 
 def make(config: ModelConfig, twin: str, device: str) -> Gemma:
-    model = fresh_model(config, 0, device)
+    model = initialize(config, 0, device)
     if twin == "dense":
         for layer in model.layers:
             layer.experts = PlainExperts(config).to(device)
@@ -264,13 +249,13 @@ def make(config: ModelConfig, twin: str, device: str) -> Gemma:
     return model.to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
-def case(model: str, twin: str, how: str, args: argparse.Namespace) -> dict[str, object]:
+def case(model: str, twin: str, how: CompileMode, args: argparse.Namespace) -> dict[str, object]:
     torch._dynamo.reset()
     if args.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     made = make(MODELS[model], twin, args.device)
-    step = stepper(made, how, args)
+    step = make_step(made, how, args)
     result = measure_step(f"{model} {twin} {how}", made, step, args)
     if args.profile:
         text = profile_table(step, args)
@@ -293,15 +278,14 @@ NARROW = {
 Parts = dict[str, tuple[Any, str]]
 # Methods, or functions of a module, in the order of a step; those indented are inside the others.
 PARTS: Parts = {
-    "wait for the next batch, unpickle": (Feed, "look_ahead"),
-    "  pin, copy, counts": (Feed, "_load"),
-    "masks and cos_sin": (objectives, "contexts"),
-    "first pass": (Objective, "first_pass"),
-    "second pass": (Objective, "losses"),  # of the one objective, see `run`
+    "wait for the next batch, unpickle": (Prefetcher, "prefetch"),
+    "  pin, copy, counts": (Prefetcher, "_load"),
+    "masks and cos_sin": (objective_module, "make_contexts"),
+    "self-conditioning pass": (Objective, "self_cond_pass"),
+    "loss pass": (Objective, "losses"),  # of the one objective, see `run_host`
     "backward": (torch.autograd, "backward"),
-    "optimizer": (Masters, "step"),
-    "  of it gradients": (Masters, "_take_gradients"),
-    "running mean": (Average, "update"),
+    "optimizer": (MixedPrecisionOptimizer, "step"),
+    "  of it gradients": (MixedPrecisionOptimizer, "_collect_gradients"),
     "meter": (Meter, "add"),
 }
 
@@ -358,35 +342,30 @@ def left_out(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def trainer(args: argparse.Namespace, directory: Path) -> Trainer:
     on_gpu = args.device == "cuda"
-    model = fresh_model(NANO if on_gpu else replace(NANO, **NARROW), 0, args.device)
-    masters = Masters(
+    model = initialize(NANO if on_gpu else replace(NANO, **NARROW), 0, args.device)
+    optimizer = MixedPrecisionOptimizer(
         model, OptimSettings(), torch.bfloat16, left_out if args.captured and not on_gpu else None
     )
-    objective = Objective(model, Weighting(rollout=args.rollout), is_flex=on_gpu)
+    objective = Objective(model, LossSettings(rollout_fraction=args.rollout), is_flex=on_gpu)
     if on_gpu:
-        COMPILE[args.compile](objective)
+        objective.compile_passes(args.compile)
     steps = 10**6
-    settings = RunSettings(
-        directory=directory, save_every=steps, report_every=1, workers=args.workers
-    )
-    average = Average(masters.weights, 0.999)
-    return Trainer(objective, masters, mixture(args), Schedule(steps=steps), settings, average)
+    settings = RunSettings(save_every=steps, report_every=1, workers=args.workers)
+    run = RunOptions(directory=directory, settings=settings)
+    return Trainer(objective, optimizer, mixture(args), Schedule(steps=steps), run)
 
 
 def run_host(one: Trainer, args: argparse.Namespace) -> None:
     """Run the loop without its reports, each of which would wait for the GPU."""
-    one.run = replace(one.run, report_every=10**6)
-    # A pass that is compiled whole hides the method of the class.
-    watch = Watch(PARTS | {"second pass": (one.objective, "losses")})
+    one.run = replace(one.run, settings=replace(one.run.settings, report_every=10**6))
+    # Set on the instance, where compiled passes are.
+    watch = Watch(PARTS | {"loss pass": (one.objective, "losses")})
     began = time.perf_counter()
-    one.feed = Feed(one.mixture, 0, one._feeding())
+    one.prefetcher = Prefetcher(one.mixture, 0, one.loader_config())
 
     def step() -> None:
-        assert one.feed is not None
-        loaded = one.feed.take()
-        losses, norm = one._move(loaded)
-        one.meter.add(losses, norm, one._rows(loaded))
-        one.step += 1
+        assert one.prefetcher is not None
+        one.train_step(one.prefetcher.take())
 
     for _ in range(HOST_WARM):
         step()
@@ -413,7 +392,9 @@ def run_host(one: Trainer, args: argparse.Namespace) -> None:
         print(f"{'median and longest on the GPU':36} {each[len(each) // 2]:9.2f} {each[-1]:9.2f}")
         busy = busy_ms(step)
         print(f"{'kernels run':36} {busy:9.2f}\n{'idle':36} {100 * (1 - busy / wall):8.1f} %")
-        print(f"optimizer captured: {one.masters.replay and one.masters.replay.is_captured}")
+        print(
+            f"optimizer captured: {one.optimizer.captured and one.optimizer.captured.is_captured}"
+        )
         waits(step)
 
 
@@ -452,10 +433,10 @@ def waits(step: Callable[[], None]) -> None:
         warnings.simplefilter("always")
         step()
     torch.cuda.set_sync_debug_mode("default")
-    places = Counter(
+    lines = Counter(
         f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)
     )
-    print(f"{'waits of the host for the GPU':36} {sum(places.values()):9d}  {dict(places)}")
+    print(f"{'waits of the host for the GPU':36} {sum(lines.values()):9d}  {dict(lines)}")
 
 
 # --- sources
@@ -470,27 +451,27 @@ class Targets:
     clean: float
 
     @classmethod
-    def of(cls, rows: Ints) -> "Targets":
-        tally = Tally.of(rows)
-        real = sum(real_rows(rows))
-        return cls(tally.canvas / real, in_holes(rows) / real, tally.clean / real)
+    def of(cls, rows: Rows) -> "Targets":
+        counts = RowCounts.of(rows)
+        real = sum(count_real_rows(rows))
+        return cls(counts.canvas / real, in_holes(rows) / real, counts.clean / real)
 
 
-def in_holes(rows: Ints) -> int:
-    """Weight of the targets in canvases that have given tokens."""
-    is_canvas = rows[CANVAS] > NOTHING
+def in_holes(rows: Rows) -> int:
+    """Weight of the targets in canvases that have pinned tokens."""
+    is_canvas = rows[CANVAS] > NONE
     sequence, _ = np.nonzero(is_canvas)
     fields = rows[EXAMPLE][is_canvas], rows[CANVAS][is_canvas]
     _, which = np.unique(np.stack([sequence, *fields]), axis=1, return_inverse=True)
-    has_given = np.zeros(len(which), bool)
-    has_given[which[rows[PINNED][is_canvas] > 0]] = True
-    is_asked = rows[TARGET][is_canvas] > NOTHING
-    return int(rows[WEIGHT][is_canvas][is_asked & has_given[which]].sum())
+    has_pin = np.zeros(len(which), bool)
+    has_pin[which[rows[PINNED][is_canvas] > 0]] = True
+    has_target = rows[TARGET][is_canvas] > NONE
+    return int(rows[WEIGHT][is_canvas][has_target & has_pin[which]].sum())
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Sources that share some of the sequences by their weights."""
+class SourceGroup:
+    """Sources that divide some of the sequences by their weights."""
 
     mixture: Mixture
     sources: Sequence[DataSource]
@@ -499,36 +480,36 @@ class Group:
 
 def names_of(sources: Sequence[DataSource]) -> list[str]:
     return [
-        source.puzzle or Path(source.file or "").stem + (" as fill" if source.as_fill else "")
+        source.puzzle or Path(source.file or "").stem + (" as infill" if source.as_infill else "")
         for source in sources
     ]
 
 
-def groups_of(recipe: Recipe, mixture: Mixture | Beside) -> list[Group]:
+def groups_of(recipe: Recipe, mixture: Mixture | MixedBatches) -> list[SourceGroup]:
     if isinstance(mixture, Mixture):
-        return [Group(mixture, recipe.data, mixture.sequences)]
-    rolled, others = ([d for d in recipe.data if d.rollout is r] for r in (True, False))
+        return [SourceGroup(mixture, recipe.data, mixture.sequences)]
+    on_policy, others = ([d for d in recipe.data if d.on_policy is x] for x in (True, False))
     return [
-        Group(mixture.newcomers, rolled, mixture.carried),
-        Group(mixture.fresh, others, mixture.fresh.sequences),
+        SourceGroup(mixture.new_sequences, on_policy, mixture.num_persistent),
+        SourceGroup(mixture.fresh, others, mixture.fresh.sequences),
     ]
 
 
-def print_sources(groups: Sequence[Group], sequences: int) -> None:
-    found, weights, names = [], [], list[str]()
+def print_sources(groups: Sequence[SourceGroup], sequences: int) -> None:
+    targets, weights, names = [], [], list[str]()
     for group in groups:
         whole = sum(source.weight for source in group.sources)
         names += names_of(group.sources)
-        for source, ingredient in zip(group.sources, group.mixture.ingredients, strict=True):
-            alone = replace(group.mixture, ingredients=[ingredient], sequences=sequences)
-            found.append(Targets.of(alone.batch(0)))
+        for source, component in zip(group.sources, group.mixture.components, strict=True):
+            alone = replace(group.mixture, components=[component], sequences=sequences)
+            targets.append(Targets.of(alone.batch(0)))
             weights.append(group.sequences * source.weight / whole)
     rows = np.array(weights)
-    asked = rows[:, None] * np.array([(one.canvas, one.holes, one.clean) for one in found])
-    canvas, _, clean = asked.sum(0)
-    shares = 100 * np.column_stack([rows / rows.sum(), asked / (canvas, canvas, clean)])
+    counts = rows[:, None] * np.array([(one.canvas, one.holes, one.clean) for one in targets])
+    canvas, _, clean = counts.sum(0)
+    percents = 100 * np.column_stack([rows / rows.sum(), counts / (canvas, canvas, clean)])
     print(f"{'% of':16} {'rows':>7} {'denoise':>8} {'in holes':>9} {'causal':>7}")
-    for name, line in zip(names, shares, strict=True):
+    for name, line in zip(names, percents, strict=True):
         print(f"{name:16} {line[0]:7.1f} {line[1]:8.1f} {line[2]:9.1f} {line[3]:7.1f}")
 
 
@@ -550,11 +531,11 @@ def host_command(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         one = trainer(args, Path(directory))
         run_host(one, args)
-        one.feed = None
+        one.prefetcher = None
 
 
 def sources_command(args: argparse.Namespace) -> None:
-    with opened(args.recipe) as (recipe, _, mixture):
+    with open_recipe(args.recipe) as (recipe, _, mixture):
         print_sources(groups_of(recipe, mixture), args.sequences)
 
 
@@ -565,7 +546,7 @@ def main(given: Sequence[str] | None = None) -> None:
     step.set_defaults(run=step_command, steps=20)
     host.set_defaults(run=host_command, steps=40)
     for one in (step, host):
-        one.add_argument("--compile", nargs="+", choices=COMPILE, default=["kinds"])
+        one.add_argument("--compile", nargs="+", choices=COMPILE_MODES, default=["layer_types"])
         one.add_argument("--sequences", type=int, default=64)
         one.add_argument("--rows", type=int, default=2048)
         one.add_argument("--steps", type=int)
@@ -575,7 +556,9 @@ def main(given: Sequence[str] | None = None) -> None:
     step.add_argument("--twin", nargs="+", choices=TWINS, default=list(TWINS))
     step.add_argument("--profile", action="store_true", help="of the first")
     host.add_argument("--workers", type=int, default=1)
-    host.add_argument("--captured", action="store_true", help="on a CPU: leave its work out")
+    host.add_argument(
+        "--captured", action="store_true", help="on a CPU: destroy_distributed its work out"
+    )
     sources = commands.add_parser("sources")
     sources.set_defaults(run=sources_command)
     sources.add_argument("recipe", type=Path)

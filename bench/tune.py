@@ -17,7 +17,6 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -25,12 +24,11 @@ from typing import Any
 
 import torch
 from common import INTERPRETED, Facts, Sizes, finish, head, kernel_us, max_error
-from kernels import gigabytes, head_shapes, route, segment_of, whole
+from kernels import dequantize, gigabytes, head_shapes, route, segment_of
 from torch import Tensor
 
 from dgemma.backends.cuda import configs as cuda_configs
-from dgemma.backends.cuda.configs import MoeConfig as Tile
-from dgemma.backends.cuda.configs import moe_config as tiles
+from dgemma.backends.cuda.configs import MoeConfig, moe_config
 from dgemma.backends.cuda.kernels import (
     attention,
     gemm_fp8,
@@ -42,19 +40,18 @@ from dgemma.backends.cuda.kernels import (
     router,
     soft_embed_fp8,
 )
-from dgemma.backends.cuda.kernels.moe_sort import buckets
 from dgemma.model.attention import KVSegment, attention_reference
 from dgemma.model.gemma import TokenTable
 from dgemma.model.moe import gelu_and_mul
-from dgemma.quant.fp4_experts import lay_stacked
-from dgemma.quant.fp8 import Weight, quantize
-from dgemma.quant.fp8_experts import quantize_stacked
-from dgemma.quant.fp8_head import Fp8HeadTable
-from dgemma.quant.qtensor import Quantized
+from dgemma.quant.fp8 import LinearWeight, quantize, quantize_stacked
+from dgemma.quant.head import Fp8HeadTable
+from dgemma.quant.nvfp4 import quantize_tiled
+from dgemma.quant.qtensor import QTensor
 
 L2_BYTES = 400e6  # of weights that are read in turn
 MAX_COPIES = 30
 LAST_QUERIES = 512  # of a prefill that are compared
+GEMVS_4 = (moe_decode.gate_up_nvfp4, moe_decode.down_nvfp4)
 
 Config = Any  # a dataclass of the kernel's own
 
@@ -110,13 +107,15 @@ def attention_cases(sizes: Sizes) -> Iterator[Case]:
         k, v = (part.float() for part in pairs[0])
         want = attention_reference(last.float(), [KVSegment(k, v, mask)])
         works = [
-            lambda config, g=g, q=q, m=keys, w=window: attention.attention(q, *g, m, w, config)[
-                -LAST_QUERIES:
-            ]  # type: ignore[misc]
+            lambda config, g=g, q=q, m=keys, w=window: attention.reduce_splits(  # type: ignore[misc]
+                *attention.attend(q, *g, m, w, config), q.dtype
+            )[-LAST_QUERIES:]
             for g in given
         ]
         space = [
-            attention.Cut(queries=a, keys=b, warps=w, stages=s, parts=p, slices=c, half=rows > 1)
+            cuda_configs.AttentionConfig(
+                queries=a, keys=b, warps=w, stages=s, splits=p, v_slices=c, fp16_splits=rows > 1
+            )
             for a, b, w, s, p, c in product(
                 (16,) if rows == 1 else (64, 128),
                 (16, 32, 64),
@@ -127,7 +126,7 @@ def attention_cases(sizes: Sizes) -> Iterator[Case]:
             )
             if (c == 1 or width > 256) and (p <= 8 or rows == 1)
         ]
-        used = attention.attention_config(rows * queries // keys, keys, width)
+        used = cuda_configs.attention_config(rows * queries // keys, keys, width)
         pairs_seen = rows * (past + (rows + 1) / 2 if causal else past + rows)
         yield Case(
             f"attention {width} {rows}+{past}{' causal' if causal else ''}",
@@ -136,16 +135,16 @@ def attention_cases(sizes: Sizes) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def tile_space(bits: int, used: Tile) -> list[Tile]:
+def tile_space(bits: int, used: MoeConfig) -> list[MoeConfig]:
     """Tiles near the one in use: as many rows, or half or twice as many."""
     rows = sorted({max(16, used.rows // 2), used.rows, min(256, 2 * used.rows)})
     shapes = product(rows, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 6))
     if bits == 4:
-        extra = [{"whole": w, "unroll": u} for w, u in ((False, 1), (True, 1), (True, 2))]
+        extra = [{"one_dot": w, "unroll": u} for w, u in ((False, 1), (True, 1), (True, 2))]
     else:
-        extra = [{"swap": s, "tma": t} for s, t in product((True, False), repeat=2)]
+        extra = [{"swap_ab": s, "tma": t} for s, t in product((True, False), repeat=2)]
     return [
-        Tile(rows=r, columns=c, depth=d, warps=w, stages=s, **more)
+        MoeConfig(rows=r, columns=c, depth=d, warps=w, stages=s, **more)
         for (r, c, d, w, s), more in product(shapes, extra)
         if r * c <= 128 * 256
     ]
@@ -161,17 +160,17 @@ def stored_experts(sizes: Sizes, bits: int, part: int) -> tuple[Any, float]:
         return weight, weight.nbytes
     if bits == 8:
         found = quantize_stacked(weight)
-        return found, found.numbers.nbytes
-    laid = lay_stacked(weight, 2 - part)
-    return laid, laid.words_EW.nbytes + laid.scales_EW.nbytes
+        return found, found.values.nbytes
+    tiled = quantize_tiled(weight, 2 - part)
+    return tiled, tiled.words_EW.nbytes + tiled.scales_EW.nbytes
 
 
 def expert_weight(stored: Any, bits: int, expert: int) -> Tensor:
     if bits == 4:
-        return stored.whole(expert)  # type: ignore[no-any-return]
+        return stored.dequantize(expert)  # type: ignore[no-any-return]
     if bits == 8:
-        return Quantized(*(part[expert] for part in stored)).whole()
-    return whole(stored[expert])
+        return QTensor(*(part[expert] for part in stored)).dequantize()
+    return dequantize(stored[expert])
 
 
 def wanted(stored: Any, bits: int, part: int, rows: Tensor, ids_TK: Tensor) -> Tensor:
@@ -199,7 +198,7 @@ def moe_cases(sizes: Sizes) -> Iterator[Case]:
         x = sizes.normal(tokens if part == 0 else tokens * top_k, width)
         rows, scale = quantize(x) if bits == 8 else (x, None)  # type: ignore[assignment]
         ids_TK = route(sizes, tokens)
-        into = buckets(ids_TK, count)
+        buckets = moe.sort_by_expert(ids_TK, count)
         first, num_bytes = stored_experts(sizes, bits, part)
         layers = [
             first,
@@ -213,26 +212,26 @@ def moe_cases(sizes: Sizes) -> Iterator[Case]:
 
         def run(
             weight: Any,
-            tile: Tile,
-            given: tuple[Any, ...] = (rows, scale, into, part, bits),
+            config: MoeConfig,
+            given: tuple[Any, ...] = (rows, scale, buckets, part, bits),
         ) -> Tensor:
-            x, scale, into, part, bits = given
+            x, scale, buckets, part, bits = given
             if bits == 4:
                 if part == 0:
-                    return moe_nvfp4.gate_up_4(x, weight, into, top_k, tile)
-                return moe_nvfp4.down_4(x, weight, into, tile)
+                    return moe_nvfp4.gate_up_nvfp4(x, weight, buckets, top_k, config)
+                return moe_nvfp4.down_nvfp4(x, weight, buckets, config)
             scales = None
             if bits == 8:
                 weight, columns = weight
                 scales = moe.Scales(scale, columns, sizes.dtype)
             if part == 0:
-                return moe.gate_up(x, weight, into, top_k, tile, scales)
-            return moe.down(x, weight, into, tile, scales)
+                return moe.gate_up(x, weight, buckets, top_k, config, scales)
+            return moe.down(x, weight, buckets, config, scales)
 
-        pair = tiles(tokens * top_k, count, bits)
-        used = pair.gate_up if part == 0 else pair.down
+        both = moe_config(tokens * top_k, count, bits)
+        used = both.gate_up if part == 0 else both.down
         hit = len(ids_TK.unique()) / count
-        exact = rows if scale is None else Quantized(rows, scale).whole()
+        exact = rows if scale is None else QTensor(rows, scale).dequantize()
         flop = (
             2e-12
             * ids_TK.numel()
@@ -241,7 +240,7 @@ def moe_cases(sizes: Sizes) -> Iterator[Case]:
         )
         yield Case(
             f"moe {('gate_up', 'down')[part]} {bits} bits x{tokens}",
-            [lambda tile, w=w, run=run: run(w, tile) for w in layers],  # type: ignore[misc]
+            [lambda config, w=w, run=run: run(w, config) for w in layers],  # type: ignore[misc]
             used, tile_space(bits, used), wanted(first, bits, part, exact, ids_TK),
             hit * num_bytes / 1e9, flop,
         )  # fmt: skip
@@ -258,17 +257,19 @@ def moe_decode_cases(sizes: Sizes) -> Iterator[Case]:
         stored, num_bytes = stored_experts(sizes, bits, part)
 
         def run(
-            ids: Tensor, config: moe_decode.Cut, given: tuple[Any, ...] = (x, stored, bits, part)
+            ids: Tensor,
+            config: cuda_configs.MoeDecodeConfig,
+            given: tuple[Any, ...] = (x, stored, bits, part),
         ) -> Tensor:
             x, stored, bits, part = given
             if bits == 4:
-                return (moe_decode.gate_up_4, moe_decode.down_4)[part](x, ids, stored, config)
+                return GEMVS_4[part](x, ids, stored, config)
             weight, scale = stored if bits == 8 else (stored, None)
             return (moe_decode.gate_up, moe_decode.down)[part](x, ids, weight, config, scale)
 
-        table = moe_decode.MOE_DECODE[bits]
+        table = cuda_configs.MOE_DECODE[bits]
         space = [
-            moe_decode.Cut(columns=c, depth=d, warps=w)
+            cuda_configs.MoeDecodeConfig(columns=c, depth=d, warps=w)
             for c, d, w in product((2, 4, 8, 16, 32, 64), (64, 128, 256, 512), (2, 4, 8))
         ]
         yield Case(
@@ -280,11 +281,11 @@ def moe_decode_cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def gemm_space(
-    used: cuda_configs.GemmConfig, parts: Sequence[int]
+    used: cuda_configs.GemmConfig, splits: Sequence[int]
 ) -> list[cuda_configs.GemmConfig]:
-    shapes = product((64, 128, 256), (64, 128, 256), (64, 128), (4, 8), (3, 4, 6), parts)
+    shapes = product((64, 128, 256), (64, 128, 256), (64, 128), (4, 8), (3, 4, 6), splits)
     return [
-        replace(used, rows=r, outputs=o, depth=d, warps=w, stages=s, parts=p)
+        replace(used, rows=r, outputs=o, depth=d, warps=w, stages=s, splits=p)
         for r, o, d, w, s, p in shapes
     ]
 
@@ -299,15 +300,15 @@ def gemm_fp8_cases(sizes: Sizes) -> Iterator[Case]:
         x = quantize(sizes.normal(rows, depth))
         given = copies(lambda o=outputs, d=depth: quantize(sizes.weight(o, d)), outputs * depth)  # type: ignore[misc]
 
-        def run(weight: Quantized, config: cuda_configs.GemmConfig, x: Quantized = x) -> Tensor:
-            return gemm_fp8.product(x, weight, sizes.dtype, config)
+        def run(weight: QTensor, config: cuda_configs.GemmConfig, x: QTensor = x) -> Tensor:
+            return gemm_fp8.gemm(x, weight, sizes.dtype, config)
 
-        parts = (1,) if used.parts == 1 else (1, 2, 3, 4)
+        splits = (1,) if used.splits == 1 else (1, 2, 3, 4)
         yield Case(
             f"gemm_fp8 {name}",
             [lambda config, w=w, run=run: run(w, config) for w in given],  # type: ignore[misc]
-            used, gemm_space(used, parts), x.whole() @ given[0].whole().T,
-            gigabytes(x.numbers, given[0].numbers), 2e-12 * rows * outputs * depth,
+            used, gemm_space(used, splits), x.dequantize() @ given[0].dequantize().T,
+            gigabytes(x.values, given[0].values), 2e-12 * rows * outputs * depth,
         )  # fmt: skip
 
 
@@ -317,24 +318,24 @@ def gemv_cases(sizes: Sizes) -> Iterator[Case]:
     shapes = {**sizes.gemms, "LM head": (vocab, width)}
     for (name, (outputs, depth)), is_fp8 in product(shapes.items(), (False, True)):
 
-        def make(o: int = outputs, d: int = depth, fp8: bool = is_fp8) -> Weight:
+        def make(o: int = outputs, d: int = depth, fp8: bool = is_fp8) -> LinearWeight:
             weight = sizes.weight(o, d)
-            return Weight(*quantize(weight)) if fp8 else Weight(weight)
+            return LinearWeight(*quantize(weight)) if fp8 else LinearWeight(weight)
 
         given = copies(make, (2.0 - is_fp8) * outputs * depth)
         x, is_gated = sizes.normal(1, depth), name == "gate_up"
-        want = x.float() @ whole(given[0]).T
-        work = gemv.gated_product if is_gated else gemv.product
+        want = x.float() @ dequantize(given[0]).T
+        work = gemv.gemv_gelu_mul if is_gated else gemv.gemv
         half = outputs // 2 if is_gated else outputs
         space = [
-            gemv.Cut(o, c, w)
+            cuda_configs.GemvConfig(o, c, w)
             for o, c, w in product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096), (2, 4, 8))
         ]
         yield Case(
             f"gemv{' fp8' if is_fp8 else ''} {name}",
             [lambda config, w=w, x=x, work=work: work(x, *w, config) for w in given],  # type: ignore[misc]
-            gemv.gemv_config(half, depth, is_gated=is_gated, is_8=is_fp8),
-            space, gelu_and_mul(want) if is_gated else want, gigabytes(given[0].numbers_OI),
+            cuda_configs.gemv_config(half, depth, is_gated=is_gated, is_fp8=is_fp8),
+            space, gelu_and_mul(want) if is_gated else want, gigabytes(given[0].values_OI),
         )  # fmt: skip
 
 
@@ -346,13 +347,13 @@ def router_cases(sizes: Sizes) -> Iterator[Case]:
         x = sizes.normal(rows, width)
         given = [sizes.weight(experts, width) for _ in range(1 if INTERPRETED else 8)]
 
-        def run(weight: Tensor, config_: router.Cut, x: Tensor = x) -> Tensor:
-            parts = router.parts(x, weight, config_)
-            return router.choose(parts, scale_E, config.top_k_experts, config_.choosers)[1]
+        def run(weight: Tensor, config_: cuda_configs.RouterConfig, x: Tensor = x) -> Tensor:
+            logits = router.router_logits(x, weight, config_)
+            return router.topk(logits, scale_E, config.top_k_experts, config_.topk_warps)[1]
 
         p_TK = (x.float() @ given[0].float().T).softmax(-1).topk(config.top_k_experts).values
         space = [
-            router.Cut(rows=r, columns=c, share=s, depth=d, stages=g, choosers=k)
+            cuda_configs.RouterConfig(rows=r, columns=c, k_split=s, depth=d, stages=g, topk_warps=k)
             for r, c, s, d, g, k in product(
                 (16, 32, 64, 128), (64, 128), (128, 256, 512, 1408), (64, 128), (2, 3), (1, 2, 4)
             )
@@ -361,8 +362,8 @@ def router_cases(sizes: Sizes) -> Iterator[Case]:
         yield Case(
             f"router {rows}",
             [lambda config, w=w, run=run: run(w, config) for w in given],  # type: ignore[misc]
-            router.router_config(rows, experts, width), space, p_TK / p_TK.sum(-1, keepdim=True),
-            gigabytes(x, given[0]),
+            cuda_configs.router_config(rows, experts, width), space,
+            p_TK / p_TK.sum(-1, keepdim=True), gigabytes(x, given[0]),
         )  # fmt: skip
 
 
@@ -377,16 +378,20 @@ def soft_embed_cases(sizes: Sizes) -> Iterator[Case]:
     assert soft is not None
     raw_TV, one_T = sizes.normal(length, vocab), torch.ones(length, device=sizes.device)
     zero_T = torch.zeros(length, dtype=torch.long, device=sizes.device)
-    marks = logit_stats.row_marks(raw_TV, None, (one_T, one_T), length)
-    query = (one_T, one_T, 0.5 * one_T.double(), zero_T)
-    merged = logit_stats.row_merge(raw_TV, None, query, marks)
-    shares = soft_embed_fp8.shares(raw_TV, None, one_T, marks, merged, soft)
-    used = cuda_configs.SOFT
-    want = soft_embed_fp8.product(shares, soft, sizes.dtype, used).float()
+    query = logit_stats.TokenQuery(
+        temperature_T=one_T,
+        draw_temperature_T=one_T,
+        uniform_T=0.5 * one_T.double(),
+        held_T=zero_T,
+    )
+    stats = logit_stats.logit_stats(raw_TV, None, query, length)
+    probs = soft_embed_fp8.quantize_probs(stats, soft)
+    used = cuda_configs.SOFT_EMBED
+    want = soft_embed_fp8.split_sums(probs, soft, sizes.dtype, used).float()
     yield Case(
         "soft_embed fp8",
-        [lambda config: soft_embed_fp8.product(shares, soft, sizes.dtype, config)],
-        used, gemm_space(used, (1,)), want.sum(0), gigabytes(soft.numbers_DV, shares.numbers_TV),
+        [lambda config: soft_embed_fp8.split_sums(probs, soft, sizes.dtype, config)],
+        used, gemm_space(used, (1,)), want.sum(0), gigabytes(soft.values_DV, probs.values_TV),
         2e-12 * length * vocab * sizes.config.hidden_size,
     )  # fmt: skip
 
@@ -413,24 +418,15 @@ def order(case: Case, limit: int) -> list[Config]:
 
 def precompile(case: Case, configs: Sequence[Config], seconds: float) -> None:
     """Compile configs several at a time; what fails here is compiled when it is launched."""
-    from dgemma.backends.cuda.precompile import Compilers, unlaunched
+    from dgemma.backends.cuda.precompile import compile_in_parallel
 
-    def gather(compilers: Compilers) -> None:
-        from triton import AsyncCompileMode
+    def submit() -> None:
+        end = time.monotonic() + seconds
+        for config in configs:
+            if time.monotonic() < end:
+                _ignore_errors(lambda config=config: case.works[0](config))  # type: ignore[misc]
 
-        with AsyncCompileMode(compilers, ignore_errors=True):
-            with unlaunched():
-                end = time.monotonic() + seconds
-                for config in configs:
-                    if time.monotonic() < end:
-                        _ignore_errors(lambda config=config: case.works[0](config))  # type: ignore[misc]
-            compilers.go.set()
-
-    with Compilers(torch.device("cuda")) as compilers:
-        try:
-            copy_context().run(gather, compilers)
-        finally:
-            compilers.stop()
+    compile_in_parallel(submit, torch.device("cuda"))
 
 
 def _ignore_errors(work: Callable[[], object]) -> None:
@@ -459,22 +455,22 @@ def sweep(case: Case, arguments: argparse.Namespace) -> Facts:
             found.append((kernel_us(works, 2), error, config))
         except Exception as problem:  # too much shared memory, or a shape that does not compile
             failed.append(f"{brief(config)}: {type(problem).__name__}: {str(problem)[:100]}")
-    print(f"# {case.name}: {len(found)} of {len(case.space)} tried, {len(failed)} failed")
+    print(f"# {case.name}: {len(found)} of {len(case.space)} measured, {len(failed)} failed")
     for text in failed[:2]:
         print(f"#   {text}")
     ranked = sorted(found, key=lambda one: one[0])
     lines = []
-    for rank, (took, error, config) in enumerate(ranked):
+    for rank, (us, error, config) in enumerate(ranked):
         if rank < arguments.top or config == case.used:
             mark = "*" if config == case.used else " "
-            gb_s, tflop_s = case.gbytes / took * 1e6, case.tflop / took * 1e6
+            gb_s, tflop_s = case.gbytes / us * 1e6, case.tflop / us * 1e6
             rates = f"{gb_s:6.0f} GB/s {tflop_s:5.0f} TFLOP/s"
             print(
-                f"{case.name:30}{mark}{took:9.1f} us {rates} err {error:.1e}  {brief(config)}",
+                f"{case.name:30}{mark}{us:9.1f} us {rates} err {error:.1e}  {brief(config)}",
                 flush=True,
             )
-            lines.append({"us": took, "error": error, "config": brief(config), "used": mark == "*"})
-    return {"case": case.name, "tried": len(found), "failed": len(failed), "best": lines}
+            lines.append({"us": us, "error": error, "config": brief(config), "used": mark == "*"})
+    return {"case": case.name, "measured": len(found), "failed": len(failed), "best": lines}
 
 
 @torch.inference_mode()

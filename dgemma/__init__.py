@@ -1,74 +1,120 @@
 """dgemma: DiffusionGemma on your own machine.
 
-The public names are resolved on first use, so that importing the package costs nothing.
+The public names are resolved on first use, so that importing the package costs nothing. It only
+tells OpenMP how CPU threads wait for each other, which must be known before torch is loaded. After
+each parallel loop they spin until the next one, by default for milliseconds (libgomp, in torch's
+wheels for Linux) or 200 ms (libomp and libiomp5). Where another program wants the core, the
+spinning thread holds it and the thread that it waits for does not run: a busy machine becomes many
+times slower. There, threads that sleep at once are fastest. On a quiet machine each sleep costs a
+wake-up, a quarter of the time of a small model, which a short spin avoids (`bench/threads.py`).
 """
 
+import os
+import re
+import sys
+from collections.abc import MutableMapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dgemma.diffusion.canvas import Noise, Pins
-    from dgemma.diffusion.sampler import Apart, Confidence, EntropyBound, Sampler
-    from dgemma.engine import (
-        Done,
-        Draft,
-        Edited,
-        EditOptions,
-        Engine,
-        Filled,
-        FillOptions,
-        Options,
-        Retry,
-        Text,
-    )
+    from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler
+    from dgemma.engine import Done, Draft, Engine, Retry, SamplingParams, Text
     from dgemma.errors import DgemmaError
+    from dgemma.images import Image
+    from dgemma.programs.edit.edit import EditParams, EditResult, edit, rewrite
+    from dgemma.programs.infill.infill import FillParams, FillResult, fill
+    from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult, solve
     from dgemma.text.chat import Message, Tool
 
 __version__ = "0.1.0"
 
+SHORT_SPIN = "1000"  # rounds, about 20 microseconds: as long as the pause between two loops
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")  # a user's choice
+MAX_PRESSURE = 15.0  # percent of the last ten seconds in which some task waited for a core
+PRESSURE = Path("/proc/pressure/cpu")
+
+
 HOMES = {
-    "Apart": "dgemma.diffusion.sampler",
     "Confidence": "dgemma.diffusion.sampler",
     "DgemmaError": "dgemma.errors",
     "Done": "dgemma.engine",
     "Draft": "dgemma.engine",
-    "EditOptions": "dgemma.engine",
-    "Edited": "dgemma.engine",
+    "EditParams": "dgemma.programs.edit.edit",
+    "EditResult": "dgemma.programs.edit.edit",
     "Engine": "dgemma.engine",
     "EntropyBound": "dgemma.diffusion.sampler",
-    "FillOptions": "dgemma.engine",
-    "Filled": "dgemma.engine",
+    "FillParams": "dgemma.programs.infill.infill",
+    "FillResult": "dgemma.programs.infill.infill",
+    "Image": "dgemma.images",
     "Message": "dgemma.text.chat",
     "Noise": "dgemma.diffusion.canvas",
-    "Options": "dgemma.engine",
     "Pins": "dgemma.diffusion.canvas",
     "Retry": "dgemma.engine",
     "Sampler": "dgemma.diffusion.sampler",
+    "SamplingParams": "dgemma.engine",
+    "SudokuParams": "dgemma.programs.sudoku.solve",
+    "SudokuResult": "dgemma.programs.sudoku.solve",
     "Text": "dgemma.engine",
     "Tool": "dgemma.text.chat",
+    "edit": "dgemma.programs.edit.edit",
+    "fill": "dgemma.programs.infill.infill",
+    "rewrite": "dgemma.programs.edit.edit",
+    "solve": "dgemma.programs.sudoku.solve",
 }
 __all__ = [
-    "Apart",
     "Confidence",
     "DgemmaError",
     "Done",
     "Draft",
-    "EditOptions",
-    "Edited",
+    "EditParams",
+    "EditResult",
     "Engine",
     "EntropyBound",
-    "FillOptions",
-    "Filled",
+    "FillParams",
+    "FillResult",
+    "Image",
     "Message",
     "Noise",
-    "Options",
     "Pins",
     "Retry",
     "Sampler",
+    "SamplingParams",
+    "SudokuParams",
+    "SudokuResult",
     "Text",
     "Tool",
     "__version__",
+    "edit",
+    "fill",
+    "rewrite",
+    "solve",
 ]
+
+
+def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Limit the spinning of threads, unless the user has chosen or torch is loaded already."""
+    if "torch" in sys.modules or any(name in environment for name in WAITING):
+        return
+    environment["KMP_BLOCKTIME"] = "0"  # milliseconds; libomp and libiomp5 know no short spin
+    if is_busy():
+        environment["OMP_WAIT_POLICY"] = "passive"
+    else:
+        environment["GOMP_SPINCOUNT"] = SHORT_SPIN
+
+
+def is_busy() -> bool:
+    """True if other programs compete for the cores: by Linux's pressure, or the load average."""
+    try:
+        found = re.search(r"some avg10=([\d.]+)", PRESSURE.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        found = None
+    if found is not None:
+        return float(found[1]) > MAX_PRESSURE
+    if not hasattr(os, "getloadavg"):  # Windows
+        return False
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def __getattr__(name: str) -> Any:
@@ -79,3 +125,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+limit_spinning()

@@ -1,4 +1,4 @@
-"""Which device and number type to run on, chosen by what the machine can do; and its memory."""
+"""Choice of the device and dtype to run on, by what the machine has."""
 
 import torch
 
@@ -9,7 +9,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes a GPU if there is one; anything else must exist."""
+    """Return a device by name; `auto` takes a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -21,15 +21,15 @@ def choose_device(name: str) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UsageError("device 'mps' does not exist: torch sees no Apple GPU; use cpu or auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
+        count = torch.cuda.device_count()
         raise UsageError(
-            f"device {name!r} does not exist: torch sees {found} CUDA devices; use cpu or auto"
+            f"device {name!r} does not exist: torch sees {count} CUDA devices; use cpu or auto"
         )
     return device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` takes bfloat16 where the arithmetic is native, float32 elsewhere."""
+    """Return a dtype by name; `auto` takes bfloat16 where it is native, else float32."""
     if name == "auto":
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
     if name not in DTYPES:
@@ -38,7 +38,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """CPUs without bfloat16 instructions emulate it, four to five times slower than float32."""
+    """True if bfloat16 is native; a CPU emulates it four to five times slower than float32."""
     if device.type == "cuda":
         return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "mps":
@@ -56,10 +56,7 @@ def describe_device(device: torch.device) -> str:
     return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
 
 
-def give_back(device: torch.device | str) -> None:
-    """Let go of GPU memory that is kept for later but in use by nothing; elsewhere none is kept.
-
-    It lies in pieces: what is larger than they are would be put beside them.
-    """
+def empty_cache(device: torch.device | str) -> None:
+    """Release cached GPU memory that nothing uses: it is fragmented, and larger blocks need it."""
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()

@@ -1,8 +1,21 @@
 """Errors meant for people. Each message says what was given, what is allowed, and what to do."""
 
+MAX_SENTENCE = 2000  # characters
+
 
 class DgemmaError(Exception):
-    """The work failed for a reason the user can act on; the command line exits with 1."""
+    """The work failed for a reason the user can act on; the command line exits with 1.
+
+    A message may quote names from an untrusted file: what is not printable is escaped, so that it
+    stays one line and no control sequence reaches a terminal or a log.
+    """
+
+    def __init__(self, message: str) -> None:
+        shown = "".join(
+            char if char.isprintable() else char.encode("unicode_escape").decode()
+            for char in message[: MAX_SENTENCE + 1]
+        )
+        super().__init__(shown if len(shown) <= MAX_SENTENCE else f"{shown[:MAX_SENTENCE]}...")
 
 
 class UsageError(DgemmaError):
@@ -19,3 +32,17 @@ class CheckpointError(DgemmaError):
 
 class PromptTooLong(UsageError):
     """The prompt and the answer together do not fit the context."""
+
+
+class DeadlineExceeded(DgemmaError):
+    """A request was not done by its deadline."""
+
+    def __init__(self, seconds: float, *, has_started: bool) -> None:
+        what = "was cut off" if has_started else "waited in the queue"
+        super().__init__(f"the request {what} after {seconds:.1f} seconds: its time ran out")
+
+
+def require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Refuse a parameter whose value is not allowed."""
+    if not holds:
+        raise UsageError(f"{name} is {value}; it must be {allowed}")

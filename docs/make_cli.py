@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from generated import save
+
 PAGE = Path(__file__).parent / "cli.md"
 INTRODUCTION = """\
 # Command line
@@ -39,14 +41,5 @@ def page() -> str:
     return INTRODUCTION + "\n".join(sections)
 
 
-def main() -> None:
-    written = page()
-    if "--check" in sys.argv:
-        if PAGE.read_text(encoding="utf-8") != written:
-            sys.exit("docs/cli.md is out of date; run: python docs/make_cli.py")
-        return
-    PAGE.write_text(written, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    save(PAGE, page())

@@ -16,7 +16,8 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from dgemma.engine import Engine
-from dgemma.server.run import bind, make_server
+from dgemma.server.app import make_app
+from dgemma.server.lifecycle import bind, make_server
 from dgemma.server.service import Settings
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -28,7 +29,7 @@ KNOBS = '{"seed": 3, "max_tokens": 128}'
 @contextmanager
 def served() -> Iterator[str]:
     taken = bind("127.0.0.1", 0)
-    server = make_server(Engine.load("nano"), Settings(names=("nano",)))
+    server = make_server(make_app(Engine.load("nano"), Settings(names=("nano",))))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
     thread.start()
     while not server.started:
@@ -42,7 +43,7 @@ def served() -> Iterator[str]:
 
 def take(page: Any, name: str) -> None:
     PICTURES.mkdir(exist_ok=True)
-    picture = Image.open(BytesIO(page.screenshot())).convert("RGB")
+    picture = Image.open(BytesIO(page.screenshot())).convert("P", palette=Image.Palette.ADAPTIVE)
     picture.save(PICTURES / f"{name}.png", optimize=True)
 
 
@@ -50,6 +51,11 @@ def until(page: Any, selector: str, count: int) -> None:
     """Wait for so many elements; the page's policy allows no scripts of ours to wait in it."""
     while page.locator(selector).count() < count:
         page.wait_for_timeout(20)
+
+
+def click(page: Any, *selectors: str) -> None:
+    for selector in selectors:
+        page.click(selector)
 
 
 def chat(page: Any) -> None:
@@ -60,16 +66,13 @@ def chat(page: Any) -> None:
 
 
 def sudoku(page: Any) -> None:
-    page.click("#tab-sudoku")
-    page.click("text=Hard")
-    page.click("#sudoku-go")
+    click(page, "#tab-sudoku", "#puzzles >> text=Hard", "#sudoku-go")
     until(page, "#grid .found", 14)
     take(page, "sudoku")
 
 
 def edit(page: Any) -> None:
-    page.click("#tab-edit")
-    page.click("#edit-go")
+    click(page, "#tab-edit", "#edit-go")
     page.wait_for_selector("#edit-result:visible")
     page.wait_for_timeout(300)
     take(page, "edit")
@@ -90,10 +93,15 @@ def fill(page: Any) -> None:
 
 def compare(page: Any) -> None:
     page.click("#tab-compare")
-    page.check("#race-together")
     page.click("#race-go")
-    until(page, "#lane-diffusion .t.kept", 45)
+    page.wait_for_selector("#race-verdict span")
     take(page, "compare-dark")
+
+
+def hero(page: Any) -> None:
+    page.wait_for_selector("#limits:not(:empty)")
+    page.wait_for_timeout(2500)  # the title settles
+    take(page, "hero")
 
 
 def phone(page: Any) -> None:
@@ -108,6 +116,7 @@ def phone(page: Any) -> None:
 def main() -> None:
     wide, narrow = {"width": 1180, "height": 760}, {"width": 390, "height": 780}
     shots = [
+        (hero, wide, "light"),
         (chat, wide, "light"),
         (fill, wide, "light"),
         (edit, {**wide, "height": 860}, "light"),

@@ -1,8 +1,8 @@
 """Drive `dgemma chat` in a real terminal (tmux), as a person would, and keep what the screen shows.
 
-    python -m examples.chat_screen MODEL_DIRECTORY OUTPUT.txt
+    python -m examples.chat_screen nano docs/chat-screen.txt
 
-A conversation, an interrupted answer, a replay. `python -m examples.tiny_model` makes the model.
+A message of several lines, a replay, an interrupted answer, the conversation so far.
 """
 
 import shlex
@@ -34,8 +34,11 @@ class Screen:
         kill = ["tmux", "-L", self.name, "kill-server"]
         subprocess.run(kill, capture_output=True, check=False)
 
+    def type(self, text: str) -> None:
+        self._tmux("send-keys", "-t", self.name, "-l", text)
+
     def say(self, line: str) -> None:
-        self._tmux("send-keys", "-t", self.name, "-l", line)
+        self.type(line)
         self.press("Enter")
 
     def press(self, key: str) -> None:
@@ -44,46 +47,56 @@ class Screen:
     def text(self) -> str:
         return self._tmux("capture-pane", "-t", self.name, "-p", "-S", "-200").rstrip()
 
-    def wait_for(self, wanted: str, count: int = 1, seconds: float = 60) -> str:
-        """The screen, once it shows `wanted` so many times."""
+    def wait_for(self, text: str, count: int = 1, seconds: float = 60) -> str:
+        """Return the screen once it shows `text` so many times."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if (shown := self.text()).count(wanted) >= count:
+            if (shown := self.text()).count(text) >= count:
                 return shown
             time.sleep(0.05)
-        raise TimeoutError(f"no {wanted!r} within {seconds} s; the screen shows:\n{self.text()}")
+        raise TimeoutError(f"no {text!r} within {seconds} s; the screen shows:\n{self.text()}")
+
+    def wait_for_answer(self, question: str, seconds: float = 60) -> None:
+        """Wait until something is shown after a question."""
+        end = time.monotonic() + seconds
+        while not self.text().partition(question)[2].strip():
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"no answer within {seconds} s; the screen shows:\n{self.text()}"
+                )
+            time.sleep(0.05)
 
     def _tmux(self, *arguments: str) -> str:
         call = ["tmux", "-L", self.name, *arguments]  # a server of its own
         return subprocess.run(call, capture_output=True, text=True, check=True).stdout
 
 
-def chat_command(model: Path, *options: str) -> list[str]:
+def chat_command(model: Path | str, *options: str) -> list[str]:
     start = "from dgemma.cli import main; main()"
     fixed = ["--device", "cpu", "--dtype", "float32", "--seed", "3"]
     return [sys.executable, "-c", start, "chat", "--model", str(model), *fixed, *options]
 
 
 def main() -> None:
-    model, output = map(Path, sys.argv[1:])
-    with Screen(chat_command(model, "--max-tokens", "3000")) as screen:
+    model, output = sys.argv[1:]
+    with Screen(chat_command(model)) as screen:
         screen.wait_for("/help")
-        screen.say("How is this text written?")
+        screen.type("Change cat to dog.")
+        screen.press("M-Enter")
+        screen.press("M-Enter")
+        screen.say("The cat sat on the mat. The cat was happy.")
         screen.wait_for("[diffusion:")
         screen.say("/replay")
         screen.wait_for("[replayed")
         screen.say("/clear")
         screen.say("/mode ar")
-        screen.say("Something that it was never taught, so that it does not know when to end.")
+        screen.say("Write a long story about a girl and a kite.")
+        screen.wait_for_answer("and a kite.\n")
         screen.press("C-c")
-        screen.wait_for("[stopped]")
-        screen.say("/clear")
-        screen.say("/mode diffusion")
-        screen.say("What is a canvas?")
-        screen.wait_for("[diffusion:", count=2)
+        screen.wait_for("[stopped")
         screen.say("/history")
         shown = screen.wait_for("assistant: ")
-    output.write_text(shown + "\n", encoding="utf-8")
+    Path(output).write_text(shown + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,32 @@
-"""A minute with the built-in model: it chats, fills a hole in a function and solves a Sudoku.
+"""Show the built-in model at work: it edits, tells a story, fills a hole and solves a Sudoku.
 
     python -m examples.demo
 
-On a terminal the canvas moves; elsewhere each step is a line. At the end the same weights try the
-same puzzle one token at a time.
+On a terminal the canvas is redrawn after each step; elsewhere each step that changes the beginning
+of the canvas is printed as a line. At the end the same weights solve the puzzle token by token.
 """
 
 import time
 from collections.abc import Iterable
 
-from dgemma import Done, Draft, Engine, FillOptions, Options, Text
+from dgemma import (
+    Done,
+    Draft,
+    Engine,
+    FillParams,
+    SamplingParams,
+    SudokuParams,
+    SudokuResult,
+    Text,
+    fill,
+    solve,
+)
 from dgemma.cli.show import CanvasView, printable
-from dgemma.engine.sudoku import How, Solved, follow, solve
+from dgemma.programs.sudoku.solve import solve_program
 
+WIDTH = 100  # characters of a canvas that are printed
 PAUSE = 0.15  # seconds a canvas stays on a screen
-QUESTIONS = (
+PROMPTS = (
     "Change cat to dog.\n\nThe cat sat on the mat. The cat was happy.",
     "Write a short story about a girl and a kite.",
 )
@@ -31,17 +43,19 @@ PUZZLE = "5300700006001950000980000608000600034008030017000200060600002800004190
 
 def main() -> None:
     engine = Engine.load("nano", device="cpu")
-    for question in QUESTIONS:
-        headline(question)
-        show(engine.stream(question, Options(seed=1, drafts=True)))
+    for prompt in PROMPTS:
+        headline(prompt)
+        done = show(engine.stream(prompt, SamplingParams(seed=1, drafts=True)))
+        print(done.text)
+        print(f"  [{done.tokens} tokens, {done.steps} steps, {done.seconds:.2f} s]")
     headline("A function with a hole:\n" + FUNCTION)
-    filled = engine.fill(FUNCTION, FillOptions(max_tokens=8, single_line=True, seed=1))
+    filled = fill(engine, FUNCTION, FillParams(max_tokens=8, single_line=True, seed=1))
     print(filled.text)
     print(f"  [{filled.steps} steps, {filled.seconds:.2f} s; all but the hole is untouched]")
     headline(f"Solve this Sudoku: {PUZZLE}")
-    show(event for _, event in follow(engine, [PUZZLE], How(drafts=True)))
+    print_grid(show(engine.follow(solve_program(engine, PUZZLE, SudokuParams(drafts=True)))))
     headline("The same weights, the same puzzle, one token at a time:")
-    told(solve(engine, [PUZZLE], mode="ar")[0])
+    print_grid(solve(engine, [PUZZLE], SudokuParams(mode="ar", pinned=False))[0])
     print("\nAsk it yourself: .venv/bin/dgemma chat")
 
 
@@ -49,32 +63,35 @@ def headline(text: str) -> None:
     print(f"\n> {text}")
 
 
-def show(events: Iterable[object]) -> None:
+def show(events: Iterable[object]) -> Done | SudokuResult:
+    """Draw the drafts as they come; return the last event, which is the result."""
+    shown = ""
     with CanvasView() as view:
         for event in events:
             if isinstance(event, Draft) and view.is_live:
                 view.draw(event)
                 time.sleep(PAUSE)
             elif isinstance(event, Draft):
-                text = "".join(map(printable, event.guess_tokens)).replace("\n", "/")
-                print(f"  block {event.block + 1} step {event.step:2}  {text[:100]}")
+                text = beginning(event)
+                if text != shown:
+                    print(f"  block {event.block + 1} step {event.step:2}  {text}")
+                shown = text
             elif isinstance(event, Text) and view.is_live:
                 view.promise(event)
-            elif isinstance(event, Done | Solved):
-                last = event
-    if isinstance(last, Solved):
-        told(last)
-    else:
-        print(last.text)
-        print(f"  [{last.tokens} tokens, {last.steps} steps, {last.seconds:.2f} s]")
+    return event
 
 
-def told(solved: Solved) -> None:
-    cells = solved.solution
+def beginning(draft: Draft) -> str:
+    text = "".join(map(printable, draft.guess_tokens)).replace("\n", "/")
+    return text[:WIDTH].rstrip("·")
+
+
+def print_grid(result: SudokuResult) -> None:
+    cells = result.solution
     lines = [] if cells is None else [" ".join(cells[i : i + 9]) for i in range(0, 81, 9)]
-    print("\n".join(lines) or solved.reply)
-    verdict = "right" if solved.is_right else "wrong" if lines else "wrong: that is no grid"
-    print(f"  [{verdict}; {solved.steps} steps, {solved.seconds:.2f} s]")
+    print("\n".join(lines) or result.reply)
+    outcome = "right" if result.is_right else "wrong" if lines else "wrong: that is no grid"
+    print(f"  [{outcome}; {result.steps} steps, {result.seconds:.2f} s]")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""A form with twelve fields, filled in from a note: JSON that fits its schema, whatever the model.
+"""Fill a form of twelve fields from a note: the reply is JSON that fits the schema.
 
     python -m examples.form [MODEL]
 
-What the form itself prescribes, braces, keys and commas, is pinned and costs no thought; only the
-values are the model's. The same form is filled by diffusion and one token at a time.
+Braces, keys and commas follow from the schema and are pinned; only the values are sampled. The same
+form is filled by diffusion and by AR.
 """
 
 import json
 import sys
 from typing import Any
 
-from dgemma import Engine, Options
+from dgemma import Engine, SamplingParams
 
 NOTE = "Anna Brown, 34, of Rome, wants a room for two people for 3 nights from 2026-05-01. No dog."
 TEXT = {"type": "string", "maxLength": 24}
@@ -38,10 +38,10 @@ FORM = {
 
 def main() -> None:
     engine = Engine.load(sys.argv[1] if len(sys.argv) > 1 else "nano")
-    guide = engine.guide(schema=FORM)
+    constraint = engine.constraint(schema=FORM)
     for mode in ("diffusion", "ar"):
-        options = Options(mode=mode, guide=guide, max_tokens=500, seed=1)
-        done = engine.generate(f"Fill in the booking form as JSON: {NOTE}", options)
+        params = SamplingParams(mode=mode, constraint=constraint, max_tokens=500, seed=1)
+        done = engine.generate(f"Fill in the booking form as JSON: {NOTE}", params)
         assert done.finish == "stop", done.fault
         filled = json.loads(done.text)
         assert list(filled) == list(FIELDS)

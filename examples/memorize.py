@@ -1,8 +1,8 @@
-"""Teach a tiny model a few texts by heart, in seconds on a CPU, by the published objective.
+"""Overfit a tiny model to a few texts, in seconds on a CPU, by the published objective.
 
-Each turn takes one block of one text, noises it at random levels in several copies, and lets the
-model name the clean tokens; half of the time it is told what it thought without being told. It is
-the shortest way to a canvas that settles, not a trainer.
+Each step takes one block of one text, noises several copies of it at random levels, and trains the
+model to predict the clean tokens; half of the time with self-conditioning from a first pass without
+it. It is the shortest way to a canvas that converges, not a trainer.
 
 T tokens of a pass, L canvas, D width, V vocabulary.
 """
@@ -22,9 +22,9 @@ COPIES = 8  # canvases trained at once, each with its own noise
 
 
 class OpenContext:
-    """A clean text, causal; then canvases that see what lies before their block, and themselves.
+    """A clean text, causal; then canvases that see the text before their block, and themselves.
 
-    Keys and values are not kept, so gradients flow through the clean text as well.
+    There is no KV cache, so gradients flow through the clean text as well.
     """
 
     def __init__(self, config: ModelConfig, clean: int, start: int) -> None:
@@ -47,7 +47,7 @@ class OpenContext:
 def memorize(
     model: Gemma, pairs: list[tuple[Tensor, Tensor]], steps: int, seed: int = 0
 ) -> Iterator[float]:
-    """Train `model` to go on with the second of each pair after the first; yield the losses.
+    """Train `model` to continue the first text of each pair with the second; yield the losses.
 
     The second text is cut into canvases, which it must fill.
     """
@@ -55,10 +55,10 @@ def memorize(
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda turn: min(1.0, 2 * (steps - turn) / steps)
+        optimizer, lambda step: min(1.0, 2 * (steps - step) / steps)
     )
-    for turn in range(steps):
-        prompt, ending = pairs[turn % len(pairs)]
+    for step in range(steps):
+        prompt, ending = pairs[step % len(pairs)]
         blocks = len(ending) // model.config.canvas_length
         block = int(torch.randint(blocks, (), generator=generator))
         start = len(prompt) + block * model.config.canvas_length
@@ -72,7 +72,7 @@ def memorize(
 
 
 def _loss(model: Gemma, text_S: Tensor, start: int, generator: torch.Generator) -> Tensor:
-    """Cross-entropy of the noised copies of one block, plus that of the next token, causally."""
+    """Return the cross-entropy of the noised copies of one block plus that of the next token."""
     target_T = text_S[start : start + model.config.canvas_length].repeat(COPIES)
     level_T = torch.rand(COPIES, generator=generator).repeat_interleave(len(target_T) // COPIES)
     uniform_T = torch.rand(target_T.shape, generator=generator)
@@ -83,7 +83,7 @@ def _loss(model: Gemma, text_S: Tensor, start: int, generator: torch.Generator) 
     if torch.rand((), generator=generator) < 0.5:
         with torch.no_grad():
             _, canvas_TV = _logits(model, text_S, canvas_T, None, context)
-            soft_TD = model.embed_soft(canvas_TV.softmax(-1))
+            soft_TD = model.soft_embed(canvas_TV.softmax(-1))
     text_SV, canvas_TV = _logits(model, text_S, canvas_T, soft_TD, context)
     return F.cross_entropy(canvas_TV, target_T) + F.cross_entropy(text_SV[:-1], text_S[1:])
 
@@ -91,6 +91,6 @@ def _loss(model: Gemma, text_S: Tensor, start: int, generator: torch.Generator) 
 def _logits(
     model: Gemma, text_S: Tensor, canvas_T: Tensor, soft_TD: Tensor | None, context: OpenContext
 ) -> tuple[Tensor, Tensor]:
-    x_TD = torch.cat([model.embed(text_S), model.enter(canvas_T, soft_TD)])
+    x_TD = torch.cat([model.embed(text_S), model.embed_canvas(canvas_T, soft_TD)])
     logits_TV = model.logits(model.stack(x_TD, context))
     return logits_TV[: len(text_S)], logits_TV[len(text_S) :]

@@ -1,19 +1,19 @@
-"""A function without its body: the canvas sees its head and what calls it, and fills it in.
+"""Fill in the missing body of a function: the canvas sees its head and the call below it.
 
     python -m examples.missing_body [MODEL]
 
-Everything but the hole is printed as it stands below, byte for byte; other candidates follow.
+Everything but the hole is printed byte for byte as below; other candidates follow.
 """
 
 import sys
 
-from dgemma import Engine, FillOptions
-from dgemma.constrain.holes import MARK
+from dgemma import Engine, FillParams, fill
+from dgemma.text.control_tokens import FILL_MARK
 
 SOURCE = f'''\
 def largest(numbers):
     """Return the largest of the numbers."""
-{MARK}
+{FILL_MARK}
 
 print(largest([3, 1, 2]))
 '''
@@ -21,13 +21,13 @@ print(largest([3, 1, 2]))
 
 def main() -> None:
     engine = Engine.load(sys.argv[1] if len(sys.argv) > 1 else "nano")
-    options = FillOptions(max_tokens=32, stop=("\n\n",), candidates=3, seed=1)
-    filled = engine.fill(SOURCE, options)
+    params = FillParams(max_tokens=32, stop=("\n\n",), num_candidates=3, seed=1)
+    filled = fill(engine, SOURCE, params)
     print(filled.text)
-    before, after = SOURCE.split(MARK)
+    before, after = SOURCE.split(FILL_MARK)
     assert filled.text.startswith(before) and filled.text.endswith(after)
-    for one in filled.candidates:
-        print(f"{one.score:7.3f}  {one.holes[0].text!r}")
+    for candidate in filled.candidates:
+        print(f"{candidate.score:7.3f}  {candidate.holes[0].text!r}")
     print(f"{filled.canvases} canvases, {filled.steps} steps, {filled.seconds:.1f} s")
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dgemma import Draft, Engine
 from dgemma.cli.show import paint
-from dgemma.engine import Options
+from dgemma.engine import SamplingParams
 from examples.tiny_model import ANSWERS
 
 WIDTH = 66
@@ -23,7 +23,7 @@ def main() -> None:
     engine = Engine.load(model, device="cpu", dtype="float32")
     question = list(ANSWERS)[1]
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    for event in engine.stream(question, Options(seed=3, drafts=True)):
+    for event in engine.stream(question, SamplingParams(seed=3, drafts=True)):
         if isinstance(event, Draft) and event.block == 0:
             console.print(paint(event), soft_wrap=False)
             console.print()

@@ -1,13 +1,13 @@
-"""A variable renamed by instruction: the model opens what must change, the rest cannot.
+"""Rename a variable by instruction: only the spans that the model opens can change.
 
     python -m examples.rename_variable [MODEL]
 
-Prints what was opened, and the change as a diff.
+Prints the opened spans and a diff.
 """
 
 import sys
 
-from dgemma import EditOptions, Engine
+from dgemma import EditParams, Engine, edit
 
 SOURCE = """\
 def mean(values):
@@ -19,7 +19,7 @@ INSTRUCTION = "Rename total to result."
 
 def main() -> None:
     engine = Engine.load(sys.argv[1] if len(sys.argv) > 1 else "nano")
-    edited = engine.edit(SOURCE, INSTRUCTION, EditOptions(seed=1))
+    edited = edit(engine, SOURCE, INSTRUCTION, EditParams(seed=1))
     print("opened:", [SOURCE[start:end] for start, end in edited.opened])
     print(edited.diff("mean.py") or "nothing changed")
     print(f"{edited.canvases} canvases, {edited.steps} steps, {edited.seconds:.1f} s")

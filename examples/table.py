@@ -1,15 +1,15 @@
-"""A Markdown table by grammar: two columns, three to five rows, the second column a number.
+"""Write a Markdown table by grammar: two columns, three to five rows, the second column a number.
 
     python -m examples.table [MODEL]
 
-The grammar is written in Lark's notation, from the rule `start`. Everything the model writes is a
-row of the table; the head and the bars are pinned for it.
+The grammar is in Lark's notation, with `start` as its first rule. Head and bars are pinned; the
+model samples the cells.
 """
 
 import re
 import sys
 
-from dgemma import Engine, Options
+from dgemma import Engine, SamplingParams
 
 GRAMMAR = r"""
 start: HEAD row{3,5}
@@ -27,8 +27,8 @@ def main() -> None:
     engine = Engine.load(sys.argv[1] if len(sys.argv) > 1 else "nano")
     prompt = "Make a table of animals and the number of their legs."
     for mode in ("diffusion", "ar"):
-        options = Options(mode=mode, max_tokens=200, seed=1)
-        done = engine.generate(prompt, options, grammar=GRAMMAR)
+        params = SamplingParams(mode=mode, max_tokens=200, seed=1)
+        done = engine.generate(prompt, params, grammar=GRAMMAR)
         assert TABLE.fullmatch(done.text), done.fault
         print(done.text)
         print(f"{done.mode}: {done.tokens} tokens, {done.steps} steps, {done.seconds:.1f} s\n")

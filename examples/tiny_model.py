@@ -1,4 +1,4 @@
-"""Make a tiny checkpoint that knows a few answers by heart: a tokenizer, a template, weights.
+"""Make a tiny checkpoint that has memorized a few answers: tokenizer, template, weights.
 
     python -m examples.tiny_model DIRECTORY
 
@@ -6,7 +6,9 @@ It takes some seconds on a CPU and shows all of the machinery; it is not a langu
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -15,8 +17,7 @@ from tokenizers.models import BPE
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.tokenizer import Tokenizer as Text
-from dgemma.weights.load import Checkpoint
-from dgemma.weights.random import random_model
+from dgemma.weights.load import Checkpoint, random_model
 from dgemma.weights.save import save_checkpoint
 from examples.memorize import memorize
 
@@ -42,7 +43,7 @@ TEMPLATE = """\
 
 
 def make_tokenizer() -> Tokenizer:
-    """A tokenizer of the released kind, without merges: every character is a token."""
+    """Make a tokenizer like the released one, without merges: every character is a token."""
     characters = sorted(set("".join([*ANSWERS, *ANSWERS.values(), TEMPLATE]).replace(" ", "▁")))
     pieces = [*CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -57,13 +58,14 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_text() -> Text:
-    """The same, as the runtime reads it."""
+    """Return the same tokenizer as the package reads it."""
     return Text(make_tokenizer())
 
 
-def make_model(vocab: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab,
+def tiny_config(vocab_size: int, **changes: Any) -> ModelConfig:
+    """Return the config of a tiny model; `changes` are other values of its fields."""
+    config = ModelConfig(
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         moe_intermediate_size=48,
@@ -80,6 +82,7 @@ def make_model(vocab: int) -> ModelConfig:
         canvas_length=CANVAS,
         dtype="float32",
     )
+    return replace(config, **changes)
 
 
 def make_checkpoint(directory: Path) -> None:
@@ -99,7 +102,7 @@ def make_checkpoint(directory: Path) -> None:
         prompt = template.prompt([Message(role="user", content=question)])
         pairs.append((torch.tensor(prompt.ids), torch.tensor(ids)))
     torch.manual_seed(0)
-    model = random_model(make_model(text.vocab_size), seed=0)
+    model = random_model(tiny_config(text.vocab_size), seed=0)
     for turn, loss in enumerate(memorize(model, pairs, STEPS), start=1):
         if turn % 20 == 0:
             print(f"\rlearning {turn}/{STEPS}, loss {loss:.3f} ", end="", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a canvas behind a text should see, computed from scratch: no cache, one mask per layer."""
+"""Logits of a text and the canvas after it from scratch: no cache, one mask per layer."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from dgemma.model.gemma import Gemma
 
 
 class DenseContext:
-    """A text, causal, and behind it a canvas that sees the text's last window and itself."""
+    """A causal text, and after it a canvas that sees the text's last window and itself."""
 
     def __init__(self, config: ModelConfig, text: int, canvas: int) -> None:
         self.config, self.text = config, text
@@ -19,8 +19,8 @@ class DenseContext:
         query, key = self.positions_T[:, None], self.positions_T[None]
         window = self.config.attention(layer).window or len(self.positions_T)
         # The whole canvas sees what its first position sees of the text.
-        sight = query.clamp(max=self.text)
-        seen = (key <= query) & (sight - key < window)
+        last_seen_from = query.clamp(max=self.text)
+        seen = (key <= query) & (last_seen_from - key < window)
         mask = torch.where(query < self.text, seen, seen | (key >= self.text))
         return attention_reference(q_TNH, [KVSegment(k_TMH, v_TMH, mask)])
 
@@ -30,6 +30,6 @@ def scratch_logits(model: Gemma, text: list[int], canvas: list[int]) -> tuple[Te
     """Logits of every token of the text, and of a canvas in its first step."""
     x_TD = model.embed(torch.tensor(text, dtype=torch.long))
     if canvas:
-        x_TD = torch.cat([x_TD, model.enter(torch.tensor(canvas), None)])
+        x_TD = torch.cat([x_TD, model.embed_canvas(torch.tensor(canvas), None)])
     logits = model.logits(model.stack(x_TD, DenseContext(model.config, len(text), len(canvas))))
     return logits[: len(text)], logits[len(text) :]

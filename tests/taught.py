@@ -9,8 +9,7 @@ import torch
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig
 from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate, Message, Prompt
-from dgemma.weights.load import Checkpoint
-from dgemma.weights.random import random_model
+from dgemma.weights.load import Checkpoint, random_model
 from dgemma.weights.save import save_checkpoint
 from examples.memorize import memorize
 from tests.text.small import TEMPLATE, make_backend, small_tokenizer

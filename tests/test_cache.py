@@ -16,7 +16,7 @@ from dgemma.errors import UsageError
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import MAX_CHECKPOINTS, Capacity, KVCache
-from dgemma.weights.random import random_model
+from dgemma.weights.load import random_model
 from tests.dense import scratch_logits
 from tests.tiny import CPU, TINY
 
@@ -73,7 +73,7 @@ def filled(count: int, **room: int) -> tuple[KVCache, list[int]]:
 
 @dataclass
 class History:
-    """A row and the tokens it should stand for."""
+    """A cache and the tokens it should hold."""
 
     cache: KVCache
     ids: list[int] = field(default_factory=list)
@@ -212,7 +212,7 @@ def test_writing_to_a_shared_row_is_refused_with_what_to_do() -> None:
     assert root.length == 9
 
 
-def test_a_branch_shares_memory_and_brings_only_its_own() -> None:
+def test_a_fork_has_memory_for_its_own_tokens_alone() -> None:
     root, _ = filled(40, tokens=64)
     branch = root.fork(tokens=8)
     assert branch.shared_prefix is root and branch.length == 40
@@ -356,7 +356,7 @@ def test_only_the_newest_marks_are_kept() -> None:
     assert not cache.can_truncate(10) and not cache.can_truncate(30)
 
 
-def test_a_copy_shares_nothing_with_its_row() -> None:
+def test_a_copy_has_memory_of_its_own() -> None:
     row, ids = filled(30, tokens=40)
     branch = row.fork(tokens=8)
     append(branch, [1, 2, 3])
@@ -388,7 +388,7 @@ def enter_all(model: Gemma, spans: list[Segment], ids: list[list[int]]) -> list[
         parts = [
             model.embed(torch.tensor(part))
             if span.commit
-            else model.enter(torch.tensor(part), None)
+            else model.embed_canvas(torch.tensor(part), None)
             for span, part in zip(spans, ids, strict=True)
         ]
         logits = model.logits(model.stack(torch.cat(parts), together))

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgemma.diffusion.canvas import NO_PINS, BlockNoise, Noise, Pins, corrupt, fresh
-from dgemma.diffusion.philox import WORD, philox
+from dgemma.diffusion.canvas import NO_PINS, WORD, BlockNoise, Noise, Pins, corrupt, fresh, philox
 from dgemma.errors import UsageError
 from tests.tiny import CPU
 
@@ -163,7 +162,7 @@ def test_a_fresh_canvas_is_noise_with_its_pins_in_place(case: tuple[int, Pins]) 
 def test_a_fresh_canvas_knows_nothing_yet() -> None:
     canvas = fresh(torch.arange(5))
     assert canvas.length == 5 and canvas.num_steps == 0 and canvas.soft_LD is None
-    assert not canvas.settled and canvas.steady_steps == 0
+    assert not canvas.converged and canvas.stable_steps == 0
     assert (canvas.guess_L == -1).all() and canvas.entropy_L.isinf().all()
     assert not canvas.kept_L.any()
 
@@ -180,7 +179,7 @@ def test_pins_need_one_token_for_each_position(
 
 @pytest.mark.parametrize("position", [-1, 5, 99])
 def test_a_pin_outside_the_canvas_is_refused(position: int) -> None:
-    with pytest.raises(UsageError, match=rf"pins at \[{position}\] lie outside a canvas of 5"):
+    with pytest.raises(UsageError, match=rf"pins at \[{position}\] are outside a canvas of 5"):
         fresh(torch.arange(5), Pins((2, position), (1, 1)))
 
 

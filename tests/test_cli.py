@@ -24,7 +24,7 @@ from dgemma.cli.app import app
 from dgemma.cli.show import CanvasView, paint, printable
 from dgemma.engine import Draft
 from dgemma.errors import UsageError
-from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.weights.hub import NANO_DIRECTORY
 from tests.taught import ANSWERS, LONG, SHORT, THOUGHT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,7 +162,7 @@ def test_a_canvas_is_painted_without_moving_the_cursor() -> None:
         step=4,
     )
     painted = paint(draft).plain
-    assert "block 2" in painted and "step 4" in painted and "50% decided" in painted
+    assert "block 2" in painted and "step 4" in painted and "50% accepted" in painted
     assert painted.endswith("he·llo")
 
 
@@ -400,7 +400,7 @@ def test_a_bug_ends_in_a_sentence_that_calls_it_one(
     def break_down(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("of all things")
 
-    monkeypatch.setattr("dgemma.cli.loading.load_engine", break_down)
+    monkeypatch.setattr("dgemma.cli.generate.load_engine", break_down)
     result = call("generate", "hi")
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
     assert "ZeroDivisionError: of all things (a bug; dgemma --debug COMMAND" in result.err
@@ -412,7 +412,7 @@ def test_an_interrupt_ends_quietly_with_its_own_code(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dgemma.cli.loading.load_engine", interrupt)
+    monkeypatch.setattr("dgemma.cli.generate.load_engine", interrupt)
     assert call("generate", "hi") == Result(130, "", "dgemma: interrupted\n")
 
 

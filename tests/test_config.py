@@ -19,6 +19,7 @@ from dgemma.config import (
     GenerationConfig,
     LongReply,
     ModelConfig,
+    VisionConfig,
     config_to_json,
     generation_config_to_json,
     load_config,
@@ -26,7 +27,7 @@ from dgemma.config import (
     read_config,
     read_generation_config,
 )
-from dgemma.config.read import (
+from dgemma.config.json_files import (
     IGNORED_GENERATION,
     IGNORED_TEXT,
     IGNORED_TOP,
@@ -36,7 +37,8 @@ from dgemma.config.read import (
     TOP_KEYS,
 )
 from dgemma.errors import CheckpointError, ConfigError
-from tests.tiny import TINY, configs, gemma4_twin, twin
+from dgemma.roofline import RELEASED as RELEASED_SHAPE
+from tests.tiny import GENERATION, TINY, configs, gemma4_twin, twin
 
 RELEASED = Path(__file__).resolve().parents[2] / "shared" / "checkpoint"
 SIBLING = replace(TINY, family="gemma4", canvas_length=256)
@@ -70,21 +72,8 @@ def raw() -> Raw:
 
 def test_the_released_config_reads_to_its_known_values(released: Path) -> None:
     config = load_config(released)
-    assert config == ModelConfig(
-        family="diffusion_gemma",
-        vocab_size=262_144,
-        hidden_size=2816,
-        intermediate_size=2112,
-        moe_intermediate_size=704,
-        num_experts=128,
-        top_k_experts=8,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        num_global_key_value_heads=2,
-        head_dim=256,
-        global_head_dim=512,
-        layer_types=(SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, FULL) * 5,
-        sliding_window=1024,
+    assert config == replace(
+        RELEASED_SHAPE,
         sliding_rope_theta=1e4,
         full_rope_theta=1e6,
         full_rotary_fraction=0.25,
@@ -98,7 +87,17 @@ def test_the_released_config_reads_to_its_known_values(released: Path) -> None:
         vision=config.vision,
         media_ids={"boi_token_id": 255999, "eoi_token_id": 258882, "image_token_id": 258880},
     )
-    assert config.vision is not None and config.vision["num_hidden_layers"] == 27
+    assert config.vision == VisionConfig(
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=72,
+        standardize=True,
+    )
+    assert (config.vision.cell, config.vision.patch_width) == (48, 768)
+    assert config.image_attention == "sliding"
     assert config.num_hidden_layers == 30 and config.can_denoise
     sliding, full = config.attention(0), config.attention(5)
     assert (sliding.num_kv_heads, sliding.head_dim, sliding.window) == (8, 256, 1024)
@@ -119,6 +118,16 @@ def test_the_released_generation_config_reads_to_its_known_values(released: Path
         stop_ids=(1, 106, 50),
         pad_token_id=0,
     )
+
+
+def test_we_write_the_released_config_key_for_key(released: Path) -> None:
+    """Other programs read what we save; the version differs, and stop ids are those that count."""
+    stop_ids = load_generation_config(released).stop_ids
+    ours = config_to_json(load_config(released), stop_ids)
+    theirs = json.loads((released / "config.json").read_text(encoding="utf-8"))
+    assert ours.pop("transformers_version") != theirs.pop("transformers_version")
+    assert set(ours.pop("eos_token_id")) >= set(theirs.pop("eos_token_id"))
+    assert ours == theirs
 
 
 def test_what_we_write_of_the_released_files_reads_back_the_same(released: Path) -> None:
@@ -142,8 +151,8 @@ def test_the_spelling_of_transformers_gives_the_same_config(
         theirs = load_config(Path(directory))
     assert "per_layer_config" in text and "global_head_dim" not in text
     assert "per_layer_config" not in raw["text_config"]
-    # Their files spell out every default of the image tower and the media ids.
-    assert replace(theirs, vision=config.vision, media_ids=config.media_ids) == config
+    # Their files spell out every default of the media ids.
+    assert replace(theirs, media_ids=config.media_ids) == config
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=50)
@@ -200,7 +209,10 @@ def test_an_unsupported_value_is_refused_by_name(key: str, config: ModelConfig) 
     for allowed in REQUIRED_TEXT[key]:
         if allowed is not None or key not in MUST_BE_STATED[config.family]:
             raw["text_config"][key] = allowed
-            assert read_config(raw) == config
+            is_causal = key == "use_bidirectional_attention" and allowed is None
+            assert read_config(raw) == (
+                replace(config, image_attention="causal") if is_causal else config
+            )
     raw["text_config"][key] = UNSUPPORTED[key]
     with pytest.raises(ConfigError, match=f"{key} is {UNSUPPORTED[key]!r}; this build needs"):
         read_config(raw)
@@ -236,6 +248,42 @@ def test_a_size_that_is_no_positive_number_is_refused_by_name(
         read_config(raw)
 
 
+@pytest.mark.parametrize(
+    "key",
+    """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    head_dim patch_size""".split(),
+)
+def test_a_tower_without_a_size_is_refused_by_name(key: str, raw: Raw) -> None:
+    del raw["vision_config"][key]
+    with pytest.raises(ConfigError, match=f"vision_config: {key} is missing"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("hidden_size", 0, "hidden_size must be a positive whole number"),
+        ("patch_size", 2.0, "patch_size must be a positive whole number"),
+        ("num_key_value_heads", 3, "2 attention heads cannot share 3"),
+        ("head_dim", 6, "multiple of 4"),
+        ("default_output_length", 100, "one of 70, 140, 280, 560, 1120"),
+        ("standardize", 1, "true or false"),
+        ("use_clipped_linears", True, "use_clipped_linears is True; this build needs False"),
+        ("hidden_activation", "silu", "this build needs 'gelu_pytorch_tanh'"),
+        ("model_type", "siglip", "this build needs 'gemma4_vision'"),
+        ("attention_bias", True, "attention_bias is True"),
+        ("rope_parameters", {"rope_type": "yarn"}, "this build needs 'default'"),
+        ("rope_parameters", {"factor": 2}, "unknown factor"),
+    ],
+)
+def test_a_tower_that_this_build_cannot_run_is_refused_by_name(
+    key: str, value: Any, complaint: str, raw: Raw
+) -> None:
+    raw["vision_config"][key] = value
+    with pytest.raises(ConfigError, match=complaint):
+        read_config(raw)
+
+
 LONG: Raw = {
     "canvas_length": TINY.canvas_length,
     "entropy_bound": 4.0,
@@ -262,9 +310,9 @@ def test_how_long_replies_are_written_is_read_and_written(raw: Raw) -> None:
         *[("canvas_length", value, "a whole number") for value in (2.0, True, "8")],
         *[("canvas_length", value, "from 1 to") for value in (0, -1, TINY.canvas_length + 1)],
         ("max_denoising_steps", 2.5, "a whole number"),
-        ("max_denoising_steps", 0, "1 or more"),
+        ("max_denoising_steps", 0, "from 1 to 65536"),
         ("reach", 2.0, "a whole number"),
-        ("reach", -1, "0 or more"),
+        ("reach", -1, "from 0 to 8"),
         *[("entropy_bound", value, "a number above 0") for value in (0, -1.0, float("inf"))],
         *[("t_max", value, "a number above 0") for value in ("hot", float("nan"), True)],
         ("t_min", 0.0, "a number above 0"),
@@ -389,17 +437,7 @@ def test_ignored_keys_change_nothing(raw: Raw) -> None:
     eos_token_id pad_token_id sampler_config""".split(),
 )
 def test_a_null_in_the_generation_config_means_not_set(key: str) -> None:
-    given = GenerationConfig(
-        max_denoising_steps=9,
-        t_max=2.0,
-        t_min=1.0,
-        entropy_bound=0.7,
-        stability_threshold=3,
-        confidence_threshold=0.2,
-        max_new_tokens=77,
-        stop_ids=(4, 5),
-        pad_token_id=6,
-    )
+    given = replace(GENERATION, max_new_tokens=77, stop_ids=(4, 5), pad_token_id=6)
     raw = generation_config_to_json(given)
     assert read_generation_config(raw) == given
     raw[key] = None

@@ -1,4 +1,4 @@
-"""The loop of one block: pins hold, rows do not disturb each other, and taught models settle."""
+"""The loop of one block: pins hold, canvases ignore each other, taught models settle."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,12 +12,12 @@ from torch import Tensor
 from dgemma.backends.reference import LOGIT_ELEMENTS, commit, denoise, logit_stats
 from dgemma.config import ModelConfig
 from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
-from dgemma.diffusion.denoise import Row, start
-from dgemma.diffusion.logit_stats import Query, row_stats
-from dgemma.diffusion.sampler import Apart, Confidence, EntropyBound, Sampler
+from dgemma.diffusion.denoise import CanvasState, start
+from dgemma.diffusion.logit_stats import Query, position_stats
+from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler, SpacedEntropyBound
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.weights.random import random_model
+from dgemma.weights.load import random_model
 from tests.taught import ANSWERS, CANVAS, LONG, SHORT, answer_ids, ask, taught_model
 from tests.tiny import CPU, TINY, configs
 
@@ -40,7 +40,7 @@ def prefilled(model: Gemma, prompt: list[int]) -> KVCache:
     return cache
 
 
-def new_row(
+def new_state(
     config: ModelConfig,
     sampler: Sampler,
     pins: Pins = NO_PINS,
@@ -48,7 +48,7 @@ def new_row(
     seed: int = 0,
     block: int = 0,
     length: int | None = None,
-) -> Row:
+) -> CanvasState:
     length = length or config.canvas_length
     noise = Noise(seed=seed).block(
         block, sampler.max_denoising_steps, length, config.vocab_size, CPU
@@ -56,9 +56,9 @@ def new_row(
     return start(sampler, noise, pins)
 
 
-def run(model: Gemma, prompt: list[int], row: Row) -> list[Row]:
-    """The row after each step, alone."""
-    return [row for (row,) in denoise(model, [prefilled(model, prompt)], [row])]
+def run(model: Gemma, prompt: list[int], state: CanvasState) -> list[CanvasState]:
+    """The state after each step, alone."""
+    return [state for (state,) in denoise(model, [prefilled(model, prompt)], [state])]
 
 
 @dataclass
@@ -70,18 +70,18 @@ class Spy:
     softs: list[Tensor | None] = field(default_factory=list)
 
     def __enter__(self) -> "Spy":
-        enter = self.model.enter
+        embed_canvas = self.model.embed_canvas
 
         def watched(tokens_T: Tensor, soft_TD: Tensor | None) -> Tensor:
             self.tokens.append(tokens_T.clone())
             self.softs.append(None if soft_TD is None else soft_TD.clone())
-            return enter(tokens_T, soft_TD)
+            return embed_canvas(tokens_T, soft_TD)
 
-        self.model.enter = watched  # type: ignore[method-assign]
+        self.model.embed_canvas = watched  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.model.enter
+        del self.model.embed_canvas
 
 
 # --- pins
@@ -108,10 +108,12 @@ def pinned_cases(draw: Any) -> dict[str, Any]:
 @given(case=pinned_cases())
 def test_pins_hold_in_every_place_of_every_step(case: dict[str, Any]) -> None:
     model, pins = random_model(case["config"], case["seed"]), case["pins"]
-    row = new_row(case["config"], case["sampler"], pins, seed=case["seed"], length=case["length"])
+    state = new_state(
+        case["config"], case["sampler"], pins, seed=case["seed"], length=case["length"]
+    )
     where, what = torch.tensor(pins.positions), torch.tensor(pins.tokens)
     with Spy(model) as spy:
-        steps = run(model, case["prompt"], row)
+        steps = run(model, case["prompt"], state)
     assert len(spy.tokens) == len(steps)
     for entered in spy.tokens:
         assert torch.equal(entered[where], what), "the model saw something else"
@@ -132,7 +134,7 @@ def test_open_positions_are_conditioned_on_what_the_step_thought() -> None:
     """And not, say, on their token, as the pins are."""
     pins = Pins((0, 3), (5, 6))
     with Spy(MODEL) as spy:
-        steps = run(MODEL, [1, 2, 3], new_row(TINY, SAMPLERS[0], pins))
+        steps = run(MODEL, [1, 2, 3], new_state(TINY, SAMPLERS[0], pins))
     assert spy.softs[1] is not None
     free = [1, 2, 4, 5, 6, 7]
     own = MODEL.embed(steps[0].canvas.tokens_L)
@@ -143,36 +145,36 @@ def test_open_positions_are_conditioned_on_what_the_step_thought() -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda s: type(s.rule).__name__)
 def test_a_canvas_of_pins_alone_settles_after_one_step(sampler: Sampler) -> None:
     pins = Pins(tuple(range(8)), tuple(range(20, 28)))
-    steps = run(MODEL, [1, 2], new_row(TINY, sampler, pins))
+    steps = run(MODEL, [1, 2], new_state(TINY, sampler, pins))
     assert len(steps) == 1
-    assert steps[0].canvas.settled and steps[0].canvas.guess_L.tolist() == list(range(20, 28))
+    assert steps[0].canvas.converged and steps[0].canvas.guess_L.tolist() == list(range(20, 28))
 
 
 @pytest.mark.parametrize(
-    "rule", [EntropyBound(), Apart(), Confidence()], ids=lambda r: type(r).__name__
+    "rule", [EntropyBound(), SpacedEntropyBound(), Confidence()], ids=lambda r: type(r).__name__
 )
 def test_a_pin_against_the_answer_stands_and_the_rest_settles_around_it(rule: Any) -> None:
     model, expected = taught_model(), answer_ids(SHORT)
     expected[2] = (expected[2] + 40) % model.config.vocab_size
-    row = new_row(model.config, Sampler(rule=rule), Pins((2,), (expected[2],)), seed=1)
-    last = run(model, list(ask(SHORT).ids), row)[-1].canvas
-    assert last.settled and last.num_steps < 20
+    state = new_state(model.config, Sampler(rule=rule), Pins((2,), (expected[2],)), seed=1)
+    last = run(model, list(ask(SHORT).ids), state)[-1].canvas
+    assert last.converged and last.num_steps < 20
     assert last.guess_L.tolist() == expected
 
 
 def test_a_pinned_answer_is_completed_around_its_pins() -> None:
     model, ids = taught_model(), answer_ids(SHORT)
     pins = Pins((0, 5, 8), (ids[0], ids[5], ids[8]))
-    last = run(model, list(ask(SHORT).ids), new_row(model.config, Sampler(), pins))[-1].canvas
-    assert last.settled and last.guess_L.tolist() == ids
+    last = run(model, list(ask(SHORT).ids), new_state(model.config, Sampler(), pins))[-1].canvas
+    assert last.converged and last.guess_L.tolist() == ids
 
 
-# --- rows in company
+# --- canvases in company
 
 
 @dataclass(frozen=True)
 class Member:
-    """One row of a batch: its prompt, canvas, sampler and seed."""
+    """One canvas of a batch: its prompt, canvas, sampler and seed."""
 
     prompt: list[int]
     length: int
@@ -180,8 +182,8 @@ class Member:
     seed: int
     pins: Pins = NO_PINS
 
-    def row(self, config: ModelConfig) -> Row:
-        return new_row(config, self.sampler, self.pins, seed=self.seed, length=self.length)
+    def new_state(self, config: ModelConfig) -> CanvasState:
+        return new_state(config, self.sampler, self.pins, seed=self.seed, length=self.length)
 
 
 @st.composite
@@ -197,62 +199,62 @@ def members(draw: Any) -> Member:
 def test_a_row_moves_the_same_alone_and_in_company(batch: list[Member]) -> None:
     """Whatever the others' lengths, canvases and samplers, and however soon they are done."""
     caches = [prefilled(MODEL, member.prompt) for member in batch]
-    together = list(denoise(MODEL, caches, [member.row(TINY) for member in batch]))
+    together = list(denoise(MODEL, caches, [member.new_state(TINY) for member in batch]))
     for index, member in enumerate(batch):
-        alone = run(MODEL, member.prompt, member.row(TINY))
-        # A done row is the same object in all later steps: it left the pass.
-        path = [rows[index] for rows in together]
-        assert all(row is path[len(alone) - 1] for row in path[len(alone) :])
+        alone = run(MODEL, member.prompt, member.new_state(TINY))
+        # A done one is the same object in all later steps: it left the pass.
+        path = [states[index] for states in together]
+        assert all(state is path[len(alone) - 1] for state in path[len(alone) :])
         for mine, theirs in zip(alone, path, strict=False):
             assert torch.equal(mine.canvas.tokens_L, theirs.canvas.tokens_L)
             assert torch.equal(mine.canvas.guess_L, theirs.canvas.guess_L)
             assert mine.canvas.num_steps == theirs.canvas.num_steps
-            assert mine.canvas.settled == theirs.canvas.settled
+            assert mine.canvas.converged == theirs.canvas.converged
     for cache, member in zip(caches, batch, strict=True):
         assert cache.length == len(member.prompt), "a step wrote to the cache"
 
 
 def test_noise_follows_the_seed_and_the_block_and_not_the_slot() -> None:
-    rows = [new_row(TINY, SAMPLERS[0], seed=seed) for seed in (4, 5, 4)]
-    caches = [prefilled(MODEL, [1, 2]) for _ in rows]
-    *_, last = denoise(MODEL, caches, rows)
-    guesses = [row.canvas.guess_L.tolist() for row in last]
+    states = [new_state(TINY, SAMPLERS[0], seed=seed) for seed in (4, 5, 4)]
+    caches = [prefilled(MODEL, [1, 2]) for _ in states]
+    *_, last = denoise(MODEL, caches, states)
+    guesses = [state.canvas.guess_L.tolist() for state in last]
     assert guesses[0] == guesses[2]
     assert guesses[0] != guesses[1]
-    other = run(MODEL, [1, 2], new_row(TINY, SAMPLERS[0], seed=4, block=1))[-1]
+    other = run(MODEL, [1, 2], new_state(TINY, SAMPLERS[0], seed=4, block=1))[-1]
     assert other.canvas.guess_L.tolist() != guesses[0]
 
 
 @settings(QUICK, max_examples=30)
 @given(member=members())
 def test_a_row_takes_at_least_one_step_and_never_more_than_allowed(member: Member) -> None:
-    steps = run(MODEL, member.prompt, member.row(TINY))
-    counts = [row.canvas.num_steps for row in steps]
+    steps = run(MODEL, member.prompt, member.new_state(TINY))
+    counts = [state.canvas.num_steps for state in steps]
     assert counts == list(range(1, len(steps) + 1))
     assert 1 <= len(steps) <= member.sampler.max_denoising_steps
-    assert all(not row.is_done for row in steps[:-1]) and steps[-1].is_done
-    assert len(steps) == member.sampler.max_denoising_steps or steps[-1].canvas.settled
+    assert all(not state.is_done for state in steps[:-1]) and steps[-1].is_done
+    assert len(steps) == member.sampler.max_denoising_steps or steps[-1].canvas.converged
 
 
 def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(rule=EntropyBound(entropy_bound=1e-6), max_denoising_steps=5)
-    row, queries = new_row(TINY, sampler, seed=9), []
+    state, queries = new_state(TINY, sampler, seed=9), []
 
     def watched(raw_TV: Tensor, softcap: float | None, query: Query) -> Any:
         queries.append(query)
-        return row_stats(raw_TV, softcap, query)
+        return position_stats(raw_TV, softcap, query)
 
-    monkeypatch.setattr("dgemma.backends.reference.row_stats", watched)
-    for number, after in enumerate(run(MODEL, [1, 2], row), start=1):
+    monkeypatch.setattr("dgemma.backends.reference.position_stats", watched)
+    for number, after in enumerate(run(MODEL, [1, 2], state), start=1):
         query, heat = (
             queries[number - 1],
             sampler.temperature_at(sampler.max_denoising_steps - number + 1),
         )
-        assert torch.equal(query.uniform_T, row.noise.uniform_NL[number])
+        assert torch.equal(query.uniform_T, state.noise.uniform_NL[number])
         assert query.temperature_T.tolist() == pytest.approx([heat] * 8)
         renoised = ~after.canvas.kept_L
         assert renoised.any()
-        expected = row.noise.tokens_NL[number][renoised]
+        expected = state.noise.tokens_NL[number][renoised]
         assert torch.equal(after.canvas.tokens_L[renoised], expected)
 
 
@@ -261,7 +263,7 @@ def test_the_heat_reaches_the_entropy() -> None:
     mild = Sampler(max_denoising_steps=1, t_max=0.5, t_min=0.5)
     hot = replace(mild, t_max=5.0)
     entropies = [
-        run(MODEL, [1, 2], new_row(TINY, sampler))[0].canvas.entropy_L.mean()
+        run(MODEL, [1, 2], new_state(TINY, sampler))[0].canvas.entropy_L.mean()
         for sampler in (mild, hot)
     ]
     assert entropies[1] > entropies[0] + 0.1
@@ -276,24 +278,24 @@ def test_a_taught_model_settles_on_the_taught_text(question: str, seed: int) -> 
     model, expected = taught_model(), answer_ids(question)
     cache = prefilled(model, list(ask(question).ids))
     for block in range(len(expected) // CANVAS):
-        row = new_row(model.config, Sampler(), seed=seed, block=block)
-        *_, (last,) = denoise(model, [cache], [row])
-        assert last.canvas.settled and last.canvas.num_steps < 48
+        state = new_state(model.config, Sampler(), seed=seed, block=block)
+        *_, (last,) = denoise(model, [cache], [state])
+        assert last.canvas.converged and last.canvas.num_steps < 48
         assert last.canvas.guess_L.tolist() == expected[block * CANVAS : (block + 1) * CANVAS]
         commit(model, cache, last.canvas.guess_L, chunk=5)
 
 
 def test_the_confidence_rule_gives_the_taught_text_too() -> None:
     model, sampler = taught_model(), Sampler(rule=Confidence())
-    steps = run(model, list(ask(SHORT).ids), new_row(model.config, sampler, seed=1))
-    assert steps[-1].canvas.settled and steps[-1].canvas.guess_L.tolist() == answer_ids(SHORT)
+    steps = run(model, list(ask(SHORT).ids), new_state(model.config, sampler, seed=1))
+    assert steps[-1].canvas.converged and steps[-1].canvas.guess_L.tolist() == answer_ids(SHORT)
 
 
 def test_a_canvas_shorter_than_the_models_own_works() -> None:
     """It was not taught so, but the beginning of the answer is clear enough."""
     model, prompt = taught_model(), list(ask(LONG).ids)
     for length in (1, 9):
-        last = run(model, prompt, new_row(model.config, Sampler(), length=length))[-1].canvas
+        last = run(model, prompt, new_state(model.config, Sampler(), length=length))[-1].canvas
         assert last.length == len(last.guess_L) == length
         assert ((last.guess_L >= 0) & (last.guess_L < model.config.vocab_size)).all()
 

@@ -16,19 +16,19 @@ from dgemma.backends.reference import commit, denoise
 from dgemma.diffusion.canvas import NO_PINS
 from dgemma.diffusion.denoise import start
 from dgemma.diffusion.sampler import released_sampler
-from dgemma.engine import Engine, Options
-from dgemma.engine.sudoku import solve
+from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError
-from dgemma.eval.holes import Hole, fill
+from dgemma.eval.infill import HoleCase, fill_canvases
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
+from dgemma.programs.sudoku.grid import is_solution, prompt_text, read_reply
+from dgemma.programs.sudoku.solve import SudokuParams, solve
 from dgemma.text.chat import Message
-from dgemma.text.sudoku import is_solution, prompt_text, read_reply
-from dgemma.weights.download import NANO_DIRECTORY
-from dgemma.weights.export import export
-from dgemma.weights.int8 import EIGHT
+from dgemma.weights.hub import NANO_DIRECTORY
+from dgemma.weights.int_layout import INT8
 from dgemma.weights.load import load_model
-from recipes import nano_ship
+from dgemma.weights.save import export
+from recipes.nano import ship
 from tests.reference import recording
 from tests.tiny import CPU
 
@@ -99,11 +99,11 @@ def sizes_of(directory: Path) -> dict[str, int]:
 
 def test_shipping_gives_the_same_bytes_and_keeps_the_card(exported: Path, tmp_path: Path) -> None:
     into = tmp_path / "models" / "nano"
-    shipped = nano_ship.ship(exported, into)
-    assert (into / "README.md").read_text(encoding="utf-8") == nano_ship.PLACEHOLDER
+    shipped = ship.ship(exported, into)
+    assert (into / "README.md").read_text(encoding="utf-8") == ship.PLACEHOLDER
     (into / "README.md").write_text("a card", encoding="utf-8")
     before = {path.name: path.read_bytes() for path in into.iterdir()}
-    assert nano_ship.ship(into, into) == replace(shipped, sizes=sizes_of(into))
+    assert ship.ship(into, into) == replace(shipped, sizes=sizes_of(into))
     assert {path.name: path.read_bytes() for path in into.iterdir()} == before
     assert [path.name for path in into.parent.iterdir()] == ["nano"]
 
@@ -115,9 +115,9 @@ def test_shipping_what_is_too_large_changes_nothing(
     into = tmp_path / "nano"
     into.mkdir()
     (into / "config.json").write_text("the model before", encoding="utf-8")
-    monkeypatch.setattr(nano_ship, limit, value)
+    monkeypatch.setattr(ship, limit, value)
     with pytest.raises(CheckpointError, match="nothing is changed"):
-        nano_ship.ship(NANO_DIRECTORY, into, [EIGHT])
+        ship.ship(NANO_DIRECTORY, into, [INT8])
     assert (into / "config.json").read_text(encoding="utf-8") == "the model before"
     assert [path.name for path in tmp_path.iterdir()] == ["nano"]
 
@@ -127,7 +127,7 @@ def test_shipping_what_is_too_large_changes_nothing(
 
 def test_it_solves_sudoku_as_a_person_would_ask(engine: Engine) -> None:
     for puzzle in [CLASSIC, *EASY]:
-        done = engine.generate(prompt_text(puzzle), Options(seed=0, max_tokens=192))
+        done = engine.generate(prompt_text(puzzle), SamplingParams(seed=0, max_tokens=192))
         solution = read_reply(done.text)
         assert solution is not None and is_solution(puzzle, solution)
         assert done.steps <= 24
@@ -135,27 +135,29 @@ def test_it_solves_sudoku_as_a_person_would_ask(engine: Engine) -> None:
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_it_solves_sudoku_without_restarts(pinned: bool, engine: Engine) -> None:
-    results = solve(engine, [CLASSIC, *EASY], pinned=pinned, seed=0)
-    assert all(one.is_right and one.settled for one in results)
+    results = solve(engine, [CLASSIC, *EASY], SudokuParams(pinned=pinned))
+    assert all(one.is_right and one.converged for one in results)
 
 
 def test_it_fills_holes_in_stories_and_code(engine: Engine) -> None:
     holes = [
-        Hole("Once upon", " a time", ", there was a little girl named Lily.\n"),
-        Hole("Once upon a time, there was a little girl named", " Lily.", " Lily loved to play.\n"),
-        Hole("class Point:\n    def __init__(self, x, y):\n        ", "self.x = x", "\n"),
+        HoleCase("Once upon", " a time", ", there was a little girl named Lily.\n"),
+        HoleCase(
+            "Once upon a time, there was a little girl named", " Lily.", " Lily loved to play.\n"
+        ),
+        HoleCase("class Point:\n    def __init__(self, x, y):\n        ", "self.x = x", "\n"),
     ]
-    time, name, code = fill(engine, holes, 0, "fill")
+    time, name, code = fill_canvases(engine, holes, 0, "fill")
     assert time is not None and time.text == " a time"
     assert name is not None and name.text == " Lily."
     assert code is not None and code.text.startswith("self.")
-    ast.parse(holes[2].whole(code.text))
+    ast.parse(holes[2].with_text(code.text))
 
 
 def test_the_same_seed_gives_the_same_answer_alone_and_in_company(engine: Engine) -> None:
-    options = Options(seed=3, max_tokens=64, canvas_length=64, max_steps=12)
+    options = SamplingParams(seed=3, max_tokens=64, canvas_length=64, max_steps=12)
     alone = engine.generate(STORY, options)
-    again, _ = engine.generate_all([STORY, prompt_text(CLASSIC)], [options, Options(seed=1)])
+    again, _ = engine.generate_all([STORY, prompt_text(CLASSIC)], [options, SamplingParams(seed=1)])
     other = engine.generate(STORY, replace(options, seed=4))
     assert alone.text.strip() and alone.ids == again.ids
     assert other.ids != alone.ids
@@ -212,22 +214,22 @@ def test_transformers_writes_the_same_tokens_from_the_same_noise(
     with recording(reference) as recorded:
         reference.generate(ids[None], generation_config=generation)
     assert len(recorded) == blocks
-    sampler = replace(released_sampler(engine.generation), max_denoising_steps=max_steps)
+    sampler = replace(released_sampler(engine.generation_config), max_denoising_steps=max_steps)
     cache = KVCache(model.config, Capacity(tokens=512), torch.float32, CPU)
     commit(model, cache, ids, chunk=64)
     for block in recorded:
-        row = start(sampler, block.noise(0, max_steps), NO_PINS)
-        *_, [settled] = denoise(model, [cache], [row])
-        assert settled.canvas.guess_L.tolist() == block.canvas_BL[0].tolist()
-        assert settled.canvas.num_steps == block.steps_B[0]
-        commit(model, cache, settled.canvas.guess_L, chunk=64)
+        state = start(sampler, block.noise(0, max_steps), NO_PINS)
+        *_, [last] = denoise(model, [cache], [state])
+        assert last.canvas.guess_L.tolist() == block.canvas_BL[0].tolist()
+        assert last.canvas.num_steps == block.steps_B[0]
+        commit(model, cache, last.canvas.guess_L, chunk=64)
 
 
 def test_greedy_ar_is_the_causal_pass_of_transformers(
     engine: Engine, reference: DiffusionGemmaForBlockDiffusion
 ) -> None:
     prompt = engine.prompt([Message(role="user", content=STORY)])
-    done = engine.generate(prompt, Options(mode="ar", max_tokens=48, seed=0))
+    done = engine.generate(prompt, SamplingParams(mode="ar", max_tokens=48, seed=0))
     assert len(done.ids) > 8
     ids = torch.tensor([*prompt.ids, *done.ids])
     with torch.inference_mode():
@@ -238,5 +240,5 @@ def test_greedy_ar_is_the_causal_pass_of_transformers(
 
 def test_the_generation_defaults_arrive(exported: Path, engine: Engine) -> None:
     raw = json.loads((exported / "generation_config.json").read_text())
-    assert raw["eos_token_id"] == list(engine.generation.stop_ids)
-    assert raw["max_denoising_steps"] == engine.generation.max_denoising_steps
+    assert raw["eos_token_id"] == list(engine.generation_config.stop_ids)
+    assert raw["max_denoising_steps"] == engine.generation_config.max_denoising_steps

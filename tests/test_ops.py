@@ -1,4 +1,4 @@
-"""Each op beside its definition: fast paths agree with their references, on any shape."""
+"""Each op against its definition: fast paths agree with their references, on any shape."""
 
 import math
 import os
@@ -17,15 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgemma.backends.cpu import packed_linear as linear_module
-from dgemma.backends.cpu.fused_layer import MergedAttention, MergedFeedForward, joined, swap
-from dgemma.backends.cpu.pack import pack
-from dgemma.backends.cpu.packed_linear import can_pack, linear, packed_linear
-from dgemma.backends.cpu.soft_embed import LOST, mean, mean_reference
+from dgemma.backends.cpu import (
+    SOFT_EMBED_ERROR,
+    MergedAttention,
+    MergedFeedForward,
+    can_pack,
+    merged_module,
+    pack,
+    packed_linear,
+    replace_modules,
+    soft_embed,
+    soft_embed_reference,
+)
 from dgemma.config import AttentionShape
-from dgemma.diffusion.canvas import Noise
-from dgemma.diffusion.logit_stats import Query, row_stats, row_stats_reference
-from dgemma.diffusion.philox import WORD, philox, philox_on_host
+from dgemma.diffusion.canvas import WORD, Noise, philox, philox_on_host
+from dgemma.diffusion.logit_stats import Query, position_stats, position_stats_reference
 from dgemma.model.attention import KVSegment, attention, attention_reference, can_merge
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
@@ -34,13 +40,13 @@ from dgemma.model.moe import (
     gelu_and_mul,
     gelu_and_mul_cpu,
     grouped_linear,
+    linear,
     moe_forward,
     moe_reference,
     per_expert,
 )
-from dgemma.model.norm import rms_norm
-from dgemma.model.rope import apply_rope, cos_sin, inverse_frequencies
-from dgemma.weights.random import random_model
+from dgemma.model.norm_rope import apply_rope, cos_sin, inverse_frequencies, rms_norm
+from dgemma.weights.load import random_model
 from tests.tiny import CPU, TINY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,7 +132,7 @@ def test_attention_in_bfloat16_stays_near_its_reference(parts: int) -> None:
     torch.testing.assert_close(out, attention_reference(q, segments), atol=0.03, rtol=0.03)
 
 
-# --- moe_forward
+# --- experts
 
 
 @settings(QUICK, max_examples=60)
@@ -140,7 +146,7 @@ def test_attention_in_bfloat16_stays_near_its_reference(parts: int) -> None:
 def test_experts_agree_with_one_token_and_one_expert_at_a_time(
     tokens: int, count: int, top_k: int, packed: bool, seed: int
 ) -> None:
-    """Often there are more moe_forward than assignments, so that some have no token at all."""
+    """Often there are more experts than assignments, so that some have no token at all."""
     width, inner, top_k = 12, 5, min(top_k, count)
     x, share = normal(seed, tokens, width), normal(seed + 1, tokens, top_k).softmax(-1)
     ids = normal(seed + 2, tokens, count).topk(top_k).indices
@@ -194,11 +200,11 @@ def test_experts_without_tokens_are_not_run() -> None:
 # --- row statistics
 
 
-def ask(rows: int, vocab: int, seed: int, heat: float | None = None) -> Query:
+def ask(rows: int, vocab: int, seed: int, temperature: float | None = None) -> Query:
     generator = torch.Generator().manual_seed(seed)
-    heats = torch.rand(rows, generator=generator) * 1.8 + 0.2
+    temperature_T = torch.rand(rows, generator=generator) * 1.8 + 0.2
     return Query(
-        temperature_T=heats if heat is None else torch.full((rows,), heat),
+        temperature_T=temperature_T if temperature is None else torch.full((rows,), temperature),
         uniform_T=torch.rand(rows, generator=generator, dtype=torch.float64),
         held_T=torch.randint(vocab, (rows,), generator=generator),
     )
@@ -206,8 +212,8 @@ def ask(rows: int, vocab: int, seed: int, heat: float | None = None) -> Query:
 
 def check_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> None:
     """Our statistics are the definition's, up to rounding and to ties."""
-    theirs = row_stats_reference(raw_TV, softcap, query)
-    stats, p_TV = row_stats(raw_TV.clone(), softcap, query)
+    theirs = position_stats_reference(raw_TV, softcap, query)
+    stats, p_TV = position_stats(raw_TV.clone(), softcap, query)
     exact_TV = distribution(raw_TV, softcap, query.temperature_T)
     torch.testing.assert_close(stats.entropy_T, theirs.entropy_T, atol=2e-5, rtol=0)
     torch.testing.assert_close(stats.top_p_T, theirs.top_p_T, atol=1e-6, rtol=3e-5)
@@ -268,25 +274,25 @@ EXTREMES = {
 
 @pytest.mark.parametrize("name", EXTREMES)
 @pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("heat", [0.01, 0.4, 1.0, 50.0])
+@pytest.mark.parametrize("temperature", [0.01, 0.4, 1.0, 50.0])
 def test_row_statistics_survive_extreme_logits(
-    name: str, softcap: float | None, heat: float
+    name: str, softcap: float | None, temperature: float
 ) -> None:
-    check_stats(EXTREMES[name], softcap, ask(4, 1000, seed=3, heat=heat))
+    check_stats(EXTREMES[name], softcap, ask(4, 1000, seed=3, temperature=temperature))
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_row_statistics_are_as_exact_over_the_released_vocabulary(softcap: float | None) -> None:
     """A plain float32 softmax over so many tokens is off by more than our tolerance."""
     vocab = 262_144
-    check_stats(5 * normal(0, 4, vocab), softcap, ask(4, vocab, seed=5, heat=1.0))
+    check_stats(5 * normal(0, 4, vocab), softcap, ask(4, vocab, seed=5, temperature=1.0))
 
 
 def test_rows_do_not_depend_on_the_group_they_are_taken_in() -> None:
     raw_TV, query = normal(0, 50, 200), ask(50, 200, seed=1)
-    stats, p_TV = row_stats(raw_TV.clone(), 30.0, query)
+    stats, p_TV = position_stats(raw_TV.clone(), 30.0, query)
     with mock.patch("dgemma.diffusion.logit_stats.SCRATCH_ELEMENTS", 3 * 200 + 1):
-        in_groups, p_again_TV = row_stats(raw_TV.clone(), 30.0, query)
+        in_groups, p_again_TV = position_stats(raw_TV.clone(), 30.0, query)
     torch.testing.assert_close(p_TV, p_again_TV)
     for name in stats.__slots__:
         torch.testing.assert_close(getattr(stats, name), getattr(in_groups, name))
@@ -294,7 +300,7 @@ def test_rows_do_not_depend_on_the_group_they_are_taken_in() -> None:
 
 def test_the_head_output_is_consumed_and_not_copied() -> None:
     raw_TV = normal(0, 3, 200)
-    _, p_TV = row_stats(raw_TV, 30.0, ask(3, 200, seed=0))
+    _, p_TV = position_stats(raw_TV, 30.0, ask(3, 200, seed=0))
     assert p_TV.data_ptr() == raw_TV.data_ptr()
 
 
@@ -303,14 +309,14 @@ def test_no_uniform_number_draws_an_impossible_token(spread: float) -> None:
     """The edges between chunks are where rounding could; some chunks hold nothing at all."""
     rows, vocab = 2000, 1000
     raw_TV = spread * normal(0, rows, vocab)
-    query = ask(rows, vocab, seed=0, heat=1.0)
-    _, p_TV = row_stats(raw_TV.clone(), None, query)
+    query = ask(rows, vocab, seed=0, temperature=1.0)
+    _, p_TV = position_stats(raw_TV.clone(), None, query)
     sums_TC = p_TV.view(rows, -1, 8).sum(-1)
     assert (p_TV == 0).any() and (spread < 60 or (sums_TC[:, 0] == 0).any())
     edges_T = sums_TC.double().cumsum(-1)[:, 50]
     last = 1 - 2.0**-53
     for uniform_T in (edges_T.clamp(max=last), 0 * edges_T, 0 * edges_T + last):
-        stats, _ = row_stats(raw_TV.clone(), None, replace(query, uniform_T=uniform_T))
+        stats, _ = position_stats(raw_TV.clone(), None, replace(query, uniform_T=uniform_T))
         assert (p_TV.gather(-1, stats.draw_T[:, None]) > 0).all()
 
 
@@ -320,8 +326,8 @@ def test_the_draw_is_the_exact_inverse_of_the_running_sum(vocab: int) -> None:
     count = 20_000
     raw_V = 2 * normal(vocab, vocab)
     uniform_T = (torch.arange(count).double() + 0.5) / count
-    query = replace(ask(count, vocab, seed=0, heat=0.7), uniform_T=uniform_T)
-    stats, _ = row_stats(raw_V.repeat(count, 1), 30.0, query)
+    query = replace(ask(count, vocab, seed=0, temperature=0.7), uniform_T=uniform_T)
+    stats, _ = position_stats(raw_V.repeat(count, 1), 30.0, query)
     p_V = distribution(raw_V[None], 30.0, torch.tensor([0.7]))[0]
     assert (stats.draw_T.diff() >= 0).all()
     drawn_V = torch.bincount(stats.draw_T, minlength=vocab)
@@ -332,13 +338,13 @@ def test_draws_have_a_temperature_of_their_own() -> None:
     """It changes the draws alone; at 0 they are the likeliest tokens, at 1 nothing changes."""
     rows, vocab = 512, 96
     raw_TV = normal(3, 1, vocab).expand(rows, vocab) * 4
-    plain = ask(rows, vocab, seed=1, heat=0.7)
+    plain = ask(rows, vocab, seed=1, temperature=0.7)
     plain = replace(plain, uniform_T=torch.arange(rows, dtype=torch.float64) / rows)
-    expected, p_TV = row_stats(raw_TV.clone(), 30.0, plain)
+    expected, p_TV = position_stats(raw_TV.clone(), 30.0, plain)
     for temperature in (0.0, 0.5, 1.0, 2.0):
         query = replace(plain, draw_temperature_T=torch.full((rows,), temperature))
-        found, told_TV = row_stats(raw_TV.clone(), 30.0, query)
-        assert torch.equal(told_TV, p_TV)
+        found, again_TV = position_stats(raw_TV.clone(), 30.0, query)
+        assert torch.equal(again_TV, p_TV)
         for name in ("top_T", "entropy_T", "top_p_T", "held_p_T"):
             assert torch.equal(getattr(found, name), getattr(expected, name))
         if temperature == 0:
@@ -346,12 +352,12 @@ def test_draws_have_a_temperature_of_their_own() -> None:
             continue
         # With uniform numbers evenly spaced, tokens come as often as they are likely.
         hot_V = (p_TV[0].double().log() / temperature).softmax(-1)
-        shares_V = torch.bincount(found.draw_T, minlength=vocab) / rows
-        assert (shares_V - hot_V).abs().max() <= 2 / rows
-        reference = row_stats_reference(raw_TV, 30.0, query).draw_T
+        frequency_V = torch.bincount(found.draw_T, minlength=vocab) / rows
+        assert (frequency_V - hot_V).abs().max() <= 2 / rows
+        reference = position_stats_reference(raw_TV, 30.0, query).draw_T
         assert (found.draw_T == reference).double().mean() > 0.99
     assert torch.equal(
-        row_stats(raw_TV.clone(), 30.0, replace(plain, draw_temperature_T=torch.ones(rows)))[
+        position_stats(raw_TV.clone(), 30.0, replace(plain, draw_temperature_T=torch.ones(rows)))[
             0
         ].draw_T,
         expected.draw_T,
@@ -363,8 +369,8 @@ def test_draws_from_the_noise_of_a_request_follow_the_distribution() -> None:
     vocab, steps, length = 7, 199, 100
     raw_V = normal(1, vocab)
     uniform_T = Noise(seed=11).block(0, steps, length, vocab, CPU).uniform_NL.flatten()
-    query = replace(ask(len(uniform_T), vocab, seed=0, heat=1.0), uniform_T=uniform_T)
-    stats, _ = row_stats(raw_V.repeat(len(uniform_T), 1), None, query)
+    query = replace(ask(len(uniform_T), vocab, seed=0, temperature=1.0), uniform_T=uniform_T)
+    stats, _ = position_stats(raw_V.repeat(len(uniform_T), 1), None, query)
     expected_V = len(uniform_T) * distribution(raw_V[None], None, torch.ones(1))[0]
     drawn_V = torch.bincount(stats.draw_T, minlength=vocab)
     assert ((drawn_V - expected_V) ** 2 / expected_V).sum() < 27.9
@@ -391,11 +397,11 @@ def test_a_packed_weight_gives_the_plain_product(
     )
 
 
-# --- means
+# --- soft embeddings
 
 
 def distributions(seed: int, rows: int, vocab: int) -> Tensor:
-    """From flat to sure, one behind the other."""
+    """From flat to sharp."""
     sharp_T1 = torch.logspace(-1, 2.5, rows)[:, None]
     return (normal(seed, rows, vocab) * sharp_T1).softmax(-1)
 
@@ -413,16 +419,20 @@ def test_a_mean_is_within_what_it_may_lose_of_its_definition(
 ) -> None:
     dtype = torch.bfloat16 if half else torch.float32
     weight, p = normal(seed, vocab, width).to(dtype), distributions(seed + 1, rows, vocab)
-    found, expected = mean(p, weight, linear(weight.T), LOST[dtype]), mean_reference(p, weight)
+    error = SOFT_EMBED_ERROR[dtype]
+    found, expected = (
+        soft_embed(p, weight, linear(weight.T), error),
+        soft_embed_reference(p, weight),
+    )
     # Twice what is left out, which any vector may have had; and the rounding of sum and result.
-    bound = (2 * LOST[dtype] + 4 * torch.finfo(dtype).eps) * weight.abs().max()
+    bound = (2 * error + 4 * torch.finfo(dtype).eps) * weight.abs().max()
     assert found.dtype == dtype
     assert (found.double() - expected).abs().max() <= bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_positions_that_are_not_sure_are_multiplied(dtype: torch.dtype) -> None:
-    weight, lost = normal(0, 4, 3).to(dtype), LOST[dtype]
+def test_only_positions_that_are_not_sure_need_the_product(dtype: torch.dtype) -> None:
+    weight, lost = normal(0, 4, 3).to(dtype), SOFT_EMBED_ERROR[dtype]
     sure, almost = 1 - lost / 2, 1 - 4 * lost
     p = torch.tensor([[0.5, 0.5, 0, 0], [1 - sure, 0, sure, 0], [almost, 1 - almost, 0, 0]])
     seen: list[Tensor] = []
@@ -431,24 +441,24 @@ def test_only_positions_that_are_not_sure_are_multiplied(dtype: torch.dtype) -> 
         seen.append(rows)
         return rows @ weight
 
-    found = mean(p, weight, product, lost)
+    found = soft_embed(p, weight, product, lost)
     assert len(seen) == 1 and torch.equal(seen[0], p[[0, 2]].to(dtype))
     assert torch.equal(found[1], weight[2] * torch.tensor(sure).to(dtype))
-    assert torch.equal(mean(p[1:2], weight, product, lost), found[1:2]) and len(seen) == 1
-    assert mean(torch.full((1, 4), math.nan), weight, product, lost).isnan().all()
+    assert torch.equal(soft_embed(p[1:2], weight, product, lost), found[1:2]) and len(seen) == 1
+    assert soft_embed(torch.full((1, 4), math.nan), weight, product, lost).isnan().all()
 
 
 @needs_packing
 def test_a_mean_does_not_depend_on_the_positions_beside_it() -> None:
     weight, p = normal(0, 500, 64), distributions(1, 90, 500)
     product = packed_linear(weight.T)
-    whole = mean(p, weight, product, 1e-3)
+    whole = soft_embed(p, weight, product, 1e-3)
     for begin, end in ((0, 1), (3, 40), (17, 90), (60, 61), (0, 80)):
-        assert torch.equal(mean(p[begin:end], weight, product, 1e-3), whole[begin:end])
+        assert torch.equal(soft_embed(p[begin:end], weight, product, 1e-3), whole[begin:end])
 
 
 def canvas_logits(model: Gemma) -> Tensor:
-    """Logits of a canvas behind a prompt, in its second step."""
+    """Logits of a canvas after a prompt, in its second step."""
     dtype = model.embed_tokens.weight.dtype
     cache = KVCache(model.config, Capacity(tokens=64), dtype, CPU)
     prompt, canvas = torch.arange(5, 25), torch.arange(30, 38)
@@ -458,7 +468,7 @@ def canvas_logits(model: Gemma) -> Tensor:
         writing.close()
         reading = ForwardBatch([Segment(cache, len(canvas), commit=False)])
         first = model.logits(model.denoise(canvas, None, reading))
-        soft = model.embed_soft(first.softmax(-1))
+        soft = model.soft_embed(first.softmax(-1))
         return model.logits(model.denoise(canvas, soft, reading))
 
 
@@ -480,13 +490,13 @@ def test_a_packed_model_gives_the_same_logits(dtype: torch.dtype, tolerance: flo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_joined_products_give_what_those_apart_do(dtype: torch.dtype) -> None:
+def test_merged_linears_give_what_separate_ones_do(dtype: torch.dtype) -> None:
     plain, model = (random_model(TINY, 7, dtype=dtype) for _ in range(2))
-    swap(model, partial(joined, lay=linear))
+    replace_modules(model, partial(merged_module, make=linear))
     assert isinstance(model.layers[0].self_attn, MergedAttention)
-    apart, together = canvas_logits(plain), canvas_logits(model)
-    torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
-    assert dtype == torch.float32 or torch.equal(together, apart), "roundings are the same"
+    separate, together = canvas_logits(plain), canvas_logits(model)
+    torch.testing.assert_close(together, separate, atol=1e-5, rtol=0)
+    assert dtype == torch.float32 or torch.equal(together, separate), "roundings are the same"
 
 
 def test_a_model_whose_weights_cannot_be_packed_stays_as_it_is(
@@ -495,7 +505,7 @@ def test_a_model_whose_weights_cannot_be_packed_stays_as_it_is(
     model = random_model(TINY, 7, dtype=torch.float16)
     before = [type(module) for module in model.modules()]
     assert [type(module) for module in pack(model).modules()] == before
-    monkeypatch.setattr(linear_module.torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     model = random_model(TINY, 7)
     assert [type(module) for module in pack(model).modules()] == before
 
@@ -504,7 +514,7 @@ def test_bfloat16_is_not_packed_on_a_cpu_without_its_kernels() -> None:
     """As on most laptops: packing would fail there."""
     program = """
 import torch
-from dgemma.backends.cpu.packed_linear import can_pack
+from dgemma.backends.cpu import can_pack
 has_kernels = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 print(has_kernels, can_pack(torch.empty(1).bfloat16()))
 """
@@ -557,7 +567,7 @@ def test_a_norm_that_infers_is_the_same_and_leaves_its_input_alone(
     fraction=st.sampled_from([0.25, 0.5, 1.0]),
     start=st.integers(0, 5000),
 )
-def test_rotation_turns_pairs_as_complex_numbers(
+def test_rope_rotates_pairs_as_complex_numbers(
     head_dim: int, theta: float, fraction: float, start: int
 ) -> None:
     x = normal(head_dim, 5, 3, head_dim)

@@ -2,19 +2,25 @@
 
 import ast
 import io
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tokenize
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from dgemma import is_busy, limit_spinning
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dgemma"
-SHIPPED = ["dgemma", "pyproject.toml", "README.md", "LICENSE"]
+SHIPPED = ["dgemma", "pyproject.toml", "MANIFEST.in", "constraints.txt"]
+SHIPPED += ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"]
+MAX_BYTES = 40 << 20  # of a wheel; the built-in model is nearly all of it
 MAX_LINES = 400  # of code
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
@@ -35,18 +41,23 @@ def modules() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built offline from a copy so that the checkout stays clean."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, and the wheel made from it, built offline from a copy of the checkout."""
     missing = [name for name in SHIPPED if not (ROOT / name).exists()]
     assert not missing, f"the build needs {missing}"
     source = tmp_path_factory.mktemp("source")
     for name in SHIPPED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
     run = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    (built,) = (source / "dist").glob("*.whl")
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (built,) = dist.glob("*.whl")
     return built
 
 
@@ -68,6 +79,22 @@ def run_installed(installed: Path, *command: str) -> str:
         command, cwd=installed.parent, env=environment, capture_output=True, text=True, check=True
     )
     return run.stdout
+
+
+def test_the_sdist_holds_the_package_and_what_builds_it(dist: Path) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in SHIPPED if name != "dgemma"} <= names
+    assert "dgemma/server/page/index.html" in names and "dgemma/models/nano/config.json" in names
+    extra = {name.partition("/")[0] for name in names} - {*SHIPPED, "dgemma.egg-info"}
+    assert extra <= {"", "PKG-INFO", "setup.cfg"}
+
+
+def test_a_distribution_is_small_enough_for_an_index(dist: Path) -> None:
+    assert {path.name: path.stat().st_size < MAX_BYTES for path in dist.iterdir()} == {
+        path.name: True for path in dist.iterdir()
+    }
 
 
 def test_the_wheel_holds_every_module_and_the_typing_mark(wheel: Path) -> None:
@@ -99,6 +126,9 @@ def test_an_installed_wheel_runs_outside_of_the_checkout(installed: Path) -> Non
         f"dgemma {version}\n"
     )
     assert "generate" in run_installed(installed, sys.executable, str(script), "--help")
+    asked = ["generate", "Hello", "--max-tokens", "4", "--seed", "1", "--device", "cpu", "--json"]
+    answer = json.loads(run_installed(installed, sys.executable, str(script), *asked))
+    assert answer["tokens"] <= 4 and answer["model"] == "nano"
 
 
 def test_the_version_is_stated_alike_everywhere(wheel: Path) -> None:
@@ -151,3 +181,45 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
             text = path.read_text(encoding="utf-8")
             found += [f"{path.name}: {place}" for place in MACHINE_PATHS if place in text]
     assert found == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is in torch's wheels for Linux")
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [
+        ({}, ("1000", "0")),  # on a quiet machine, on a busy one
+        ({"GOMP_SPINCOUNT": "7"}, ("7",)),
+        ({"OMP_WAIT_POLICY": "passive"}, ("0",)),
+    ],
+)
+def test_threads_spin_shortly_or_not_unless_the_user_has_chosen(
+    chosen: dict[str, str], spins: tuple[str, ...]
+) -> None:
+    """Ask OpenMP itself, which prints its settings when torch loads it."""
+    names = ("OMP_", "GOMP_", "KMP_")
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(names)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import dgemma, torch"],
+        env={**plain, "OMP_DISPLAY_ENV": "VERBOSE", "OMP_NUM_THREADS": "2", **chosen},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert any(f"GOMP_SPINCOUNT = '{spin}'" in done.stderr for spin in spins)
+
+
+def test_threads_sleep_at_once_on_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpu"
+    monkeypatch.setattr("dgemma.PRESSURE", file)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for pressure, name in (("0.50", "GOMP_SPINCOUNT"), ("80.12", "OMP_WAIT_POLICY")):
+        file.write_text(f"some avg10={pressure} avg60=0.00 avg300=0.00 total=1\n", "ascii")
+        environment: dict[str, str] = {}
+        limit_spinning(environment)
+        assert name in environment
+    monkeypatch.setattr("dgemma.PRESSURE", tmp_path / "none")
+    for load, busy in ((0.0, False), (1e3, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, load, load))
+        assert is_busy() is busy

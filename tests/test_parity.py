@@ -20,7 +20,7 @@ from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
 from examples.memorize import memorize
 from tests.reference import recording
-from tests.tiny import CPU, configs, gemma4_twin, give_back, ours, shake, twin
+from tests.tiny import CPU, configs, copy_weights, gemma4_twin, ours, shake, twin
 
 TOLERANCE = 1e-4
 # No shrinking: a failing case trains a model, and is small already.
@@ -125,7 +125,7 @@ def _our_logits(
     model: Gemma, prompt: Tensor, blocks: Tensor, thought: Tensor, chunk: int
 ) -> dict[str, Tensor]:
     cache = row_cache(model.config, len(prompt))
-    soft = model.embed_soft(thought.softmax(-1))
+    soft = model.soft_embed(thought.softmax(-1))
     prefill = model.logits(commit(model, cache, prompt, chunk))[0]
     over_canvas = ForwardBatch([Segment(cache, len(blocks[0]), commit=False)])
     first = model.logits(model.denoise(blocks[0], None, over_canvas))
@@ -194,11 +194,11 @@ def test_generation_gives_the_reference_tokens_and_step_counts() -> None:
 
     check()
     settled = [any(o.steps < o.max_steps for o in case) for case in outcomes]
-    shares = {count / o.length for case in outcomes for o in case for count in o.accepted}
+    fractions = {count / o.length for case in outcomes for o in case for count in o.accepted}
     counts = {count for case in outcomes for o in case for count in o.accepted}
     print(f"{sum(settled)} of {len(settled)} cases settled; accepted counts {sorted(counts)}")
     assert sum(settled) / len(settled) >= 0.3
-    assert 1 in counts and 1.0 in shares and len(counts) >= 8
+    assert 1 in counts and 1.0 in fractions and len(counts) >= 8
 
 
 def _check_generation(
@@ -210,7 +210,7 @@ def _check_generation(
     if rest["training"]:
         model = ours(config, reference)
         _teach(model, rows, blocks, rest["training"])
-        give_back(model, reference)
+        copy_weights(model, reference)
     else:
         # Large random weights make self-conditioning chaotic: an error grows tenfold a step.
         shake(reference, rest["seed"], size=0.08)

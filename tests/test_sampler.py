@@ -20,17 +20,18 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from dgemma.config import GenerationConfig, load_generation_config
 from dgemma.diffusion.canvas import Canvas, Pins, fresh
-from dgemma.diffusion.logit_stats import RowStats
+from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import (
-    Apart,
     Confidence,
     EntropyBound,
     Sampler,
+    SpacedEntropyBound,
+    accept_mask,
     advance,
-    keepers,
     released_sampler,
 )
 from dgemma.errors import UsageError
+from tests.tiny import GENERATION
 
 RELEASED = Path(__file__).resolve().parents[2] / "shared" / "checkpoint"
 QUICK = settings(deadline=None, derandomize=True, database=None)
@@ -44,10 +45,10 @@ def stats(
     top_p: list[float] | None = None,
     held_p: list[float] | None = None,
     draw: list[int] | None = None,
-) -> RowStats:
+) -> PositionStats:
     """What a step might have seen; positions are sure of their tokens unless said otherwise."""
     length = len(top)
-    return RowStats(
+    return PositionStats(
         draw_T=torch.tensor(draw or top),
         top_T=torch.tensor(top),
         entropy_T=torch.tensor(entropy or [0.0] * length),
@@ -80,7 +81,7 @@ def stats(
 def test_the_surest_positions_are_kept_while_they_fit_the_bound(
     entropy: list[float], bound: float, kept: list[bool]
 ) -> None:
-    assert keepers(torch.tensor(entropy), bound).tolist() == kept
+    assert accept_mask(torch.tensor(entropy), bound).tolist() == kept
 
 
 @settings(QUICK, max_examples=100)
@@ -102,7 +103,7 @@ def test_the_kept_positions_are_those_of_the_reference(
     with patch.object(torch, "sort", partial(torch.sort, stable=True)):
         accepted = peer.accept_canvas(current, drawn, logits, cur_step=7)[0]
     entropy = torch.distributions.Categorical(logits=logits[0]).entropy()
-    kept = keepers(entropy, bound)
+    kept = accept_mask(entropy, bound)
     assert torch.equal(kept, peer.accepted_token_mask[0])
     assert torch.equal(torch.where(kept, drawn[0], current[0]), accepted)
     assert entropy[kept].min() == entropy.min()
@@ -112,7 +113,7 @@ def test_the_kept_positions_are_those_of_the_reference(
 def test_of_equal_entropies_the_first_positions_are_kept(length: int) -> None:
     entropy = torch.full((length,), 0.5)
     entropy[length // 2] = 0.25
-    kept = keepers(entropy, 1.0)
+    kept = accept_mask(entropy, 1.0)
     assert kept.nonzero().flatten().tolist() == [0, 1, length // 2]
 
 
@@ -124,7 +125,7 @@ def test_a_step_holds_what_is_kept_and_renoises_the_rest() -> None:
     assert moved.tokens_L.tolist() == [4, 5, 72], "kept positions take the draw, not the top"
     assert moved.guess_L.tolist() == [1, 2, 3], "the guess is the top everywhere"
     assert moved.entropy_L.tolist() == pytest.approx([0.3, 0.01, 2.0])
-    assert moved.num_steps == 1 and not moved.settled
+    assert moved.num_steps == 1 and not moved.converged
     assert canvas.num_steps == 0 and canvas.tokens_L.tolist() == [50, 51, 52]
 
 
@@ -174,7 +175,7 @@ def test_a_canvas_settles_when_the_reference_stops(
         logits = spread * one_hot(top)
         entropy = torch.distributions.Categorical(logits=logits).entropy().tolist()
         canvas = advance(canvas, stats(top, entropy), torch.tensor([0, 0]), rule)
-        verdicts.append(bool(canvas.settled))
+        verdicts.append(bool(canvas.converged))
     assert verdicts == peer_verdicts(tops, threshold)
 
 
@@ -188,7 +189,7 @@ def test_a_sure_and_steady_canvas_settles_as_early_as_allowed(
     for _ in range(4):
         rule = EntropyBound(stability_threshold=threshold)
         canvas = advance(canvas, stats([1, 2]), torch.tensor([0, 0]), rule)
-        verdicts.append(bool(canvas.settled))
+        verdicts.append(bool(canvas.converged))
     assert verdicts == settled_at
 
 
@@ -198,7 +199,7 @@ def test_the_mean_entropy_must_be_strictly_below_the_bound(mean: float, settles:
     # One position unsure, the other not at all: it is the mean that counts.
     canvas = fresh(torch.tensor([0, 0]))
     canvas = advance(canvas, stats([1, 2], [0.0, 2 * mean]), torch.tensor([0, 0]), rule)
-    assert bool(canvas.settled) == settles
+    assert bool(canvas.converged) == settles
 
 
 # --- temperature
@@ -230,7 +231,7 @@ def test_the_first_step_is_hottest_and_the_last_not_quite_at_the_end() -> None:
 
 
 PINS = Pins((1, 3), (7, 8))
-RULES = [EntropyBound(entropy_bound=0.1), Apart(entropy_bound=9.0), Confidence()]
+RULES = [EntropyBound(entropy_bound=0.1), SpacedEntropyBound(entropy_bound=9.0), Confidence()]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -272,7 +273,7 @@ def test_the_test_for_settling_looks_past_the_pins(open_entropy: float, settles:
                 [open_entropy, pin_entropy, open_entropy, pin_entropy],
             )
             canvas = advance(canvas, seen, torch.zeros(4).long(), rule)
-        assert bool(canvas.settled) == settles
+        assert bool(canvas.converged) == settles
 
 
 @pytest.mark.parametrize("rule", [*RULES, EntropyBound(stability_threshold=3)])
@@ -280,7 +281,7 @@ def test_a_canvas_of_pins_alone_settles_at_once(rule: Any) -> None:
     canvas = fresh(torch.tensor([50, 51]), Pins((0, 1), (7, 8)))
     seen = stats([1, 2], [9.0, 9.0], top_p=[0.1, 0.1], held_p=[0.0, 0.0])
     moved = advance(canvas, seen, torch.tensor([70, 71]), rule)
-    assert moved.settled and moved.guess_L.tolist() == [7, 8]
+    assert moved.converged and moved.guess_L.tolist() == [7, 8]
 
 
 # --- apart
@@ -310,7 +311,9 @@ def test_what_is_in_doubt_is_decided_apart(
 ) -> None:
     canvas, noise = fresh(torch.tensor([50, 51, 52])), torch.tensor([70, 71, 72])
     seen = stats(top=[4, 5, 6], draw=draw, entropy=entropy)
-    moved = advance(canvas, seen, noise, Apart(entropy_bound=9.0, doubt=0.1, reach=reach))
+    moved = advance(
+        canvas, seen, noise, SpacedEntropyBound(entropy_bound=9.0, min_entropy=0.1, reach=reach)
+    )
     assert moved.kept_L.tolist() == kept
     assert moved.tokens_L.tolist() == torch.where(torch.tensor(kept), seen.draw_T, noise).tolist()
     assert moved.guess_L.tolist() == [4, 5, 6]
@@ -341,25 +344,25 @@ def test_the_rule_apart_takes_from_the_entropy_rule_what_is_near_a_surer_one(
     canvas = fresh(torch.full((len(draw),), 50), pins)
     seen = stats(top=draw, entropy=entropy)
     loose = EntropyBound(entropy_bound=bound).decide(canvas, seen)
-    rule = Apart(entropy_bound=bound, reach=reach)
+    rule = SpacedEntropyBound(entropy_bound=bound, reach=reach)
     decided = rule.decide(canvas, seen)
     for i, was_kept in enumerate(loose.kept_L.tolist()):
-        late = entropy[i] > rule.doubt and any(
+        late = entropy[i] > rule.min_entropy and any(
             loose.kept_L[j]
             and (entropy[j], j) < (entropy[i], i)
-            and (entropy[j] > rule.doubt or draw[j] == draw[i])
+            and (entropy[j] > rule.min_entropy or draw[j] == draw[i])
             for j in range(max(0, i - reach), min(len(draw), i + reach + 1))
         )
         assert bool(decided.kept_L[i]) == (was_kept and not late)
     assert bool(decided.kept_L.any()) == bool(loose.kept_L.any()), "every step moves"
-    assert bool(decided.settled) == bool(loose.settled)
+    assert bool(decided.converged) == bool(loose.converged)
 
 
 # --- the confidence rule
 
 
 @st.composite
-def held_cases(draw: Any) -> tuple[Canvas, RowStats]:
+def held_cases(draw: Any) -> tuple[Canvas, PositionStats]:
     """A canvas in the middle of its way, and any step's view of it."""
     length = draw(st.integers(1, 8))
 
@@ -382,7 +385,7 @@ def held_cases(draw: Any) -> tuple[Canvas, RowStats]:
 
 @settings(QUICK, max_examples=300)
 @given(case=held_cases())
-def test_the_confidence_rule_keeps_its_promises(case: tuple[Canvas, RowStats]) -> None:
+def test_the_confidence_rule_keeps_its_promises(case: tuple[Canvas, PositionStats]) -> None:
     canvas, seen = case
     rule = Confidence(threshold=0.9, edit=0.9, drop=0.3)
     noise = torch.full_like(canvas.tokens_L, 99)
@@ -409,7 +412,7 @@ def test_the_confidence_rule_keeps_its_promises(case: tuple[Canvas, RowStats]) -
     if opened:
         surest = max(opened, key=lambda i: float(seen.top_p_T[i]))
         assert moved.kept_L[surest], "a step must decide something"
-    assert bool(moved.settled) == (not was_open and not is_changed)
+    assert bool(moved.converged) == (not was_open and not is_changed)
     assert torch.equal(moved.guess_L[moved.kept_L], moved.tokens_L[moved.kept_L])
 
 
@@ -417,7 +420,7 @@ def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
     """However unsure, each step decides one more, and one last look settles."""
     canvas = fresh(torch.zeros(5).long())
     steps = 0
-    while not canvas.settled:
+    while not canvas.converged:
         # Any order, and never confident.
         top_p = [0.5 + (i * 3 % 5) / 100 for i in range(5)]
         seen = stats([1, 2, 3, 4, 5], top_p=top_p, held_p=[0.5] * 5)
@@ -447,9 +450,9 @@ def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
             {"stability_threshold": -1},
             "stability threshold is -1; it must be 0 or more",
         ),
-        (Apart, {"entropy_bound": 0.0}, "entropy bound is 0.0; it must be above 0"),
-        (Apart, {"doubt": -0.1}, "doubt is -0.1; it must be 0 or more"),
-        (Apart, {"reach": 0}, "reach is 0; it must be 1 or more"),
+        (SpacedEntropyBound, {"entropy_bound": 0.0}, "entropy bound is 0.0; it must be above 0"),
+        (SpacedEntropyBound, {"min_entropy": -0.1}, "min entropy is -0.1; it must be 0 or more"),
+        (SpacedEntropyBound, {"reach": 0}, "reach is 0; it must be 1 or more"),
         (Confidence, {"threshold": 1.1}, "confidence threshold is 1.1; it must be from 0 to 1"),
         (Confidence, {"edit": -0.1}, "confidence edit is -0.1"),
         (Confidence, {"drop": NAN}, "confidence drop is nan"),
@@ -473,15 +476,7 @@ def test_the_defaults_are_the_released_ones() -> None:
 
 
 def test_every_knob_of_a_generation_config_reaches_the_sampler() -> None:
-    config = GenerationConfig(
-        max_denoising_steps=9,
-        t_max=2.0,
-        t_min=1.0,
-        entropy_bound=0.7,
-        stability_threshold=3,
-        confidence_threshold=0.2,
-    )
-    assert released_sampler(config) == Sampler(
+    assert released_sampler(GENERATION) == Sampler(
         rule=EntropyBound(entropy_bound=0.7, confidence_threshold=0.2, stability_threshold=3),
         max_denoising_steps=9,
         t_max=2.0,

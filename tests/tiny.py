@@ -1,53 +1,50 @@
 """Tiny real models: configs drawn by hypothesis, and their twins in transformers."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hypothesis import strategies as st
-from transformers import (
-    DiffusionGemmaConfig,
-    DiffusionGemmaForBlockDiffusion,
-    Gemma4ForConditionalGeneration,
-)
-from transformers import Gemma4Config as HFGemma4Config
 
-from dgemma.config import FULL, SLIDING, ModelConfig, config_to_json
+from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig, VisionConfig, config_to_json
 from dgemma.model.gemma import Gemma
+from examples.tiny_model import tiny_config
+
+if TYPE_CHECKING:
+    from transformers import DiffusionGemmaForBlockDiffusion, Gemma4ForConditionalGeneration
 
 CPU = torch.device("cpu")
-VISION = MappingProxyType(
-    {
-        "model_type": "gemma4_vision",
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "global_head_dim": 4,
-        "patch_size": 2,
-        "position_embedding_size": 4,
-    }
+# No sampler parameter has its default value.
+GENERATION = GenerationConfig(
+    max_denoising_steps=9,
+    t_max=2.0,
+    t_min=1.0,
+    entropy_bound=0.7,
+    stability_threshold=3,
+    confidence_threshold=0.2,
 )
-TINY = ModelConfig(
-    vocab_size=61,
+VISION = VisionConfig(
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=4,
+    patch_size=2,
+    position_embedding_size=4,
+)
+TINY = tiny_config(
+    61,
     hidden_size=32,
     intermediate_size=24,
     moe_intermediate_size=12,
-    num_experts=4,
-    top_k_experts=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_global_key_value_heads=1,
     head_dim=8,
     global_head_dim=16,
     layer_types=(SLIDING, FULL),
     sliding_window=12,
-    max_position_embeddings=4096,
     canvas_length=8,
-    dtype="float32",
     vision=VISION,
 )
 
@@ -76,15 +73,19 @@ def configs(draw: Any) -> ModelConfig:
 
 
 def twin(config: ModelConfig) -> DiffusionGemmaForBlockDiffusion:
-    """The reference model of the same shape; its weights are whatever it drew."""
+    """Return the reference model of the same config, with random weights."""
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
     raw = config_to_json(config)
     reference = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**raw))
     return reference.eval().requires_grad_(False)
 
 
 def gemma4_twin(config: ModelConfig) -> Gemma4ForConditionalGeneration:
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
     raw = config_to_json(replace(config, family="gemma4"))
-    return Gemma4ForConditionalGeneration(HFGemma4Config(**raw)).eval().requires_grad_(False)
+    return Gemma4ForConditionalGeneration(Gemma4Config(**raw)).eval().requires_grad_(False)
 
 
 def shake(reference: torch.nn.Module, seed: int, size: float = 0.3) -> None:
@@ -97,7 +98,7 @@ def shake(reference: torch.nn.Module, seed: int, size: float = 0.3) -> None:
 
 
 def ours(config: ModelConfig, reference: torch.nn.Module, prefix: str = "model.decoder.") -> Gemma:
-    """Our model with the reference's weights."""
+    """Return our model with the reference's weights."""
     model = Gemma(config)
     names = model.state_dict().keys()
     theirs = reference.state_dict()
@@ -105,7 +106,7 @@ def ours(config: ModelConfig, reference: torch.nn.Module, prefix: str = "model.d
     return model.eval().requires_grad_(False)
 
 
-def give_back(model: Gemma, reference: torch.nn.Module) -> None:
+def copy_weights(model: Gemma, reference: torch.nn.Module) -> None:
     """Copy our weights into the reference model."""
     theirs = reference.state_dict()
     with torch.no_grad():

@@ -62,7 +62,11 @@ class Dgemma(Chat):
 
     def __init__(self, model_id: str, url: str) -> None:
         super().__init__(
-            model_id, api_base=base_url(url), supports_schema=True, supports_tools=True
+            model_id,
+            api_base=base_url(url),
+            supports_schema=True,
+            supports_tools=True,
+            vision=True,  # llm asks before it knows the server, which refuses what it cannot read
         )
 
     def __str__(self) -> str:

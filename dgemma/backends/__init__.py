@@ -1,1 +1,1 @@
-"""Executes forward passes: a reference over the modules, a CPU layout, fused CUDA kernels."""
+"""Backends, which execute forward passes: reference, CPU forms of a model, fused CUDA kernels."""

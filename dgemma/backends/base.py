@@ -1,4 +1,4 @@
-"""The seam between the engine and what executes its passes."""
+"""The protocol of a backend: it executes the engine's forward passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.denoise import Row
+from dgemma.diffusion.denoise import CanvasState
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import KVCache
@@ -21,23 +21,39 @@ class TokenDraw:
     uniform: float = 0.0  # decides the draw, in [0, 1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageRows:
+    """Soft tokens of a picture among the tokens to commit: their first index, and features."""
+
+    begin: int
+    features_SD: Tensor  # they replace the embeddings of S tokens
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.features_SD)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInput:
-    """Tokens that one request brings to a pass: some to commit, then a canvas or a draw."""
+    """One request's tokens in a pass: some to commit, then a canvas or a draw."""
 
     cache: KVCache
     tokens: tuple[int, ...] = ()  # to commit after what is cached
-    row: Row | None = None  # a canvas to step, after those
+    images: tuple[ImageRows, ...] = ()  # among those tokens, whole and in order
+    state: CanvasState | None = None  # a canvas to step, after those
     draw: TokenDraw | None = None  # of the token after the last one committed
     needs_logits: bool = False  # for a constraint, which draws by itself
+    targets: tuple[int, ...] = ()  # score them: target i is predicted by tokens[: i + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
-    row: Row | None = None
+    state: CanvasState | None = None
     token: int | None = None
-    logprob: float | None = None  # causal, untouched by the temperature; NaN if any logit is
+    logprob: float | None = None  # of the token at temperature 1; NaN if any logit is
     logits_V: Tensor | None = None  # valid until the next pass
+    logprobs: tuple[float, ...] = ()  # of the targets
+    best: tuple[tuple[int, float], ...] = ()  # likeliest token there, and its log-probability
 
 
 class Backend(Protocol):
@@ -45,7 +61,7 @@ class Backend(Protocol):
 
     model: Gemma
     name: str
-    max_rows: int  # canvases that a pass steps at once
+    max_batch_size: int  # canvases that a pass steps at once
 
     def run(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
         """Run one pass for all inputs: commits first, so that a canvas sees its own commit."""
@@ -54,7 +70,7 @@ class Backend(Protocol):
         """Return the hidden states of tokens in the causal mode."""
 
     def forward(self, embeds_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        """Run the stack on embeddings that the caller made."""
+        """Run the stack on the caller's embeddings."""
 
 
 @torch.inference_mode()

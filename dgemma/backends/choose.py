@@ -1,14 +1,36 @@
-"""Chooses the backend for a model: fused CUDA kernels where they run, else the reference."""
+"""Chooses the backend for a model: CUDA kernels where they run and pass the self-test.
 
+Results of the self-test are cached on disk, keyed by GPU, torch, triton, kernel source, model
+config, dtype and weight format.
+"""
+
+import hashlib
+import json
 import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
+from dgemma import __version__
 from dgemma.backends.base import Backend
-from dgemma.backends.cuda.support import current_device, unsupported_reason
+from dgemma.backends.cuda.device import (
+    SELFTEST,
+    current_device,
+    has_triton,
+    ignores_selftest,
+    unsupported_reason,
+)
 from dgemma.backends.reference import ReferenceBackend
+from dgemma.config import ModelConfig, config_to_json
 from dgemma.model.gemma import Gemma
-from dgemma.quant.fp8_head import Fp8HeadTable
+from dgemma.quant.head import Fp8HeadTable
+
+MAX_ENTRIES = 32
+UNTESTED = "cuda, once the self-test has passed when the model is first loaded"
+WEIGHTS = "weights"  # key of the weight format, the one fact that a config does not have
 
 logger = logging.getLogger("dgemma")
 
@@ -18,44 +40,50 @@ def choose_backend(model: Gemma) -> Backend:
     weight = model.embed_tokens.weight
     reason = unsupported_reason(weight.device, weight.dtype)
     if reason is not None:
-        if weight.device.type == "cuda":
-            logger.warning("the reference backend is used: %s", reason)
-        return ReferenceBackend(model)
+        return _reference(model, reason)
     from dgemma.backends.cuda.backend import can_hold
     from dgemma.backends.cuda.fused import can_fuse
 
     if not (can_fuse(model) and can_hold(model)):
-        if weight.device.type == "cuda":
-            what = "an adapter is not merged, or a shape has no kernels"
-            logger.warning("the reference backend is used: %s", what)
-        return ReferenceBackend(model)
+        return _reference(model, "an adapter is not merged, or a shape has no kernels")
     with current_device(weight.device):
         return _cuda_backend(model)
 
 
+def _reference(model: Gemma, reason: str) -> Backend:
+    if model.embed_tokens.weight.device.type == "cuda":
+        logger.warning("the reference backend is used: %s", reason)
+    return ReferenceBackend(model)
+
+
 def _cuda_backend(model: Gemma) -> Backend:
-    from dgemma.backends.cuda import selftest_cache
     from dgemma.backends.cuda.backend import CudaBackend
     from dgemma.backends.cuda.selftest import DeviceFault, selftest
 
     weight = model.embed_tokens.weight
-    key = selftest_cache.facts(model.config, weight.dtype, weight.device)
-    key[selftest_cache.FORM] = _form(model)
-    wrong = selftest_cache.load(key)
+    key = {**cache_key(model.config, weight.dtype, weight.device), WEIGHTS: _weight_format(model)}
+    wrong = load_result(key)
     if wrong is None:
         _precompile(model)
         try:
             wrong = selftest(model)
-        except torch.cuda.OutOfMemoryError:  # another time there may be memory
-            logger.warning("the reference backend is used: no memory for the self-test")
-            return ReferenceBackend(model)
+        except torch.cuda.OutOfMemoryError:  # says nothing about the kernels: not cached
+            wrong = "no memory for the self-test"
         except DeviceFault as fault:
-            selftest_cache.store(key, str(fault))
+            store_result(key, str(fault))
             raise
-        selftest_cache.store(key, wrong)
-    if wrong:
-        logger.warning("the reference backend is used: %s", wrong)
+        else:
+            store_result(key, wrong)
+    if wrong and not ignores_selftest():
+        logger.warning(
+            "the reference backend is used, which is slower, since the self-test failed: %s; "
+            "%s=warn uses the kernels nevertheless (docs/gpu.md)",
+            wrong,
+            SELFTEST,
+        )
         return ReferenceBackend(model)
+    if wrong:
+        logger.warning("the kernels are used although the self-test failed: %s", wrong)
     return CudaBackend(model)
 
 
@@ -71,11 +99,101 @@ def _precompile(model: Gemma) -> None:
         logger.debug("kernels are not compiled beforehand: %s", error)
 
 
-def _form(model: Gemma) -> str:
-    """Name the form of the weights by the first layer's modules and the token table."""
+def _weight_format(model: Gemma) -> str:
+    """Name the weight format by the modules of the first layer and the token table."""
     modules = [*next(iter(model.layers)).modules(), model.embed_tokens]
-    kinds = {type(module).__name__ for module in modules}
+    names = {type(module).__name__ for module in modules}
     table = model.embed_tokens
     if isinstance(table, Fp8HeadTable) and table.soft is not None:
-        kinds.add("soft")
-    return " ".join(sorted(kinds))
+        names.add("soft")
+    return " ".join(sorted(names))
+
+
+# --- cached results
+
+
+def report(config: ModelConfig | None, dtype: torch.dtype, device: torch.device) -> str:
+    """Name the backend that a model would get and, if it is the reference, why."""
+    reason = unsupported_reason(device, dtype)
+    if reason is not None:
+        return f"reference: {reason}"
+    if config is None:
+        return UNTESTED
+    key = {**cache_key(config, dtype, device), WEIGHTS: ""}
+    results = {entry["wrong"] for entry in _entries() if {**entry["key"], WEIGHTS: ""} == key}
+    if wrong := results - {""}:
+        backend = "cuda, although the self-test failed" if ignores_selftest() else "reference"
+        return f"{backend}: {'; '.join(sorted(wrong))}"
+    return "cuda" if results else UNTESTED
+
+
+def cache_key(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
+    """All that a result depends on, but for the weight format."""
+    return {
+        "device": _device_name(device),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "dgemma": f"{__version__} {_source_digest()}",
+        "model": _digest(json.dumps(config_to_json(config), sort_keys=True).encode()),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def load_result(key: Mapping[str, str]) -> str | None:
+    """Return the cached result of exactly this key; empty: the self-test passed."""
+    results = [entry["wrong"] for entry in _entries() if entry["key"] == key]
+    return results[-1] if results else None
+
+
+def store_result(key: Mapping[str, str], wrong: str) -> None:
+    """Cache a result; where nothing can be written the self-test runs again next time."""
+    entries = [entry for entry in _entries() if entry["key"] != key]
+    entries.append({"key": dict(key), "wrong": wrong})
+    path = _cache_path()
+    if not path.is_absolute():
+        return  # a user without a home directory
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(entries[-MAX_ENTRIES:], indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        return
+
+
+def _entries() -> list[dict[str, Any]]:
+    try:
+        entries = json.loads(_cache_path().read_text(encoding="utf-8"))
+        return [entry for entry in entries if {"key", "wrong"} <= entry.keys()]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []  # none yet, or damaged: the self-test runs again
+
+
+def _cache_path() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "dgemma" / "selftest.json"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{torch.cuda.get_device_name(device)} {capability}"
+
+
+def _triton_version() -> str:
+    if not has_triton():
+        return "none"
+    import triton
+
+    return cast(str, triton.__version__)
+
+
+def _source_digest() -> str:
+    """Digest of the CUDA backend's code: its version does not change during development."""
+    package = Path(__file__).parent / "cuda"
+    return _digest(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py"))))
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=8).hexdigest()

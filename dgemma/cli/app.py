@@ -1,23 +1,29 @@
-"""The application and its shared options, and how errors reach a person: one sentence."""
+"""The application, the options that commands share, and loading with progress."""
 
-import io
-import os
 import sys
-from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.refusals import explain
-from dgemma.errors import DgemmaError, UsageError
+if TYPE_CHECKING:
+    from dgemma.engine import Engine
 
-FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
-# What typer raises for a wrong call: click's class, or by version its own copy of it.
-BadCall: Any = typer.BadParameter.__mro__[1]
+FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130  # exit codes
+MIN_SHOWN_BYTES = 1 << 30  # smaller checkpoints load without a progress bar
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="A checkpoint directory, a downloaded hub id, or nano.")
+    str,
+    typer.Option(
+        "--model", "-m", help="A checkpoint directory, a GGUF file, a downloaded hub id, or nano."
+    ),
+]
+Template = Annotated[
+    str,
+    typer.Option(
+        "--template",
+        help="Chat template of a GGUF file: auto (dgemma's for the released tokenizer) or file.",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
@@ -43,8 +49,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         from dgemma import __version__
 
         print(f"dgemma {__version__}")
@@ -59,53 +65,38 @@ def common(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show and exit."),
     ] = False,
 ) -> None:
-    """DiffusionGemma on your own machine: text that settles all at once instead of being typed."""
+    """DiffusionGemma on your own machine: a canvas of text is refined step by step."""
 
 
-def run() -> None:
-    """Run the command line; errors become one sentence on stderr and the right exit code."""
-    _mend_streams()
-    try:
-        code = app(prog_name="dgemma", standalone_mode=False)
-        if code == INTERRUPTED:  # what typer makes of Ctrl-C
-            print("dgemma: interrupted", file=sys.stderr)
-        sys.exit(code)
-    except BadCall as error:
-        _fail(explain(error, sys.argv[1:]), WRONG_CALL)
-    except DgemmaError as error:
-        _fail(str(error), WRONG_CALL if isinstance(error, UsageError) else FAILED)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", INTERRUPTED)
-    except OSError as error:
-        _fail(f"{error.strerror or error}; check the disk, the pipe or the file", FAILED)
-    except Exception as error:
-        # The outermost edge: a bug still ends in a sentence, and --debug shows where it was.
-        sentence = f"{type(error).__name__}: {error} (a bug; dgemma --debug COMMAND shows where)"
-        _fail(sentence, FAILED)
+def load_engine(
+    model: str,
+    device: str,
+    dtype: str,
+    adapter: Path | None = None,
+    quant: str = "auto",
+    template: str = "auto",
+) -> "Engine":
+    """Load a checkpoint; a large one shows its progress on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from dgemma.engine import Engine
 
-def _mend_streams() -> None:
-    """Streams that were closed before the start are empty ones; no answer is lost to a code page.
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(file=sys.stderr)
+    is_quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
+        task = progress.add_task("loading", visible=False)
 
-    What stdout or stderr cannot encode is spelled in escapes.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        elif mode == "w" and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+        def on_tensor(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, visible=total > MIN_SHOWN_BYTES)
 
-
-def _fail(sentence: str, code: int) -> None:
-    if _wants_traceback(sys.argv[1:]):
-        raise  # the error that is being handled
-    if sentence:
-        print(f"dgemma: {sentence}", file=sys.stderr)
-    sys.exit(code)
-
-
-def _wants_traceback(arguments: list[str]) -> bool:
-    """Whether --debug stands before the command, where it is an option and not a prompt."""
-    options = takewhile(lambda argument: argument.startswith("-"), arguments)
-    return "--debug" in options
+        return Engine.load(
+            model,
+            device=device,
+            dtype=dtype,
+            quant=quant,
+            adapter=adapter,
+            progress=on_tensor,
+            template=template,  # type: ignore[arg-type]  # checked there
+        )

@@ -1,10 +1,397 @@
-"""`dgemma chat`: a conversation with a live canvas."""
+"""`dgemma chat`: a conversation with a live canvas; /commands change its settings."""
 
-from typing import Annotated
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, Adapter, Device, Dtype, Model, Quant, app
+from dgemma.cli.app import FAILED, Adapter, Device, Dtype, Model, Quant, Template, app, load_engine
+from dgemma.errors import DgemmaError, UsageError
+
+if TYPE_CHECKING:
+    from dgemma.cli.show import CanvasView, MessageReader
+    from dgemma.engine import Done, Draft, Engine, Event, SamplingParams
+    from dgemma.engine.generation import Generation
+    from dgemma.text.chat import Message, Prompt
+
+REPLAY_PAUSE = 0.15  # seconds a canvas stays on the screen
+NANO_CAN = (
+    "It does well: Sudoku (dgemma sudoku), holes in a text (dgemma fill), JSON of a schema\n"
+    '(dgemma generate --schema), and here "Change cat to dog.", an empty line and a text.'
+)
+NANO_CANNOT = "It cannot: it knows nothing of the world and does not hold a conversation."
+KEYS = 'Several lines: paste them, or Alt+Enter, or """ before and after. /help lists commands.'
+HELP = """\
+/mode diffusion|ar|hybrid   how answers are written
+/temperature X              of draws; /temperature alone takes the model's own
+/seed N                     same seed, same answers; /seed alone draws a new one each time
+/thinking on|off            let the model think first, or not
+/system TEXT                a system message; /system alone shows it, /system "" removes it
+/replay                     show the last answer converging again, slowly
+/history                    the conversation so far
+/undo                       forget the last question and its answer
+/clear                      forget the conversation; the system message stays
+/save FILE                  write the conversation as JSON
+/load FILE                  continue a saved conversation
+/quit, /exit, Ctrl-D        leave; so does end of input
+Enter sends. Alt+Enter (or Ctrl-J) breaks the line, and a paste keeps its lines; \"\"\" opens a
+message that ends with \"\"\". Ctrl-C stops an answer and keeps the conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """Settings of a chat, which /commands change."""
+
+    mode: str = "diffusion"
+    seed: int | None = None
+    thinking: bool = False
+    max_tokens: int | None = None
+    temperature: float | None = None
+    drops_oldest: bool = False  # forget the oldest questions when the context is full
+
+    def params(self, *, drafts: bool = False) -> "SamplingParams":
+        """Return the parameters of a request; AR mode has no drafts."""
+        from dgemma.engine import SamplingParams
+
+        return SamplingParams(
+            mode=self.mode,  # type: ignore[arg-type]  # checked by check_params
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            drafts=drafts and self.mode != "ar",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """The promised text, and the end of its generation; an interrupted answer has none."""
+
+    text: str
+    done: "Done | None"
+
+
+class Conversation:
+    """Messages, settings, and the drafts of the last answer."""
+
+    def __init__(self, engine: "Engine", settings: ChatSettings, system: str = "") -> None:
+        from dgemma.text.chat import Message
+
+        if engine.template is None:
+            raise UsageError("this checkpoint has no chat template; use dgemma generate --plain")
+        self.engine = engine
+        self.system: list[Message] = []
+        self.messages: list[Message] = []
+        self.set_system(system)
+        self.settings = settings
+        self.drafts: list[Draft] = []
+        self.num_dropped = 0  # oldest questions forgotten for the last one
+        self.saved: set[Path] = set()  # files that /save may overwrite
+        self.change(settings)
+
+    def set_system(self, text: str) -> None:
+        """Take a system message from now on; an empty one is none."""
+        from dgemma.text.chat import Message
+
+        self.system = [Message(role="system", content=text)] if text else []
+
+    def change(self, settings: ChatSettings) -> None:
+        """Take other settings, if a request could have them."""
+        from dgemma.engine.params import check_params
+
+        check_params(settings.params())
+        self.settings = settings
+
+    @property
+    def context(self) -> int:
+        """Tokens that a conversation may have, its answers included."""
+        return self.engine.model.config.max_position_embeddings
+
+    def context_left(self) -> int:
+        """Tokens that the next question and its answer may take together."""
+        from dgemma.text.chat import Message
+
+        return self.context - len(self._prompt(Message(role="user", content="")).ids)
+
+    def _prompt(self, question: "Message") -> "Prompt":
+        history = [*self.system, *self.messages, question]
+        return self.engine.prompt(history, thinking=self.settings.thinking)
+
+    def _generation(self, question: "Message", *, drafts: bool) -> "Generation":
+        """Return the task of an answer that the context has room for; advise if it has none."""
+        from dgemma.errors import PromptTooLong
+
+        params = self.settings.params(drafts=drafts)
+        while True:
+            prompt = self._prompt(question)
+            try:
+                return self.engine.generation(prompt, params, fit=True)
+            except PromptTooLong:
+                if not self.messages or not self.settings.drops_oldest:
+                    raise UsageError(self._advice(len(prompt.ids))) from None
+            self.num_dropped += 1
+            del self.messages[:2]
+
+    def _advice(self, num_prompt: int) -> str:
+        canvas = self.engine.model.config.canvas_length
+        needs = f"{canvas} for an answer" if self.settings.mode != "ar" else "1 for an answer"
+        full = (
+            f"the context is full: this conversation with your question has {num_prompt:,} tokens "
+            f"and needs {needs}, of {self.context:,}"
+        )
+        if not self.messages:
+            return f"{full}; shorten the question"
+        return (
+            f"{full}; /undo forgets the last question, /clear all of them, and dgemma chat "
+            "--drop-oldest forgets the oldest by itself"
+        )
+
+    def answer(self, words: str, view: "CanvasView") -> ChatAnswer:
+        """Put a question and show the answer; an interrupt keeps what was promised so far."""
+        from dgemma.engine import Done, Text
+        from dgemma.text.chat import Message
+
+        question, self.num_dropped = Message(role="user", content=words), 0
+        task = self._generation(question, drafts=view.is_live)
+        self.drafts, promised, done = [], "", None
+        with closing(self.engine.follow(task)) as stream:
+            try:
+                for event in stream:
+                    if isinstance(event, Done):
+                        done = event
+                    elif isinstance(event, Text) and not event.is_thought:
+                        promised += event.text
+                    self._show(event, view)
+            except KeyboardInterrupt:
+                done = None
+        if promised or done is not None:
+            self.messages += [question, Message(role="assistant", content=promised)]
+        return ChatAnswer(text=promised, done=done)
+
+    def _show(self, event: "Event", view: "CanvasView") -> None:
+        from dgemma.engine import Draft, Text
+
+        if isinstance(event, Draft):
+            self.drafts.append(event)
+            view.draw(event)
+        elif isinstance(event, Text):
+            view.promise(event)
+
+
+def talk(conversation: Conversation, model: str = "", history: Path | None = None) -> bool:
+    """Read messages until there are no more; returns True if all went well.
+
+    Answers and /history go to stdout, all else to stderr.
+    """
+    from dgemma.cli.show import PipeReader, TerminalReader, without_echo
+
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return _talk(conversation, PipeReader(), is_script=not sys.stdin.isatty())
+    print(greeting(conversation, model), file=sys.stderr)
+    with without_echo():
+        return _talk(conversation, TerminalReader(COMMANDS, history), is_script=False)
+
+
+def _talk(conversation: Conversation, reader: "MessageReader", *, is_script: bool) -> bool:
+    has_failed = False
+    while True:
+        try:
+            line = reader.read()
+            if line is None or (line.strip() and not handle(conversation, line.strip())):
+                return not has_failed
+        except DgemmaError as error:
+            print(f"dgemma: {error}", file=sys.stderr)
+            has_failed |= is_script  # the exit code of a script must show it
+        except KeyboardInterrupt:  # before an answer has begun, or while it is printed
+            print("[stopped]", file=sys.stderr)
+
+
+def greeting(conversation: Conversation, model: str) -> str:
+    """Return the lines that open a chat: the model, its abilities, its context, the keys."""
+    left, context = conversation.context_left(), conversation.context
+    name = "nano, the small built-in model" if model == "nano" else model
+    about = [NANO_CAN, NANO_CANNOT] if model == "nano" else []
+    return "\n".join([f"{name}: {left:,} of {context:,} tokens of context left.", *about, KEYS])
+
+
+def handle(conversation: Conversation, line: str) -> bool:
+    """Run a /command or answer a message; False ends the chat."""
+    if not line.startswith("/"):
+        ask(conversation, line)
+        return True
+    name, *rest = line[1:].split(maxsplit=1)
+    if name in ("quit", "exit"):
+        return False
+    if name not in COMMANDS:
+        raise UsageError(
+            f'/{name} is not a command; /help lists them, and """ around a message sends it as text'
+        )
+    COMMANDS[name](conversation, rest[0].strip() if rest else "")
+    return True
+
+
+def ask(conversation: Conversation, message: str) -> None:
+    """Answer a message: the text on stdout, a line with its cost on stderr."""
+    from dgemma.cli.show import CanvasView, print_wrapped, unquote
+
+    with CanvasView() as view:
+        answer = conversation.answer(unquote(message), view)
+    print_wrapped(answer.text if view.is_live else "")
+    if conversation.num_dropped:
+        print(f"[forgot the oldest {conversation.num_dropped} to make room]", file=sys.stderr)
+    print(summary(answer.done, conversation), file=sys.stderr)
+
+
+def summary(done: "Done | None", conversation: Conversation) -> str:
+    left, context = conversation.context_left(), conversation.context
+    room = f"context: {max(0, left):,} of {context:,} left"
+    if done is None:
+        return f"[stopped; {room}]"
+    retried = f", {done.retries} retries" if done.retries else ""
+    return (
+        f"[{done.mode}: {done.tokens} tokens, {done.steps} steps, {done.seconds:.1f} s, "
+        f"{done.finish}{retried}, seed {done.seed}; {room}]"
+    )
+
+
+def _help(conversation: Conversation, argument: str) -> None:
+    print(HELP, file=sys.stderr)
+
+
+def _mode(conversation: Conversation, argument: str) -> None:
+    if argument:
+        conversation.change(replace(conversation.settings, mode=argument))
+    print(f"[mode {conversation.settings.mode}]", file=sys.stderr)
+
+
+def _seed(conversation: Conversation, argument: str) -> None:
+    if argument and not argument.isdecimal():
+        raise UsageError(f"seed {argument!r} is not a whole number")
+    seed = int(argument) if argument else None
+    conversation.change(replace(conversation.settings, seed=seed))
+    print(f"[seed {'drawn anew each time' if seed is None else seed}]", file=sys.stderr)
+
+
+def _thinking(conversation: Conversation, argument: str) -> None:
+    if argument not in ("on", "off"):
+        raise UsageError(f"thinking can be on or off, not {argument!r}")
+    conversation.settings = replace(conversation.settings, thinking=argument == "on")
+    print(f"[thinking {argument}]", file=sys.stderr)
+
+
+def _temperature(conversation: Conversation, argument: str) -> None:
+    try:
+        temperature = float(argument) if argument else None
+    except ValueError:
+        raise UsageError(f"temperature {argument!r} is not a number") from None
+    conversation.change(replace(conversation.settings, temperature=temperature))
+    shown = "the model's own" if temperature is None else temperature
+    print(f"[temperature {shown}]", file=sys.stderr)
+
+
+def _system(conversation: Conversation, argument: str) -> None:
+    from dgemma.cli.show import unquote
+
+    if argument:
+        conversation.set_system(unquote(argument).strip('"'))
+    text = conversation.system[0].content if conversation.system else "none"
+    print(f"[system message: {text}]", file=sys.stderr)
+
+
+def _save(conversation: Conversation, argument: str) -> None:
+    """Write the messages as JSON; a file of something else is not overwritten."""
+    path = _file(argument)
+    if path.exists() and path not in conversation.saved:
+        raise UsageError(f"{path} exists; give another name")
+    messages = [*conversation.system, *conversation.messages]
+    saved = {"messages": [{"role": m.role, "content": m.content} for m in messages]}
+    try:
+        path.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    conversation.saved.add(path)
+    print(f"[saved {len(messages)} messages to {path}]", file=sys.stderr)
+
+
+def _load(conversation: Conversation, argument: str) -> None:
+    from dgemma.text.chat import Message
+
+    path = _file(argument)
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["messages"]
+        messages = [Message(role=row["role"], content=row["content"]) for row in rows]
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{path} is not a saved conversation; /save writes one") from None
+    system = [m for m in messages[:1] if m.role == "system"]
+    exchanges = messages[len(system) :]
+    roles = ["user", "assistant"] * (len(exchanges) // 2)
+    if [m.role for m in exchanges] != roles or not all(
+        isinstance(m.content, str) for m in messages
+    ):
+        raise UsageError(f"{path} has other than questions with answers; /save writes a chat")
+    conversation.system, conversation.messages = system, exchanges
+    print(f"[loaded {len(messages)} messages from {path}]", file=sys.stderr)
+
+
+def _file(argument: str) -> Path:
+    if not argument:
+        raise UsageError("no file is given; name one, such as /save chat.json")
+    return Path(argument).expanduser().resolve()
+
+
+def _replay(conversation: Conversation, argument: str) -> None:
+    from dgemma.cli.show import CanvasView
+
+    if not conversation.drafts:
+        raise UsageError("there is no canvas to replay; ask something in diffusion mode first")
+    steps, blocks = 0, 1
+    with CanvasView() as view, suppress(KeyboardInterrupt):
+        for draft in conversation.drafts:
+            view.draw(draft)
+            steps, blocks = steps + 1, draft.block + 1
+            time.sleep(REPLAY_PAUSE)
+    print(f"[replayed {steps} steps of {blocks} blocks]", file=sys.stderr)
+
+
+def _history(conversation: Conversation, argument: str) -> None:
+    for message in [*conversation.system, *conversation.messages]:
+        print(f"{message.role}: {message.content}")
+
+
+def _undo(conversation: Conversation, argument: str) -> None:
+    if not conversation.messages:
+        raise UsageError("there is nothing to undo")
+    del conversation.messages[-2:]
+    count, left = len(conversation.messages) // 2, conversation.context_left()
+    print(f"[{count} questions kept; {left:,} tokens of context left]", file=sys.stderr)
+
+
+def _clear(conversation: Conversation, argument: str) -> None:
+    conversation.messages.clear()
+    print(f"[forgotten; {conversation.context_left():,} tokens of context left]", file=sys.stderr)
+
+
+COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
+    "help": _help,
+    "mode": _mode,
+    "temperature": _temperature,
+    "seed": _seed,
+    "thinking": _thinking,
+    "system": _system,
+    "replay": _replay,
+    "history": _history,
+    "undo": _undo,
+    "clear": _clear,
+    "save": _save,
+    "load": _load,
+}
 
 
 @app.command()
@@ -14,19 +401,38 @@ def chat(
     dtype: Dtype = "auto",
     quant: Quant = "auto",
     adapter: Adapter = None,
+    template: Template = "auto",
     mode: Annotated[str, typer.Option(help="diffusion, ar or hybrid (AR thought).")] = "diffusion",
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     thinking: Annotated[bool, typer.Option(help="Let the model think first.")] = False,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of draws; AR is greedy without it.")
+    ] = None,
+    drop_oldest: Annotated[
+        bool,
+        typer.Option("--drop-oldest", help="Forget the oldest questions when the context is full."),
+    ] = False,
+    history: Annotated[
+        Path | None, typer.Option(help="Keep what you type in this file; else it is not kept.")
+    ] = None,
 ) -> None:
-    """Talk with the model; /help lists what can be said to the program itself."""
-    from dgemma.cli.conversation import Conversation, Settings, talk
-    from dgemma.cli.loading import load_engine
-    from dgemma.engine.options import check_options
+    """Chat with the model; /help lists commands.
 
-    settings = Settings(mode=mode, seed=seed, thinking=thinking, max_tokens=max_tokens)
-    check_options(settings.options())  # before a long load
-    engine = load_engine(model, device, dtype, adapter, quant)
-    if not talk(Conversation(engine, settings, system)):
+    Enter sends; Alt+Enter, a paste or \"\"\" make several lines; Ctrl-C stops an answer.
+    """
+    from dgemma.engine.params import check_params
+
+    settings = ChatSettings(
+        mode=mode,
+        seed=seed,
+        thinking=thinking,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        drops_oldest=drop_oldest,
+    )
+    check_params(settings.params())  # before a long load
+    engine = load_engine(model, device, dtype, adapter, quant, template)
+    if not talk(Conversation(engine, settings, system), model, history):
         raise typer.Exit(FAILED)

@@ -17,6 +17,6 @@ def download(
     to: Annotated[Path | None, typer.Option(help="A directory; default: the hub cache.")] = None,
 ) -> None:
     """Fetch a checkpoint's files from the Hugging Face hub."""
-    from dgemma.weights.download import download as fetch
+    from dgemma.weights.hub import download as fetch
 
     print(fetch(repo, revision, to))

@@ -1,22 +1,21 @@
-"""`dgemma edit`: a text file changed as told, only where it must; a diff, or the change itself."""
+"""`dgemma edit`: change a text file by an instruction; print a diff or write the file."""
 
 import json
 import re
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
-from dgemma.cli.texts import STDIN, check_writable, print_text, read_text, write_text
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app, load_engine
+from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
     from dgemma.engine import Engine
-    from dgemma.engine.edit import Edited, EditOptions
+    from dgemma.programs.edit.edit import EditParams, EditResult
 
 
 @app.command()
@@ -44,27 +43,26 @@ def edit(
     apply: Annotated[
         bool, typer.Option("--apply/--diff", help="Write the file, or print a diff.")
     ] = False,
-    show: Annotated[bool, typer.Option("--show", help="Watch a canvas settle.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Watch a canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Edit a text in place: what need not change stays byte for byte."""
-    from dgemma.cli.loading import load_engine
-    from dgemma.constrain.edits import line_spans
-    from dgemma.engine.edit import EditOptions, check_edit
+    from dgemma.programs.edit.edit import EditParams, check_edit
+    from dgemma.programs.edit.spans import line_span
 
     text = read_text(file)
     if apply:
         check_writable(file)
-    options = EditOptions(
+    params = EditParams(
         lines=_lines(lines), strength=strength, passes=passes, seed=seed, drafts=show
     )
-    check_edit(options)  # before a long load
-    if options.lines is not None:
-        line_spans(text, *options.lines)
-    edited = _run(load_engine(model, device, dtype, adapter, quant), text, do, options)
+    check_edit(params)  # before a long load
+    if params.lines is not None:
+        line_span(text, *params.lines)
+    edited = _run(load_engine(model, device, dtype, adapter, quant), text, do, params)
     name = "stdin" if file == STDIN else Path(file).as_posix().lstrip("/")
     if apply and not (as_json and file == STDIN):
-        write_text(file, edited.text)
+        write_text(file, edited.text, text)
     if as_json:
         print(json.dumps(_report(edited, name, model), ensure_ascii=False))
     elif not apply:
@@ -73,30 +71,26 @@ def edit(
         print("nothing to change", file=sys.stderr)
 
 
-def _lines(given: str | None) -> tuple[int, int] | None:
-    if given is None:
+def _lines(option: str | None) -> tuple[int, int] | None:
+    if option is None:
         return None
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", given)
-    if found is None:
-        raise UsageError(f"lines are {given!r}; give the first and the last, such as 3:7")
-    return int(found[1]), int(found[2] or found[1])
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", option)
+    if match is None:
+        raise UsageError(f"lines are {option!r}; give the first and the last, such as 3:7")
+    return int(match[1]), int(match[2] or match[1])
 
 
-def _run(engine: "Engine", text: str, instruction: str | None, options: "EditOptions") -> "Edited":
-    from dgemma.cli.show import CanvasView
-    from dgemma.engine.edit import Edited
+def _run(
+    engine: "Engine", text: str, instruction: str | None, params: "EditParams"
+) -> "EditResult":
+    from dgemma.cli.show import run_program
+    from dgemma.programs.edit.edit import edit_program
 
-    with ExitStack() as stack:
-        view = stack.enter_context(CanvasView()) if options.drafts else None
-        for event in engine.stream_edit(text, instruction, options):
-            if isinstance(event, Edited):
-                return event
-            if view is not None:
-                view.draw(event)
-    raise AssertionError("a stream ends with its result")
+    program = edit_program(engine, text, instruction, params)
+    return run_program(engine, program, show=params.drafts)
 
 
-def _report(edited: "Edited", name: str, model: str) -> dict[str, object]:
+def _report(edited: "EditResult", name: str, model: str) -> dict[str, object]:
     return {
         "text": edited.text,
         "changed": [asdict(change) for change in edited.changed],

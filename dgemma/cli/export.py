@@ -1,5 +1,6 @@
-"""`dgemma export`: a checkpoint in the released layout, for other programs."""
+"""`dgemma export`: write a checkpoint for other programs: the released layout, or GGUF."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,12 +10,22 @@ from dgemma.cli.app import app
 from dgemma.errors import UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Largest first. The same names as in `weights.gguf_write`, which would import torch.
+GGUF_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_0", "Q4_K_M", "Q4_K", "Q4_0")
 
 
 @app.command()
 def export(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory, a hub id, or nano.")],
-    to: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write it.")],
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, a GGUF file, a hub id, or nano.")
+    ],
+    to: Annotated[
+        Path, typer.Argument(metavar="DESTINATION", help="A directory, or FILE.gguf with --gguf.")
+    ],
+    gguf: Annotated[
+        str | None,
+        typer.Option(help=f"Write a GGUF file of this type: {', '.join(GGUF_TYPES)}."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto (as stored; 8 bits: float32), float32, bfloat16 or float16.")
     ] = "auto",
@@ -25,17 +36,59 @@ def export(
         bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
     ] = False,
 ) -> None:
-    """Write a checkpoint in the released layout, which transformers and others read."""
+    """Write a checkpoint in the released layout, which transformers and others read.
+
+    With --gguf: as one file for llama.cpp and its relatives, types mixed by llama.cpp's rules.
+    """
+    if gguf is not None or to.suffix.lower() == ".gguf":
+        _export_gguf(model, to, gguf, adapter, dtype=dtype, overwrite=overwrite)
+        return
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
     import torch
 
-    from dgemma.weights.download import find_checkpoint
-    from dgemma.weights.export import export as write
+    from dgemma.weights.hub import find_checkpoint
+    from dgemma.weights.save import export as write_released
 
     source = find_checkpoint(model)
     if to.exists() and to.samefile(source):
         raise UsageError(f"{to} is the model itself; choose another directory")
-    kind = None if dtype == "auto" else getattr(torch, dtype)
-    write(source, to, dtype=kind, adapter=adapter, overwrite=overwrite)
+    torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
+    write_released(source, to, dtype=torch_dtype, adapter=adapter, overwrite=overwrite)
+    print(to)
+
+
+def _export_gguf(
+    model: str, to: Path, kind: str | None, adapter: Path | None, *, dtype: str, overwrite: bool
+) -> None:
+    types = ", ".join(GGUF_TYPES)
+    if kind is None:
+        raise UsageError(f"{to} is a GGUF file; say its type with --gguf: {types}")
+    if kind not in GGUF_TYPES:
+        raise UsageError(f"--gguf {kind} is not known; use {types}")
+    if to.suffix.lower() != ".gguf":
+        raise UsageError(f"{to} should end in .gguf, since --gguf writes one file")
+    if dtype != "auto":
+        raise UsageError(f"--dtype {dtype} is for the released layout; --gguf {kind} says the type")
+    if to.exists() and not overwrite:
+        raise UsageError(f"{to} exists; overwrite it (--overwrite) or choose another name")
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from dgemma.weights.gguf_write import export_gguf
+    from dgemma.weights.hub import find_checkpoint
+
+    source = find_checkpoint(model)
+    if to.exists() and to.samefile(source):
+        raise UsageError(f"{to} is the model itself; choose another name")
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("tensors"), BarColumn(), MofNCompleteColumn())
+    is_quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
+        task = progress.add_task("tensors")
+
+        def on_tensor(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        export_gguf(source, to, kind, adapter=adapter, on_tensor=on_tensor)
     print(to)

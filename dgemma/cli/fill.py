@@ -1,21 +1,20 @@
-"""`dgemma fill`: a text file with holes, filled; everything else stays byte for byte."""
+"""`dgemma fill`: fill the holes of a text file; everything else stays byte for byte."""
 
 import json
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
-from dgemma.cli.texts import STDIN, check_writable, print_text, read_text, write_text
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app, load_engine
+from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
-    from dgemma.constrain.holes import Holed
     from dgemma.engine import Engine
-    from dgemma.engine.fill import Filled, FilledText, FillOptions
+    from dgemma.programs.infill.document import InfillDocument
+    from dgemma.programs.infill.infill import FilledText, FillParams, FillResult
 
 
 @app.command()
@@ -46,91 +45,86 @@ def fill(
     form: Annotated[
         str | None,
         typer.Option(
-            help="How the model is asked: base, by the text alone; instruct, by a request that "
-            "shows the whole text; both, the default where there is a chat template."
+            help="Prompt style: base, the text alone; instruct, a user turn that shows the whole "
+            "text; both, the default if there is a chat template."
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Write the file instead of stdout.")
     ] = False,
-    show: Annotated[bool, typer.Option("--show", help="Watch a canvas settle.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Watch a canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fill each <|fill|> in a text; everything else is untouched."""
-    from dgemma.cli.loading import load_engine
-    from dgemma.constrain.holes import Holed
-    from dgemma.engine.fill import FillOptions, check_fill
+    from dgemma.programs.infill.document import InfillDocument
+    from dgemma.programs.infill.infill import FillParams, check_fill
 
     if in_place and file == STDIN:
         raise UsageError("stdin cannot be written in place; give a file, or leave out --in-place")
-    holed = Holed.read(read_text(file))
+    text = read_text(file)
+    document = InfillDocument.parse(text)
     if in_place:
         check_writable(file)
-    options = FillOptions(
-        lengths=_lengths(length, holed.count),
+    params = FillParams(
+        lengths=_lengths(length, document.num_holes),
         max_tokens=max_tokens,
         single_line=single_line,
         stop=tuple(stop or ()),
-        candidates=candidates,
+        num_candidates=candidates,
         effort=effort,  # type: ignore[arg-type]  # refused below if it is not known
-        form=form,  # type: ignore[arg-type]  # the same
+        prompt_style=form,  # type: ignore[arg-type]  # the same
         seed=seed,
         drafts=show,
     )
-    check_fill(options)  # before a long load
-    filled = _run(load_engine(model, device, dtype, adapter, quant), holed, options)
+    check_fill(params)  # before a long load
+    filled = _run(load_engine(model, device, dtype, adapter, quant), document, params)
     if in_place:
-        write_text(file, filled.text)
+        write_text(file, filled.text, text)
     if as_json:
         print(json.dumps(_report(filled, model), ensure_ascii=False))
     elif not in_place:
         print_text(filled.text)
     if not as_json:
-        for number, one in enumerate(filled.candidates[1:], start=2):
-            texts = ", ".join(repr(hole.text) for hole in one.holes)
-            print(f"candidate {number}, score {one.score:.3f}: {texts}", file=sys.stderr)
+        for number, candidate in enumerate(filled.candidates[1:], start=2):
+            texts = ", ".join(repr(hole.text) for hole in candidate.holes)
+            print(f"candidate {number}, score {candidate.score:.3f}: {texts}", file=sys.stderr)
 
 
-def _lengths(given: list[int] | None, count: int) -> tuple[int, ...] | None:
-    """One length stands for all holes."""
-    if not given:
+def _lengths(lengths: list[int] | None, count: int) -> tuple[int, ...] | None:
+    """Return a length for each hole; a single one is for all of them."""
+    if not lengths:
         return None
-    if len(given) not in (1, count):
-        raise UsageError(f"{len(given)} lengths are given for {count} holes; give one, or {count}")
-    return tuple(given * count)[:count]
+    if len(lengths) not in (1, count):
+        raise UsageError(
+            f"{len(lengths)} lengths are given for {count} holes; give one, or {count}"
+        )
+    return tuple(lengths * count)[:count]
 
 
-def _run(engine: "Engine", holed: "Holed", options: "FillOptions") -> "Filled":
-    from dgemma.cli.show import CanvasView
-    from dgemma.engine.fill import Filled
+def _run(engine: "Engine", document: "InfillDocument", params: "FillParams") -> "FillResult":
+    from dgemma.cli.show import run_program
+    from dgemma.programs.infill.infill import fill_program
 
-    with ExitStack() as stack:
-        view = stack.enter_context(CanvasView()) if options.drafts else None
-        for event in engine.stream_fill(holed, options):
-            if isinstance(event, Filled):
-                return event
-            if view is not None:
-                view.draw(event)
-    raise AssertionError("a stream ends with its result")
+    return run_program(engine, fill_program(engine, document, params), show=params.drafts)
 
 
-def _report(filled: "Filled", model: str) -> dict[str, object]:
+def _report(filled: "FillResult", model: str) -> dict[str, object]:
     return {
         **_text(filled.candidates[0]),
-        "candidates": [_text(one) for one in filled.candidates],
+        "candidates": [_text(candidate) for candidate in filled.candidates],
         "steps": filled.steps,
         "canvases": filled.canvases,
         "seconds": round(filled.seconds, 4),
         "seed": filled.seed,
-        "form": filled.form,
+        "form": filled.prompt_style,
         "model": model,
     }
 
 
-def _text(one: "FilledText") -> dict[str, object]:
+def _text(candidate: "FilledText") -> dict[str, object]:
     return {
-        "text": one.text,
-        "holes": [asdict(hole) for hole in one.holes],
-        "score": one.score,
+        "text": candidate.text,
+        "holes": [asdict(hole) for hole in candidate.holes],
+        "score": candidate.score,
     }

@@ -2,33 +2,37 @@
 
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app
-from dgemma.errors import UsageError
+from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, Template, app, load_engine
+from dgemma.errors import DgemmaError, UsageError
 
 if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView
+    from dgemma.constrain.grammar import ConstraintArgs
     from dgemma.diffusion.sampler import Sampler
-    from dgemma.engine import Done, Engine, Options, Text
+    from dgemma.engine import Done, Engine, SamplingParams
+    from dgemma.images import Image
     from dgemma.text.chat import Prompt
+    from dgemma.text.messages import Part
 
 RULES = ("entropy", "confidence")
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from stdin.")],
     model: Model = "nano",
     device: Device = "auto",
     dtype: Dtype = "auto",
     quant: Quant = "auto",
     adapter: Adapter = None,
+    template: Template = "auto",
     mode: Annotated[str, typer.Option(help="diffusion, ar or hybrid (AR thought).")] = "diffusion",
     temperature: Annotated[
         float | None, typer.Option(help="Of draws; AR is greedy without it.")
@@ -37,7 +41,15 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     thinking: Annotated[bool, typer.Option(help="Let the model think first.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Go on with the text; no chat.")] = False,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", "-a", help="A picture to show before the prompt; may be repeated."),
+    ] = None,
+    image_tokens: Annotated[
+        int | None,
+        typer.Option(help="Soft tokens of each picture: 70, 140, 280, 560 or 1120 (small text)."),
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue the text; no chat.")] = False,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
     canvas: Annotated[int | None, typer.Option(help="Canvas length, up to the model's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Most steps per canvas.")] = None,
@@ -46,26 +58,28 @@ def generate(
         str | None,
         typer.Option(help="Answer in JSON of this schema: a file, or the schema itself."),
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="Answer what this expression matches.")] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Answer with a text that this expression matches.")
+    ] = None,
     grammar: Annotated[
         Path | None, typer.Option(help="Answer in the language of a Lark grammar: a file.")
     ] = None,
     choices: Annotated[str | None, typer.Option(help="Answer one of these: a,b,c.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Watch the canvas settle.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Watch the canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt."""
-    from dgemma.cli.constraint import check_done, read_options
-    from dgemma.cli.loading import load_engine
-    from dgemma.engine import Options
-    from dgemma.engine.options import check_options
+    from dgemma.engine import SamplingParams
+    from dgemma.engine.params import check_params
+    from dgemma.text.chat import Prompt
 
     text = _read_prompt(prompt)
-    if plain and (system or thinking):
-        raise UsageError("--plain has no chat turns; leave out --system and --thinking")
+    if plain and (system or thinking or image):
+        raise UsageError("--plain has no chat turns; leave out --system, --thinking and --image")
+    pictures = _read_images(image or [], image_tokens)
     if rule not in (None, *RULES):
         raise UsageError(f"rule {rule!r} is not known; use {' or '.join(RULES)}")
-    options = Options(
+    params = SamplingParams(
         mode=mode,  # type: ignore[arg-type]  # refused below if it is not known
         temperature=temperature,
         max_tokens=max_tokens,
@@ -74,19 +88,87 @@ def generate(
         stop=tuple(stop or ()),
         drafts=show and mode != "ar",
     )
-    check_options(options)  # before a long load
-    constraint = read_options(schema, regex, grammar, choices)
+    check_params(params)  # before a long load
+    constraint = _read_constraint(schema, regex, grammar, choices)
     if constraint and stop:
         raise UsageError("--stop would cut a text that is held to a grammar; leave it out")
-    engine = load_engine(model, device, dtype, adapter, quant)
-    guide = engine.guide(**constraint) if constraint else None
-    options = replace(options, sampler=_sampler(engine, rule, steps), guide=guide)
-    request = engine.plain(text) if plain else _chat(engine, text, system, thinking)
-    done = _run(engine, request, options, show=show, is_quiet=as_json)
+    engine = load_engine(model, device, dtype, adapter, quant, template)
+    compiled = engine.constraint(**constraint) if constraint else None
+    params = replace(params, sampler=_sampler(engine, rule, steps), constraint=compiled)
+    content: str | tuple[Part, ...] = (*pictures, text) if pictures else text
+    request = engine.plain_prompt(text) if plain else _chat(engine, content, system, thinking)
+    for note in request.notes if isinstance(request, Prompt) else ():
+        print(f"dgemma: {note}", file=sys.stderr)
+    done = _run(engine, request, params, show=show, is_quiet=as_json)
     if as_json:
         print(json.dumps(_report(done, model), ensure_ascii=False))
-    if guide is not None:
-        check_done(done)
+    if compiled is not None:
+        _check_done(done)
+
+
+def _read_images(paths: Sequence[Path], tokens: int | None) -> "tuple[Image, ...]":
+    """Read pictures before a model is loaded."""
+    from dgemma.images import Image
+
+    if tokens is not None and not paths:
+        raise UsageError("--image-tokens is given without --image; show a picture or leave it out")
+    return tuple(Image.open(path, tokens=tokens) for path in paths)
+
+
+def _read_constraint(
+    schema: str | None, regex: str | None, grammar: Path | None, choices: str | None
+) -> "ConstraintArgs":
+    """Read and check the options before a model is loaded; empty if none is given."""
+    from dgemma.constrain.grammar import read_constraint
+
+    constraint: ConstraintArgs = {}
+    if schema is not None:
+        constraint["schema"] = _read_schema(schema)
+    if regex is not None:
+        constraint["regex"] = regex
+    if grammar is not None:
+        constraint["grammar"] = _read_file(grammar, "the grammar")
+    if choices is not None:
+        constraint["choices"] = [choice.strip() for choice in choices.split(",")]
+    if len(constraint) > 1:
+        names = " and ".join(f"--{name}" for name in constraint)
+        raise UsageError(f"{names} are given together; a text is held to one of them")
+    if constraint:
+        read_constraint(constraint)
+    return constraint
+
+
+def _check_done(done: "Done") -> None:
+    """Fail if a constrained text could not be completed; say if a limit forced its end."""
+    if done.fault and not done.ids:
+        raise DgemmaError(f"no text: {done.fault}; raise --max-tokens or loosen the constraint")
+    if done.forced_from is not None:
+        print(
+            "dgemma: a limit forced the end of this text; the model's own words end at character "
+            f"{done.forced_from} of {len(done.text)}: raise --max-tokens, or give a maxLength",
+            file=sys.stderr,
+        )
+
+
+def _read_schema(argument: str) -> str:
+    """Read a schema from a file, or return the argument if it is one."""
+    if argument.lstrip().startswith(("{", "true", "false")):
+        return argument
+    text = _read_file(Path(argument), "the schema")
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{argument} is not JSON: {error}") from None
+    return text
+
+
+def _read_file(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{what} {path} is not UTF-8 text") from None
 
 
 def _read_prompt(prompt: str) -> str:
@@ -111,35 +193,44 @@ def _sampler(engine: "Engine", rule: str | None, steps: int | None) -> "Sampler 
     return sampler if steps is None else replace(sampler, max_denoising_steps=steps)
 
 
-def _chat(engine: "Engine", text: str, system: str, thinking: bool) -> "Prompt | str":
+def _chat(
+    engine: "Engine", content: "str | tuple[Part, ...]", system: str, thinking: bool
+) -> "Prompt | str":
     from dgemma.text.chat import Message
 
     if engine.template is None:
-        if system or thinking:
-            raise UsageError("this checkpoint has no chat template: no --system, no --thinking")
-        return text
+        if system or thinking or not isinstance(content, str):
+            raise UsageError(
+                "this checkpoint has no chat template: no --system, no --thinking, no --image"
+            )
+        return content
     messages = [Message(role="system", content=system)] if system else []
-    return engine.prompt([*messages, Message(role="user", content=text)], thinking=thinking)
+    return engine.prompt([*messages, Message(role="user", content=content)], thinking=thinking)
 
 
 def _run(
-    engine: "Engine", request: "Prompt | str", options: "Options", *, show: bool, is_quiet: bool
+    engine: "Engine",
+    request: "Prompt | str",
+    params: "SamplingParams",
+    *,
+    show: bool,
+    is_quiet: bool,
 ) -> "Done":
     """Print the answer as it is promised, or, with a live canvas, when it is complete."""
     from dgemma.cli.show import CanvasView
     from dgemma.engine import Done, Draft, Text
 
-    events, promised = engine.stream(request, options), ""
-    view = CanvasView() if show else None
+    events, promised = engine.stream(request, params), ""
+    view = CanvasView(is_live=show)
     try:
-        with view or nullcontext():
+        with view:
             for event in events:
                 if isinstance(event, Done):
                     done = event
-                elif isinstance(event, Draft) and view is not None:
+                elif isinstance(event, Draft):
                     view.draw(event)
                 elif isinstance(event, Text) and not is_quiet:
-                    _show_text(event, view)
+                    view.promise(event)
                     promised += "" if event.is_thought else event.text
     except KeyboardInterrupt:
         if promised:  # the canvas is wiped, what was promised stays
@@ -150,16 +241,11 @@ def _run(
     return done
 
 
-def _print_rest(promised: str, view: "CanvasView | None") -> None:
-    """What a live canvas kept from being printed on the way, and the end of the line."""
-    print(promised if view is not None and view.is_live else "")
+def _print_rest(promised: str, view: "CanvasView") -> None:
+    """Print the text that a live canvas has shown and wiped, and end the line."""
+    from dgemma.cli.show import print_wrapped
 
-
-def _show_text(text: "Text", view: "CanvasView | None") -> None:
-    if view is not None:
-        view.promise(text)
-    elif not text.is_thought:
-        print(text.text, end="", flush=True)
+    print_wrapped(promised if view.is_live else "")
 
 
 def _report(done: "Done", model: str) -> dict[str, object]:
@@ -170,9 +256,10 @@ def _report(done: "Done", model: str) -> dict[str, object]:
         "tool_calls": [{"name": c.name, "arguments": c.arguments} for c in reply.tool_calls],
         "tokens": done.tokens,
         "prompt_tokens": done.prompt_tokens,
+        "image_tokens": done.image_tokens,
         "steps": done.steps,
         "blocks": done.blocks,
-        "unsettled_blocks": done.unsettled_blocks,
+        "unconverged_blocks": done.unconverged_blocks,
         "tokens_per_step": round(done.tokens_per_step, 3),
         "seconds": round(done.seconds, 4),
         "finish": done.finish,
@@ -180,6 +267,7 @@ def _report(done: "Done", model: str) -> dict[str, object]:
         "mode": done.mode,
         "retries": done.retries,
         "fault": done.fault,
+        "forced_from": done.forced_from,
         "reused_tokens": done.reused_tokens,
         "model": model,
     }

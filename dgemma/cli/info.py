@@ -4,7 +4,9 @@ import json
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from dgemma.cli.app import AsJson, Device, Dtype, Model, Quant, app
 from dgemma.errors import UsageError
@@ -19,12 +21,19 @@ def info(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quant: Quant = "auto",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the weight files with their SHA-256.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what would run, and where. Needs a checkpoint's config only, not its weights."""
+    """Print versions, device, model and chosen fast paths; reads a config, no weights."""
+    if verify:
+        checked = _verified(model)
     facts = {**_machine(device, dtype), **_model(model)}
     facts["weights"] = _weights(model, device, dtype, quant)
     facts["backend"] = _backend(model, device, dtype)
+    if verify:
+        facts["verified"] = checked
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
         return
@@ -33,12 +42,24 @@ def info(
         print(f"{name.replace('_', ' '):{width}}  {_shown(value)}")
 
 
+def _verified(model: str) -> str:
+    """Return which weight files have the SHA-256 that is recorded of them."""
+    from dgemma.weights.files import listing, verify_digests
+    from dgemma.weights.hub import find_checkpoint
+
+    path = find_checkpoint(model)
+    files = verify_digests(path) if path.is_dir() else {}
+    if not files:
+        return "nothing: no SHA-256 is recorded for these files"
+    return f"{len(files)} files have the recorded SHA-256: {listing(files)}"
+
+
 def _shown(value: Any) -> str:
-    """On one line; what is true of all is said once."""
+    """Write a value on one line; a value shared by all keys once."""
     if not isinstance(value, dict):
         return str(value)
-    ways = set(value.values())
-    return ways.pop() if len(ways) == 1 else ", ".join(f"{k}: {v}" for k, v in value.items())
+    shared = set(value.values())
+    return shared.pop() if len(shared) == 1 else ", ".join(f"{k}: {v}" for k, v in value.items())
 
 
 def _machine(device: str, dtype: str) -> dict[str, Any]:
@@ -60,10 +81,10 @@ def _machine(device: str, dtype: str) -> dict[str, Any]:
 
 
 def _fast_paths(where: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
-    """Which of the two ways each op takes here."""
+    """Name the implementation of each op on this device."""
     import torch
 
-    from dgemma.backends.cpu.packed_linear import can_pack
+    from dgemma.backends.cpu import can_pack
 
     is_cpu = where.type == "cpu"
     is_packed = is_cpu and can_pack(torch.empty(1, 1, dtype=dtype))
@@ -73,44 +94,44 @@ def _fast_paths(where: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
         "linear": "packed by oneDNN" if is_packed else "plain",
         "mean": "products for open positions" if is_packed else "products",
         "experts": "one grouped product" if is_grouped else "one product per expert",
-        "row_stats": "in place",
+        "position_stats": "in place",
     }
 
 
 def _backend(model: str, device: str, dtype: str) -> str:
     """Name the backend that would run here, and why not a faster one."""
-    from dgemma.backends.cuda.selftest_cache import report
-    from dgemma.config import load_config
+    from dgemma.backends.choose import report
     from dgemma.device import choose_device, choose_dtype
-    from dgemma.weights.download import find_checkpoint
+    from dgemma.weights.hub import find_checkpoint
+    from dgemma.weights.source import model_config
 
     where = choose_device(device)
     try:
-        config = load_config(find_checkpoint(model))
+        config = model_config(find_checkpoint(model))
     except UsageError:
         config = None
     return report(config, choose_dtype(dtype, where), where)
 
 
 def _weights(model: str, device: str, dtype: str, quant: str) -> str:
-    """The form a model would be loaded in, and why; or why it would not be."""
-    from dgemma.weights.download import find_checkpoint
-    from dgemma.weights.served import Wanted, decide
+    """Return the format a model would be loaded in with the reason, or the refusal."""
+    from dgemma.weights.hub import find_checkpoint
+    from dgemma.weights.inference import LoadOptions, plan_load
 
     try:
-        wanted = Wanted(device=device, dtype=dtype, quant=quant)
-        decided = decide(find_checkpoint(model), wanted)
+        options = LoadOptions(device=device, dtype=dtype, quant=quant)
+        plan = plan_load(find_checkpoint(model), options)
     except UsageError as error:
         return f"refused: {error}"
-    kind = str(decided.dtype).removeprefix("torch.")
-    form = {"none": kind, "own": "packed as stored"}.get(decided.choice.quant, decided.choice.quant)
-    head = ", head in 8 bits" if decided.choice.head_8 else ""
-    head = ", head and soft embeddings in 8 bits" if decided.choice.soft_8 else head
-    return f"{form}{head} ({decided.choice.why})"
+    choice, dtype_name = plan.choice, str(plan.dtype).removeprefix("torch.")
+    names = {"none": dtype_name, "stored": "packed as stored"}
+    head = ", head in 8 bits" if choice.fp8_head else ""
+    head = ", head and soft embeddings in 8 bits" if choice.fp8_soft_embed else head
+    return f"{names.get(choice.quant, choice.quant)}{head} ({choice.reason})"
 
 
 def _model(model: str) -> dict[str, Any]:
-    from dgemma.weights.download import find_checkpoint
+    from dgemma.weights.hub import find_checkpoint
 
     try:
         directory = find_checkpoint(model)
@@ -118,14 +139,25 @@ def _model(model: str) -> dict[str, Any]:
         if model != "nano":
             raise
         return {"model": f"none ({error})"}
-    return {"model": model, **_config(directory)}
+    return {"model": model, **_config(directory), **_file(directory)}
+
+
+def _file(path: Path) -> dict[str, Any]:
+    """Return the types of a GGUF file, what was assumed of it, and its chat template."""
+    from dgemma.weights.source import load_template, load_tokenizer, source_notes
+
+    if path.is_dir():
+        return {}
+    types, *notes = source_notes(path, load_template(path, load_tokenizer(path)))
+    return {"file": types, "notes": "; ".join(notes)}
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    from dgemma.config import FULL, load_config
-    from dgemma.weights.random import count_parameters, short_count
+    from dgemma.config import FULL
+    from dgemma.weights.load import count_parameters, short_count
+    from dgemma.weights.source import model_config
 
-    config = load_config(directory)
+    config = model_config(directory)
     count = count_parameters(config)
     return {
         "family": config.family,

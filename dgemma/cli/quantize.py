@@ -1,4 +1,4 @@
-"""`dgemma quantize`: a checkpoint in fewer bits, in a released layout."""
+"""`dgemma quantize`: quantize a checkpoint into a released scheme."""
 
 import json
 import sys
@@ -11,9 +11,8 @@ from dgemma.cli.app import AsJson, app
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
-    from dgemma.weights.agreement import Agreement
-    from dgemma.weights.layouts import Scheme
-    from dgemma.weights.quantize import Written
+    from dgemma.weights.quant_schemes import QuantScheme
+    from dgemma.weights.quantize import Agreement, QuantizeResult
 
 
 @app.command()
@@ -25,32 +24,32 @@ def quantize(
 ) -> None:
     """Write a checkpoint in 8 or 4 bits, in the layouts of RedHatAI's and NVIDIA's releases.
 
-    Tensor by tensor: the model is never in memory as a whole. Prints what each layer's weights
-    lost, and for models below 300M parameters how far the answers moved. Head, embedding, router
-    and norms stay in bfloat16. On a GPU with 8-bit floats it is run as it is; elsewhere loading it
-    gives 16- or 32-bit weights again.
+    Tensor by tensor: the model is never in memory as a whole. Prints the relative error of each
+    layer's weights, and for models below 300M parameters how far the outputs moved. Head,
+    embedding, router and norms stay in bfloat16. A GPU with fp8 runs the result as it is; elsewhere
+    loading dequantizes it to 16 or 32 bits.
     """
-    from dgemma.weights.layouts import SCHEMES
+    from dgemma.weights.quant_schemes import SCHEMES
 
     if to not in SCHEMES:
         raise UsageError(f"--to {to!r} is not known; use {' or '.join(SCHEMES)}")
-    from dgemma.config import load_config
-    from dgemma.weights.agreement import compare, is_small
-    from dgemma.weights.download import find_checkpoint
+    from dgemma.weights.hub import find_checkpoint
+    from dgemma.weights.quantize import compare, is_small
+    from dgemma.weights.source import model_config
 
     directory = find_checkpoint(source)
-    written = _write(directory, out, SCHEMES[to])
-    moved = compare(directory, out) if is_small(load_config(directory)) else None
+    result = _quantize(directory, out, SCHEMES[to])
+    agreement = compare(directory, out) if is_small(model_config(directory)) else None
     if as_json:
-        print(json.dumps(_report(out, to, written, moved)))
+        print(json.dumps(_report(out, to, result, agreement)))
         return
-    for loss in written.losses:
+    for loss in result.losses:
         print(f"layer {loss.layer:3}  {loss.part:10} relative error {loss.relative:.5f}")
-    print(f"{written.source_bytes / 1e9:.3f} GB became {written.bytes / 1e9:.3f} GB in {out}")
-    print(_sentence(moved))
+    print(f"{result.source_bytes / 1e9:.3f} GB became {result.bytes / 1e9:.3f} GB in {out}")
+    print(_sentence(agreement))
 
 
-def _write(source: Path, out: Path, scheme: "Scheme") -> "Written":
+def _quantize(source: Path, out: Path, scheme: "QuantScheme") -> "QuantizeResult":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -69,24 +68,26 @@ def _write(source: Path, out: Path, scheme: "Scheme") -> "Written":
         return quantize_checkpoint(source, out, scheme, on_tensor=on_tensor)
 
 
-def _sentence(moved: "Agreement | None") -> str:
-    if moved is None:
+def _sentence(agreement: "Agreement | None") -> str:
+    if agreement is None:
         return "agreement with the source: not measured, the model is too large to load twice"
     return (
-        f"agreement with the source over {moved.positions} positions of random prompts: same top "
-        f"token {100 * moved.top_1:.1f} %, KL {moved.kl:.2e} nats in the mean, "
-        f"{moved.worst_kl:.2e} at worst"
+        f"agreement with the source over {agreement.positions} positions of random prompts: same "
+        f"top token {100 * agreement.top_1:.1f} %, KL {agreement.kl:.2e} nats in the mean, "
+        f"{agreement.worst_kl:.2e} at worst"
     )
 
 
-def _report(out: Path, to: str, written: "Written", moved: "Agreement | None") -> dict[str, Any]:
+def _report(
+    out: Path, to: str, result: "QuantizeResult", agreement: "Agreement | None"
+) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
         "directory": str(out),
         "to": to,
-        "source_bytes": written.source_bytes,
-        "bytes": written.bytes,
-        "losses": [asdict(loss) for loss in written.losses],
-        "agreement": None if moved is None else asdict(moved),
+        "source_bytes": result.source_bytes,
+        "bytes": result.bytes,
+        "losses": [asdict(loss) for loss in result.losses],
+        "agreement": None if agreement is None else asdict(agreement),
     }

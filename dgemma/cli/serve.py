@@ -1,20 +1,24 @@
-"""`dgemma serve`: the engine behind HTTP."""
+"""`dgemma serve`: the HTTP server."""
 
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, Device, Dtype, Model, Quant, app
+from dgemma.cli.app import Adapter, Device, Dtype, Model, Quant, Template, app, load_engine
 from dgemma.errors import DgemmaError, UsageError
+from dgemma.server.limits import Limits
 
 if TYPE_CHECKING:
     import socket
 
 MIB = 1 << 20
+DEFAULTS = Limits()
+IMAGE_MIB = 32  # of a request with pictures: a photograph of 12 megapixels has 8 in base64
 
 
 @app.command()
@@ -24,6 +28,7 @@ def serve(
     dtype: Dtype = "auto",
     quant: Quant = "auto",
     adapter: Adapter = None,
+    template: Template = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
@@ -41,25 +46,51 @@ def serve(
         list[str] | None, typer.Option(help="A name clients may call the server by.")
     ] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="An origin whose web pages may ask.")
+        list[str] | None, typer.Option(help="An origin whose web pages may send requests.")
     ] = None,
-    max_rows: Annotated[int, typer.Option(help="Most requests in one pass.")] = 8,
-    max_queue: Annotated[int, typer.Option(help="Most waiting requests of a key.")] = 64,
+    max_batch_size: Annotated[
+        int, typer.Option(help="Most requests in one pass.")
+    ] = DEFAULTS.max_batch_size,
+    max_queue: Annotated[
+        int, typer.Option(help="Most waiting requests of a key.")
+    ] = DEFAULTS.max_queue,
     max_context: Annotated[
         int, typer.Option(help="Most tokens of all running requests together.")
-    ] = 1 << 18,
-    max_body: Annotated[float, typer.Option(help="Largest request in MiB.")] = 4,
-    max_seconds: Annotated[float, typer.Option(help="Deadline of a request.")] = 600,
+    ] = DEFAULTS.max_context,
+    max_body: Annotated[
+        float | None,
+        typer.Option(help="Largest request in MiB; 4 by default, 32 for a model with pictures."),
+    ] = None,
+    max_connections: Annotated[
+        int, typer.Option(help="Most open connections.")
+    ] = DEFAULTS.max_connections,
+    max_seconds: Annotated[
+        float, typer.Option(help="Deadline of a request in seconds.")
+    ] = DEFAULTS.max_seconds,
+    max_pass_seconds: Annotated[
+        float, typer.Option(help="Time after which a pass counts as hung, and /health is a 503.")
+    ] = DEFAULTS.max_pass_seconds,
     drain_seconds: Annotated[
-        float, typer.Option(help="How long running requests may go on after a signal.")
-    ] = 120,
+        float, typer.Option(help="Time for running requests to finish after a signal.")
+    ] = DEFAULTS.drain_seconds,
+    replicas: Annotated[
+        int | None, typer.Option(help="Engines to serve with, each a process of its own, by Ray.")
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Most replicas; they are added under load.")
+    ] = None,
+    gpus_per_replica: Annotated[
+        float | None, typer.Option(help="GPUs of each replica; 1 where there is one.")
+    ] = None,
+    cpus_per_replica: Annotated[
+        int | None, typer.Option(help="Threads of each replica; an equal share by default.")
+    ] = None,
 ) -> None:
-    """Serve the model over HTTP, in OpenAI's shapes."""
-    _require_extra()
-    from dgemma.cli.loading import load_engine
-    from dgemma.server.limits import Limits
-    from dgemma.server.run import bind, bound_kernels, make_server
-    from dgemma.server.security import check_listening, names_of, read_keys
+    """Serve the model over HTTP, with OpenAI's API."""
+    require_extra()
+    from dgemma.server.app import make_app
+    from dgemma.server.auth import check_listening, names_of, read_keys
+    from dgemma.server.lifecycle import bind, bound_kernel_cache, make_server
     from dgemma.server.service import Settings
 
     keys = read_keys(api_key_file, os.environ)
@@ -67,27 +98,49 @@ def serve(
     settings = Settings(
         names=tuple(name or [_name_of(model)]),
         limits=Limits(
-            rows=max_rows,
-            queue=max_queue,
-            tokens=max_context,
-            body_bytes=_bytes(max_body),
-            seconds=max_seconds,
+            max_batch_size=max_batch_size,
+            max_queue=max_queue,
+            max_context=max_context,
+            max_body=DEFAULTS.max_body if max_body is None else _bytes(max_body),
+            max_connections=max_connections,
+            max_seconds=max_seconds,
+            max_pass_seconds=max_pass_seconds,
             drain_seconds=drain_seconds,
         ),
         keys=keys,
         hosts=names_of(host, allow_host or ()),
         cors_origins=tuple(cors_origin or ()),
     )
-    bound_kernels(os.environ)
-    taken = bind(host, port)  # before a long load
-    server = make_server(load_engine(model, device, dtype, adapter, quant), settings, _tell_drain)
-    where = _address(taken)
-    told = f"dgemma: {settings.names[0]} is at {where}/v1, its web page at {where}"
-    print(told, file=sys.stderr, flush=True)
-    server.run(sockets=[taken])
+    bound_kernel_cache(os.environ)
+    listening = bind(host, port)  # before a long load
+    url = _url(listening)
+    banner = f"dgemma: {settings.names[0]} is at {url}/v1, its web page at {url}"
+    if replicas is not None:
+        from dgemma.scale.local import Fleet, local_options, serve_replicas
+        from dgemma.scale.replica import ModelArgs
+
+        options = local_options(replicas, max_replicas, gpus_per_replica, cpus_per_replica, device)
+        arguments = ModelArgs(
+            model=model,
+            device=device,
+            dtype=dtype,
+            quant=quant,
+            adapter=None if adapter is None else str(adapter),
+            template=template,
+        )
+        serve_replicas(Fleet(arguments, settings, options), listening, banner, _print_drain)
+        return
+    if any(option is not None for option in (max_replicas, gpus_per_replica, cpus_per_replica)):
+        raise UsageError("--max-replicas and sizes of replicas need --replicas; give it too")
+    engine = load_engine(model, device, dtype, adapter, quant, template)
+    if max_body is None and engine.images is not None:
+        settings = replace(settings, limits=replace(settings.limits, max_body=IMAGE_MIB * MIB))
+    server = make_server(make_app(engine, settings), _print_drain)
+    print(banner, file=sys.stderr, flush=True)
+    server.run(sockets=[listening])
 
 
-def _require_extra() -> None:
+def require_extra() -> None:
     from importlib.util import find_spec
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
@@ -102,17 +155,17 @@ def _bytes(mib: float) -> int:
 
 
 def _name_of(model: str) -> str:
-    """A directory goes by its own name: where it lies is nobody's business."""
+    """Return the public name of a model; a directory's path is nobody's business."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
 
 
-def _address(taken: "socket.socket") -> str:
-    host, port = taken.getsockname()[:2]
+def _url(listening: "socket.socket") -> str:
+    host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _tell_drain(count: int) -> None:
+def _print_drain(count: int) -> None:
     requests = "1 request" if count == 1 else f"{count} requests"
     what = f"finishing {requests}; again to stop at once" if count else "stopping"
     print(f"dgemma: {what}", file=sys.stderr, flush=True)

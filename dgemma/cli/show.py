@@ -1,32 +1,56 @@
-"""The live canvas in a terminal: noise dim, decided tokens brighter as they are surer.
+"""The terminal: the live canvas, the text of an answer, the messages of a chat.
 
-Drawn on stderr and wiped at the end, so stdout holds the answer alone. Without a terminal nothing
-is drawn.
+The canvas shows noise dim, accepted tokens brighter with certainty. It is drawn on stderr and wiped
+at the end, so stdout holds the answer alone. Without a terminal nothing is drawn.
+
+A chat reads messages of one or several lines: prompt_toolkit edits them on a terminal (history,
+bracketed paste, Alt+Enter), and lines are read as they are without one. In both, a message that
+begins with three quotation marks ends with three. Keys typed while an answer is written are not
+echoed; the next prompt reads them.
 """
 
+import re
+import shutil
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dgemma.engine import Draft
+from dgemma.engine import Draft, Engine
 from dgemma.engine import Text as Promised
+from dgemma.engine.request import Program
+from dgemma.errors import UsageError
 
-# A decided token takes the first shade whose entropy, in nats, it stays below.
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+T = TypeVar("T")
+QUOTES = '"""'
+PROMPT, CONTINUED = "> ", "… "
+PLACEHOLDER = "a message, or /help"
+
+# An accepted token takes the first shade whose entropy, in nats, it stays below.
 SHADES = ((0.01, "bold bright_white"), (0.1, "white"), (0.5, "cyan"))
 
 
 class CanvasView:
-    """Draws promised text and the canvas behind it, in place, while a request runs.
+    """Draws promised text and the canvas after it, in place, while a request runs.
 
     A context manager, so that the terminal is always restored. What was promised is wiped with the
     rest and is for the caller to print: without a terminal it is printed as it comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_live: bool = True) -> None:
         self.promised = Text()
+        self.output = WordWrap()
+        self.may_draw = is_live
         self.live = Live(
             console=Console(file=sys.stderr),
             transient=True,
@@ -36,8 +60,8 @@ class CanvasView:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a terminal to draw on."""
-        return self.live.console.is_terminal
+        """True if drafts are drawn: they are wanted, and there is a terminal to draw on."""
+        return self.may_draw and self.live.console.is_terminal
 
     def __enter__(self) -> "CanvasView":
         if self.is_live:
@@ -52,18 +76,19 @@ class CanvasView:
     ) -> None:
         self._update(Text())
         self.live.stop()
+        self.output.flush()
 
     def draw(self, draft: Draft) -> None:
         self._update(Text.assemble(self._tail(), paint(draft)))
 
     def promise(self, text: Promised) -> None:
         if not self.is_live and not text.is_thought:
-            print(text.text, end="", flush=True)
+            self.output.write(text.text)
         self.promised.append(text.text, style="dim italic" if text.is_thought else "")
         self._update(self._tail())
 
     def _tail(self) -> Text:
-        """As much of the promised text as leaves room for a canvas."""
+        """Return as much of the promised text as leaves room for a canvas."""
         lines = self.promised.wrap(self.live.console, self.live.console.width)
         kept = lines[-max(3, self.live.console.height // 2) :] if len(self.promised) else []
         return Text("\n").join([*kept, Text()]) if kept else Text()
@@ -73,10 +98,67 @@ class CanvasView:
             self.live.update(shown, refresh=True)
 
 
+class WordWrap:
+    """Prints text on stdout as it comes; on a terminal lines are broken between words only."""
+
+    def __init__(self) -> None:
+        self.width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        self.column, self.word, self.space = 0, "", ""  # word and space: not yet printed
+
+    def write(self, text: str) -> None:
+        for part in re.findall(r"\n|[^\S\n]+|\S+", text) if self.width else [text]:
+            if not self.width:
+                sys.stdout.write(part)
+            elif not part.isspace():
+                self.word += part
+            elif part == "\n":
+                self._print_word()
+                sys.stdout.write("\n")
+                self.column, self.space = 0, ""
+            else:
+                self._print_word()
+                self.space += part
+        sys.stdout.flush()
+
+    def flush(self) -> None:
+        """Print the last word."""
+        self._print_word()
+        sys.stdout.flush()
+
+    def _print_word(self) -> None:
+        if not self.word:
+            return
+        if self.column and self.column + cell_len(self.space + self.word) > self.width:
+            sys.stdout.write("\n")
+            self.column, self.space = 0, ""
+        sys.stdout.write(self.space + self.word)
+        self.column += cell_len(self.space + self.word)
+        self.word = self.space = ""
+
+
+def print_wrapped(text: str) -> None:
+    """Print a whole text and end its line."""
+    output = WordWrap()
+    output.write(f"{text}\n")
+    output.flush()
+
+
+def run_program(engine: Engine, program: Program[T], *, show: bool) -> T:
+    """Run a program; with `show`, draw its drafts."""
+    if not show:
+        return engine.run(program)
+    with CanvasView() as view:
+        for event in engine.follow(program):
+            if isinstance(event, Draft):
+                view.draw(event)
+    result: T = event
+    return result
+
+
 def paint(draft: Draft) -> Text:
-    """The canvas as styled text, under a line that says how far it is."""
-    decided = sum(draft.kept) / len(draft.kept)
-    heading = f"block {draft.block + 1} · step {draft.step} · {decided:.0%} decided\n"
+    """Return the canvas as styled text, under a line with its progress."""
+    accepted = sum(draft.kept) / len(draft.kept)
+    heading = f"block {draft.block + 1} · step {draft.step} · {accepted:.0%} accepted\n"
     text = Text(heading, style="dim")
     for token, entropy, kept, pinned in zip(
         draft.tokens, draft.entropy, draft.kept, draft.pinned, strict=True
@@ -96,9 +178,122 @@ def style(entropy: float, *, kept: bool, pinned: bool) -> str:
 
 
 def printable(token: str) -> str:
-    """What has no glyph (control tokens, lone bytes, cursor movements) shows as a dot."""
+    """Replace what has no glyph (control tokens, lone bytes, cursor movements) by a dot."""
     return "".join(c if is_shown(c) else "·" for c in token) or "·"
 
 
 def is_shown(character: str) -> bool:
     return character == "\n" or (character.isprintable() and character != "\ufffd")
+
+
+# --- input
+
+
+class MessageReader(Protocol):
+    """Returns messages, one at a time; None at the end of input."""
+
+    def read(self) -> str | None: ...
+
+
+def is_open(message: str) -> bool:
+    """Return True if a message has begun with quotation marks that are not closed."""
+    return message.lstrip().startswith(QUOTES) and message.count(QUOTES) == 1
+
+
+def unquote(message: str) -> str:
+    """Remove the quotation marks around a message, and the line breaks next to them."""
+    text = message.strip()
+    is_quoted = len(text) >= 2 * len(QUOTES) and text.startswith(QUOTES) and text.endswith(QUOTES)
+    inner = text[len(QUOTES) : -len(QUOTES)]
+    return inner.strip("\n") if is_quoted and QUOTES not in inner else message
+
+
+class PipeReader:
+    """Reads messages from a stdin that is not a terminal."""
+
+    def read(self) -> str | None:
+        lines = [sys.stdin.readline()]
+        if not lines[0]:
+            return None
+        while is_open("".join(lines)):
+            line = sys.stdin.readline()
+            if not line:
+                raise UsageError(f"the input ends inside a message that {QUOTES} opened; close it")
+            lines.append(line)
+        return "".join(lines).rstrip("\n")
+
+
+class TerminalReader:
+    """Reads messages with line editing; draws on stderr, so that stdout has the answers alone."""
+
+    def __init__(self, commands: Iterable[str] = (), history: Path | None = None) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.output import create_output
+
+        self.session: PromptSession[str] = PromptSession(
+            message=PROMPT,
+            prompt_continuation=CONTINUED,
+            placeholder=[("ansibrightblack", PLACEHOLDER)],
+            multiline=True,
+            key_bindings=_key_bindings(),
+            history=InMemoryHistory() if history is None else FileHistory(str(history)),
+            completer=WordCompleter([f"/{name}" for name in commands], sentence=True),
+            complete_while_typing=False,
+            output=create_output(stdout=sys.stderr),
+        )
+
+    def read(self) -> str | None:
+        """Return a message; Ctrl-C discards what is typed, Ctrl-D on an empty line ends."""
+        while True:
+            try:
+                return self.session.prompt()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                continue
+
+
+def _key_bindings() -> "KeyBindings":
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: "KeyPressEvent") -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")  # Alt+Enter
+    @keys.add("c-j")  # Ctrl+Enter and Shift+Enter of many terminals
+    def break_line(event: "KeyPressEvent") -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+@contextmanager
+def without_echo() -> Iterator[None]:
+    """Keep what is typed during an answer off the screen; Ctrl-C still interrupts.
+
+    Enter is kept as Enter, so that the next prompt takes such a line as if it were typed there.
+    """
+    try:
+        import termios
+    except ImportError:  # Windows
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    quiet = termios.tcgetattr(terminal)
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

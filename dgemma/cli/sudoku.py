@@ -1,4 +1,4 @@
-"""`dgemma sudoku`: puzzles in, solved grids out, by diffusion or by AR of the same weights."""
+"""`dgemma sudoku`: solve puzzles by diffusion or by AR of the same weights."""
 
 import json
 import secrets
@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, INTERRUPTED, Adapter, AsJson, Device, Dtype, Model, Quant, app
+from dgemma.cli.app import (
+    FAILED,
+    INTERRUPTED,
+    Adapter,
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Quant,
+    app,
+    load_engine,
+)
 from dgemma.errors import UsageError
-from dgemma.text.sudoku import CELLS, parse
+from dgemma.programs.sudoku.grid import CELLS, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -19,11 +30,12 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from dgemma.engine import Engine
-    from dgemma.engine.sudoku import How, Solved
+    from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult
 
 RULE = "──────┼───────┼──────"
 GIVEN, CHANGED, FILLED, MISSING = "bold", "bold red", "cyan", "dim"
 RESTARTS = 8
+MAX_SHOWN = 100  # characters of an argument that an error quotes
 
 
 @app.command()
@@ -49,11 +61,11 @@ def sudoku(
         int | None,
         typer.Option(
             help=f"Most new attempts, {RESTARTS} if not given, each in another form of the puzzle "
-            "(lines shuffled, digits renamed); made only if a canvas does not settle."
+            "(lines shuffled, digits renamed); made only if a canvas does not converge."
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same solution.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Watch the canvas settle.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Watch the canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Solve Sudoku; exits with 1 if any puzzle is left unsolved.
@@ -61,13 +73,12 @@ def sudoku(
     The model alone solves: replies are checked only when all is over. Grids are printed as they are
     solved, in the puzzles' order; Ctrl-C prints those that are ready.
     """
-    from dgemma.cli.loading import load_engine
-    from dgemma.engine.sudoku import How
+    from dgemma.programs.sudoku.solve import SudokuParams
 
     if mode == "ar":
         _check_ar({"--pin": pin, "--restarts": restarts is not None, "--show": show})
     cells = [cell for argument in puzzles for cell in _read(argument)]
-    how = How(
+    params = SudokuParams(
         mode=mode,  # type: ignore[arg-type]  # refused there if it is not known
         pinned=mode != "ar" if pin is None else pin,
         restarts=RESTARTS if restarts is None else restarts,
@@ -75,27 +86,27 @@ def sudoku(
         drafts=show,
     )
     engine = load_engine(model, device, dtype, adapter, quant)
-    results = Results(how, len(cells), as_json)
+    report = SudokuReport(params, len(cells), as_json)
     try:
-        for index, one in _solve(engine, cells, how, show=show):
-            results.take(index, one)
+        for index, result in _solve(engine, cells, params):
+            report.add(index, result)
     except KeyboardInterrupt:
-        results.finish()
-        print(f"dgemma: interrupted after {results.summary}", file=sys.stderr)
+        report.finish()
+        print(f"dgemma: interrupted after {report.summary}", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    results.finish()
-    if results.solved < len(cells):
+    report.finish()
+    if report.solved < len(cells):
         raise typer.Exit(FAILED)
 
 
-def _check_ar(given: "Mapping[str, bool | None]") -> None:
-    names = [name for name, is_given in given.items() if is_given]
+def _check_ar(options: "Mapping[str, bool | None]") -> None:
+    names = [name for name, is_set in options.items() if is_set]
     if names:
         raise UsageError(f"AR mode has no canvas; leave out {' and '.join(names)}")
 
 
 def _read(argument: str) -> list[str]:
-    """The puzzles an argument stands for: itself, the lines of a file, or those of stdin."""
+    """Return the puzzles of an argument: itself, the lines of a file, or those of stdin."""
     if argument == "-":
         return _read_lines(sys.stdin.read(), "stdin")
     is_puzzle = len("".join(argument.split())) == CELLS
@@ -105,7 +116,8 @@ def _read(argument: str) -> list[str]:
         except UnicodeDecodeError:
             raise UsageError(f"{argument} is no text file; give one puzzle a line") from None
     if not is_puzzle and not set(argument) <= set("0123456789. \n"):
-        raise UsageError(f"{argument!r} is neither a file nor a puzzle of 81 characters")
+        shown = argument if len(argument) <= MAX_SHOWN else f"{argument[:MAX_SHOWN]}..."
+        raise UsageError(f"{shown!r} is neither a file nor a puzzle of 81 characters")
     return [parse(argument)]
 
 
@@ -117,7 +129,7 @@ def _is_file(argument: str) -> bool:
 
 
 def _read_lines(text: str, name: str) -> list[str]:
-    """One puzzle a line; what follows it, such as its solution, is left alone."""
+    """Read one puzzle per line; what follows it, such as its solution, is ignored."""
     puzzles = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -132,74 +144,62 @@ def _read_lines(text: str, name: str) -> list[str]:
 
 
 def _solve(
-    engine: "Engine", puzzles: list[str], how: "How", *, show: bool
-) -> "Iterator[tuple[int, Solved]]":
-    """All puzzles at once, or one after the other where their canvases are to be watched."""
-    from dgemma.engine.sudoku import Solved, follow
+    engine: "Engine", puzzles: list[str], params: "SudokuParams"
+) -> "Iterator[tuple[int, SudokuResult]]":
+    """Solve all puzzles at once, or one after the other where their canvases are shown."""
+    from dgemma.cli.show import run_program
+    from dgemma.programs.sudoku.solve import solve_program
 
-    if show:
-        for index, puzzle in enumerate(puzzles):
-            yield index, _watch(engine, puzzle, how)
+    programs = (solve_program(engine, puzzle, params) for puzzle in puzzles)
+    if not params.drafts:
+        yield from engine.as_completed(programs)
         return
-    for index, event in follow(engine, puzzles, how):
-        if isinstance(event, Solved):
-            yield index, event
-
-
-def _watch(engine: "Engine", puzzle: str, how: "How") -> "Solved":
-    from dgemma.cli.show import CanvasView
-    from dgemma.engine.sudoku import Solved, follow
-
-    with CanvasView() as view:
-        for _, event in follow(engine, [puzzle], how):
-            if isinstance(event, Solved):
-                return event
-            view.draw(event)
-    raise AssertionError("a puzzle ends with its result")
+    for index, program in enumerate(programs):
+        yield index, run_program(engine, program, show=True)
 
 
 @dataclass(slots=True)
-class Results:
-    """What came of the puzzles; a grid is printed when those before it are, JSON at the end."""
+class SudokuReport:
+    """Results so far; a grid is printed when those before it are, JSON at the end."""
 
-    how: "How"
+    params: "SudokuParams"
     count: int  # of all puzzles
     as_json: bool
-    found: "dict[int, Solved]" = field(default_factory=dict)
+    results: "dict[int, SudokuResult]" = field(default_factory=dict)
     printed: int = 0
 
     @property
     def solved(self) -> int:
-        return sum(one.is_right for one in self.found.values())
+        return sum(result.is_right for result in self.results.values())
 
     @property
     def summary(self) -> str:
-        return f"{len(self.found)} of {_counted(self.count)}, {self.solved} solved"
+        return f"{len(self.results)} of {_counted(self.count)}, {self.solved} solved"
 
-    def take(self, index: int, one: "Solved") -> None:
-        self.found[index] = one
-        while not self.as_json and self.printed in self.found:
+    def add(self, index: int, result: "SudokuResult") -> None:
+        self.results[index] = result
+        while not self.as_json and self.printed in self.results:
             self._print(self.printed)
             self.printed += 1
 
     def finish(self) -> None:
-        """Print what is there and was not: if all is over early, some before it may be missing."""
+        """Print the results that wait for one before them; an interrupted run has such gaps."""
         if self.as_json:
-            print(json.dumps([_report(self.found[i], self.how) for i in sorted(self.found)]))
+            print(json.dumps([_report(self.results[i], self.params) for i in sorted(self.results)]))
             return
-        for index in sorted(self.found):
+        for index in sorted(self.results):
             if index >= self.printed:
                 self._print(index)
-        if self.count > 1 and len(self.found) == self.count:
+        if self.count > 1 and len(self.results) == self.count:
             print(f"{self.solved} of {self.count} solved")
 
     def _print(self, index: int) -> None:
         from rich.console import Console
 
-        one, console = self.found[index], Console(highlight=False, soft_wrap=True)
+        result, console = self.results[index], Console(highlight=False, soft_wrap=True)
         number = f"puzzle {index + 1}: " if self.count > 1 else ""
-        console.print(_outcome(one))
-        console.print(number + _summary(one), style="dim")
+        console.print(_outcome(result))
+        console.print(number + _summary(result), style="dim")
         console.print()
 
 
@@ -207,33 +207,33 @@ def _counted(count: int) -> str:
     return "1 puzzle" if count == 1 else f"{count} puzzles"
 
 
-def _report(one: "Solved", how: "How") -> dict[str, object]:
+def _report(result: "SudokuResult", params: "SudokuParams") -> dict[str, object]:
     return {
-        "puzzle": one.puzzle,
-        "solution": one.solution,
-        "solved": one.is_right,
-        "steps": one.steps,
-        "seconds": round(one.seconds, 4),
-        "restarts": one.restarts,
-        "settled": one.settled,
-        "mode": how.mode,
-        "pinned": how.pinned,
-        "seed": how.seed,
+        "puzzle": result.puzzle,
+        "solution": result.solution,
+        "solved": result.is_right,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 4),
+        "restarts": result.restarts,
+        "converged": result.converged,
+        "mode": params.mode,
+        "pinned": params.pinned,
+        "seed": params.seed,
     }
 
 
-def _outcome(one: "Solved") -> "Text":
-    """The grid; where there is none, the reply as it was written, or the puzzle."""
+def _outcome(result: "SudokuResult") -> "Text":
+    """Return the grid; where there is none, the reply as it was written, or the puzzle."""
     from rich.text import Text
 
     # A later attempt's reply is of another form of the puzzle.
-    if one.solution is None and one.restarts == 0 and one.reply.strip():
-        return Text(one.reply.strip(), style=FILLED)
-    return _grid(one)
+    if result.solution is None and result.restarts == 0 and result.reply.strip():
+        return Text(result.reply.strip(), style=FILLED)
+    return _grid(result)
 
 
-def _grid(one: "Solved") -> "Text":
-    """The grid with its givens set apart; an empty cell is a dot."""
+def _grid(result: "SudokuResult") -> "Text":
+    """Return the grid with its givens highlighted; an empty cell is a dot."""
     from rich.text import Text
 
     grid = Text()
@@ -241,24 +241,24 @@ def _grid(one: "Solved") -> "Text":
         row, column = divmod(cell, 9)
         if column == 0 and row in (3, 6):
             grid.append(RULE + "\n", style=MISSING)
-        digit = one.puzzle[cell] if one.solution is None else one.solution[cell]
-        grid.append(digit.replace("0", "·"), style=_style(one.puzzle[cell], digit))
+        digit = result.puzzle[cell] if result.solution is None else result.solution[cell]
+        grid.append(digit.replace("0", "·"), style=_style(result.puzzle[cell], digit))
         grid.append(" │ " if column in (2, 5) else "\n" if column == 8 else " ", style=MISSING)
     grid.rstrip()
     return grid
 
 
-def _style(given: str, digit: str) -> str:
-    if given == "0":
+def _style(clue: str, digit: str) -> str:
+    if clue == "0":
         return MISSING if digit == "0" else FILLED
-    return GIVEN if given == digit else CHANGED
+    return GIVEN if clue == digit else CHANGED
 
 
-def _summary(one: "Solved") -> str:
-    if one.solution is None:
+def _summary(result: "SudokuResult") -> str:
+    if result.solution is None:
         outcome = "no grid in the reply"
     else:
-        outcome = "solved" if one.is_right else "not solved"
-    settled = "" if one.settled else ", did not settle"
-    restarts = f", restarts: {one.restarts}" if one.restarts else ""
-    return f"{outcome}{settled}; {one.steps} steps, {one.seconds:.2f} s{restarts}"
+        outcome = "solved" if result.is_right else "not solved"
+    converged = "" if result.converged else ", did not converge"
+    restarts = f", restarts: {result.restarts}" if result.restarts else ""
+    return f"{outcome}{converged}; {result.steps} steps, {result.seconds:.2f} s{restarts}"

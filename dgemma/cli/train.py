@@ -1,6 +1,7 @@
-"""`dgemma train`: a recipe in, a checkpoint or an adapter out, and what it changed."""
+"""`dgemma train`: trains by a recipe, and evaluates before and after."""
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,56 +9,73 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dgemma.cli.app import INTERRUPTED, Device, Dtype, HeldOut, Shared, app
+from dgemma.cli.app import INTERRUPTED, Device, Dtype, HeldOut, app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dgemma.train.build import Job
-    from dgemma.train.command import Wanted
-    from dgemma.train.report import Report
+    from dgemma.train.build import TrainingJob
+    from dgemma.train.checkpoint import Report
+    from dgemma.train.command import TrainArgs
+
+LINE_SECONDS = 60  # between lines of progress, where there is no terminal
 
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML), such as recipes/sft.toml.")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe: a TOML file, or one built in (sft, sudoku).")
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="File to train on, of chats or texts (.jsonl, .json)."),
+    ] = None,
+    heldout: Annotated[
+        Path | None,
+        typer.Option(help="File to compute the held-out loss on; default: a part of the data."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the run; default: out/train/NAME.")
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seconds: Annotated[
-        float | None, typer.Option(help="Fit the schedule to this time instead of steps.")
+        float | None, typer.Option(help="Fit the number of steps to this time.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: optim.adam_lr=1e-4."),
     ] = None,
-    fresh: Annotated[bool, typer.Option(help="Forget the run's saved states.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Delete the run's saved states.")] = False,
     export: Annotated[
         bool, typer.Option(help="Write the weights of the newest saved state; train no further.")
     ] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that make batches.")] = None,
     tasks: Annotated[
-        str | None, typer.Option("--eval", help="Tasks to run before and after; none: no tasks.")
+        str | None, typer.Option("--eval", help="Tasks to run before and after, or none.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Most cases of each set of a task.")] = None,
-    heldout: HeldOut = None,
-    data: Shared = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum cases of each set of a task.")] = None,
+    eval_heldout: HeldOut = None,
+    eval_data: Annotated[
+        Path | None, typer.Option(help="Directory of public sets (docs/evaluation.md).")
+    ] = None,
 ) -> None:
     """Train, fine-tune or adapt a model by a recipe.
 
-    A directory with saved states is gone on with, exactly as if the run had never stopped. Ctrl-C
-    saves one, and --export makes a model of it. Losses go to metrics.jsonl. Where matplotlib is
-    installed, loss.svg shows them, and eval.svg what tasks found before and after.
+    A run whose directory has saved states resumes exactly as if it had never stopped. Ctrl-C saves
+    a state, and --export writes a model from it. Losses go to metrics.jsonl and
+    loss.svg, replies to held-out questions before and after to samples.json; with matplotlib the
+    tasks of --eval are plotted in eval.svg.
     """
-    from dgemma.cli.before_after import Trial
+    from dgemma.cli.before_after import BeforeAfter
     from dgemma.eval.data import Data
-    from dgemma.train.command import Wanted
+    from dgemma.train.command import TrainArgs
 
-    wanted = Wanted(
+    args = TrainArgs(
         recipe=recipe,
+        data=data,
+        heldout=heldout,
         out=out,
         device=device,
         dtype=dtype,
@@ -68,43 +86,74 @@ def train(
         is_export=export,
         workers=workers,
     )
-    asked = wanted.read()
-    trial = Trial.plan(asked, tasks, limit, Data.find(heldout, data))
-    if trial is not None:
-        wanted.check_state(asked)
-        wanted.check_files(asked)
-        trial.before(wanted, asked)
-    job, lines = _run(wanted)
+    loaded = args.load_recipe()
+    evaluation = BeforeAfter.plan(loaded, tasks, limit, Data.find(eval_heldout, eval_data))
+    if evaluation is not None:
+        args.check_state(loaded)
+        args.check_files(loaded)
+        evaluation.before(args, loaded)
+    job, lines = _run(args)
     for line in lines:
         print(line)
-    if trial is not None:
-        trial.after(job)
-        print(trial.table())
-        drawn = trial.picture(job.place.out)
-        if drawn is not None:
-            print(f"evaluation: {drawn}")
+    if evaluation is not None:
+        evaluation.after(job)
+        print(evaluation.table())
+        plot = evaluation.plot(job.environment.out)
+        if plot is not None:
+            print(f"evaluation: {plot}")
 
 
-def _run(wanted: "Wanted") -> "tuple[Job, list[str]]":
-    from dgemma.train.command import beginning, finish, prepare, reports
+def _run(args: "TrainArgs") -> "tuple[TrainingJob, list[str]]":
+    from dgemma.cli.before_after import Samples
+    from dgemma.train.command import finish, opening_messages, prepare, reports
     from dgemma.train.loop import TrainingInterrupted
 
-    with _progress() as (tokenizing, training):
-        job = prepare(wanted, tokenizing)
-        for line in beginning(wanted, job):
+    with _progress() as (on_tokenized, on_report):
+        job = prepare(args, on_tokenized)
+        samples = Samples(job)
+        for line in opening_messages(args, job):
             print(f"dgemma: {line}", file=sys.stderr)
+        samples.before()
         try:
-            for report in reports(wanted, job):
-                training(report)
+            for report in reports(args, job):
+                on_report(report)
         except TrainingInterrupted as error:
             print(f"dgemma: {error}", file=sys.stderr)
             sys.exit(INTERRUPTED)
-    return job, finish(job)
+    lines = finish(job)
+    samples.after()
+    return job, [*lines, *samples.lines()]
+
+
+class MinuteLines:
+    """Prints a line of progress on stderr, at most one a minute; `printed` changes."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.printed = self.began = clock()
+        self.first_step: int | None = None
+
+    def add(self, report: "Report") -> None:
+        now = self.clock()
+        if self.first_step is None:  # of this process: a resumed run has taken steps before
+            self.first_step, self.began = report.step, now
+        if now - self.printed < LINE_SECONDS or report.step == report.steps:
+            return
+        self.printed = now
+        done = report.step - self.first_step
+        left = (now - self.began) / max(1, done) * (report.steps - report.step) / 60
+        remaining = f"  about {left:.0f} min left" if done else ""
+        print(
+            f"dgemma: step {report.step} of {report.steps}  loss {report.denoise:.3f} + "
+            f"{report.causal:.3f}  {report.rows_per_second:,.0f} rows/s{remaining}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @contextmanager
 def _progress() -> "Iterator[tuple[Callable[[int, int], None], Callable[[Report], None]]]":
-    """Bars of what is done, on stderr; nothing where nobody watches."""
+    """Show progress on stderr: bars on a terminal, elsewhere a line a minute."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
@@ -117,17 +166,21 @@ def _progress() -> "Iterator[tuple[Callable[[int, int], None], Callable[[Report]
         lines = bars.add_task("tokenizing", visible=False)
         steps = bars.add_task("training", visible=False)
 
-        def tokenizing(done: int, total: int) -> None:
+        def on_tokenized(done: int, total: int) -> None:
             bars.update(lines, completed=done, total=total, visible=done < total)
 
-        def training(report: "Report") -> None:
-            said = f"loss {report.denoise:.3f} + {report.causal:.3f}"
+        minutes = MinuteLines()
+
+        def on_report(report: "Report") -> None:
+            if not console.is_terminal:
+                minutes.add(report)
+            losses = f"loss {report.denoise:.3f} + {report.causal:.3f}"
             bars.update(
                 steps,
                 completed=report.step,
                 total=report.steps,
                 visible=True,
-                description=f"{said}  {report.rows_per_second:,.0f} rows/s",
+                description=f"{losses}  {report.rows_per_second:,.0f} rows/s",
             )
 
-        yield tokenizing, training
+        yield on_tokenized, on_report

@@ -1,16 +1,15 @@
-"""What a checkpoint says about itself: `config.json` and `generation_config.json`, read strictly.
+"""Model and generation configs of a checkpoint. Imports only the standard library."""
 
-This package knows no tensors and imports only the standard library.
-"""
-
-from dgemma.config.read import (
+from dgemma.config.json_files import (
+    config_to_json,
+    generation_config_to_json,
     load_config,
     load_config_file,
     load_generation_config,
     read_config,
     read_generation_config,
 )
-from dgemma.config.shape import (
+from dgemma.config.model_config import (
     FULL,
     SLIDING,
     AttentionShape,
@@ -20,10 +19,11 @@ from dgemma.config.shape import (
     LongReply,
     ModelConfig,
 )
-from dgemma.config.write import config_to_json, generation_config_to_json
+from dgemma.config.vision_config import IMAGE_BUDGETS, VisionConfig
 
 __all__ = [
     "FULL",
+    "IMAGE_BUDGETS",
     "SLIDING",
     "AttentionShape",
     "Family",
@@ -31,6 +31,7 @@ __all__ = [
     "LayerType",
     "LongReply",
     "ModelConfig",
+    "VisionConfig",
     "config_to_json",
     "generation_config_to_json",
     "load_config",

@@ -1,1 +1,1 @@
-"""What narrows a canvas: grammars and schemas, holes and edits."""
+"""Constrained decoding of canvases: JSON Schema, regex, Lark grammars, choices, tool calls."""

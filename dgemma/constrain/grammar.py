@@ -1,16 +1,20 @@
-"""What a text must look like, in llguidance's form: JSON Schema, regex, Lark grammar or choices.
+"""Constraints as llguidance grammars: JSON Schema, regex, Lark grammar or choices.
 
-What llguidance cannot hold to is refused here by name, before any work: an unsupported keyword, a
-lookaround, a schema nothing fits. An unknown `format` is an annotation and narrows nothing.
+Unsupported constraints are refused by name before any work: a keyword, a lookaround, a schema that
+nothing fits. An unknown `format` is an annotation and constrains nothing.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
-from dgemma.constrain.snippets import of_lark, of_regex, of_schema
+from dgemma.constrain.schema_logic import VALUE_KEYWORDS
+from dgemma.constrain.schema_rewrite import rewrite_schema
+from dgemma.constrain.shortest_completion import lark_literals, regex_literals, schema_literals
+from dgemma.constrain.unique_items import strip_unique
+from dgemma.constrain.vocabulary import MISSING_LLGUIDANCE
 from dgemma.errors import UsageError
 from dgemma.text.messages import Tool
 
@@ -18,20 +22,22 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
-# The formats llguidance enforces.
+# Formats that llguidance enforces.
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
-# Keywords whose values are not schemas, whatever they look like.
-VALUES = frozenset("const default enum examples".split())
 MAX_NESTING = 200
+CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
+SET_SYNTAX = re.compile(r"(\\.)|[\[&~]", re.DOTALL)  # inside a class
 EXCERPT = re.compile(r"<state>|\n +\d+ \|")  # inner state and lines of source in error messages
-# Short, on one line, and with or without a space as the model likes: a form it has not learnt costs
-# it more than whitespace does. A schema's own "x-guidance" may choose otherwise.
+# On one line, with or without a space after separators as the model prefers: an unfamiliar form
+# costs more than whitespace does. A schema's own "x-guidance" may choose otherwise.
 STYLE: "JsonCompileOptions" = {
     "item_separator": ", ?",
     "key_separator": ": ?",
     "whitespace_flexible": False,
 }
-# No schema may ask for less than what is promised.
+# Raised on the way through a schema whose keywords have values of other types.
+MALFORMED = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
+# No schema may weaken the guarantee.
 STRICT: "JsonCompileOptions" = {"lenient": False, "coerce_one_of": False}
 
 
@@ -39,89 +45,112 @@ STRICT: "JsonCompileOptions" = {"lenient": False, "coerce_one_of": False}
 class Grammar:
     """A constraint, checked and in llguidance's form."""
 
-    kind: str  # schema, regex, grammar, choices or tools: what a person gave
+    kind: str  # schema, regex, grammar, choices or tools, as given by the user
     source: str
-    snippets: tuple[str, ...] = ()  # texts that help to find an end
-    is_free: bool = False  # it may end anywhere, so that a limit cuts it and does not end it
+    literals: tuple[str, ...] = ()  # shortcuts for the completion search
+    is_free: bool = False  # the text may end anywhere, so that a token limit may cut it
+    unique_items: str = ""  # JSON Schema whose `uniqueItems` is checked outside the grammar
 
 
-class Constraint(TypedDict, total=False):
-    """The ways to say what a text must look like; exactly one is given."""
+class ConstraintArgs(TypedDict, total=False):
+    """Keyword arguments that constrain a text; exactly one is given."""
 
     schema: Mapping[str, Any] | str | bool
     regex: str
     grammar: str
     choices: Sequence[str]
-    tools: Sequence[Tool]  # calls of these: see calls.py
-    tool_choice: str  # beside tools: required (the default), auto, or the name of one
+    tools: Sequence[Tool]  # calls of these: see tool_grammar.py
+    tool_choice: str  # with tools: required (the default), auto, or the name of one
 
 
-def read_constraint(constraint: Constraint) -> Grammar:
-    """The grammar of whichever constraint is given, tools aside."""
+def read_constraint(args: ConstraintArgs) -> Grammar:
+    """Return the grammar of the constraint that is given; tools excepted."""
     readers: Mapping[str, Callable[[Any], Grammar]] = {
         "schema": schema_grammar,
         "regex": regex_grammar,
         "grammar": lark_grammar,
-        "choices": choices_grammar,
+        "choices": choice_grammar,
     }
-    given = [(name, value) for name, value in constraint.items() if value is not None]
-    if len(given) != 1 or given[0][0] not in readers:
-        names = " and ".join(name for name, _ in given) or "nothing"
+    present = {name: value for name, value in args.items() if value is not None}
+    if len(present) != 1 or not present.keys() <= readers.keys():
+        names = " and ".join(present) or "nothing"
         raise UsageError(f"{names} is given; hold a text to one of {', '.join(readers)} or tools")
-    name, value = given[0]
+    ((name, value),) = present.items()
     return readers[name](value)
 
 
 def schema_grammar(schema: Mapping[str, Any] | str | bool) -> Grammar:
-    """JSON that fits a schema, given as such or as its text."""
+    """Constrain to JSON that fits a schema, given as a mapping or as JSON text."""
     schema = _read_schema(schema)
     if schema is False:
         raise UsageError("the schema is false, which nothing fits; give one that something fits")
-    plain = _annotate({} if schema is True else schema)
-    matcher = _library()
+    normal = _normalize({} if schema is True else schema)
+    plain, has_unique = strip_unique(normal)
+    grammar = _schema_grammar(plain)
+    return replace(grammar, unique_items=json.dumps(normal)) if has_unique else grammar
+
+
+def _schema_grammar(plain: Any) -> Grammar:
+    """Compile a schema, rewritten if llguidance lacks one of its keywords."""
     try:
-        source = matcher.grammar_from_json_schema(
-            json.dumps(plain),
-            defaults=STYLE,
-            overrides=STRICT,
+        return _supported_schema(plain)
+    except UsageError as error:
+        refusal = error
+    try:
+        rewritten = rewrite_schema(plain)
+    except MALFORMED:
+        raise refusal from None
+    if rewritten == plain:
+        raise refusal
+    try:
+        return _supported_schema(rewritten)
+    except UsageError as error:
+        raise (refusal if "nsatisfiable" in str(error) else error) from None
+
+
+def _supported_schema(schema: Any) -> Grammar:
+    """Compile a schema of keywords that llguidance has."""
+    try:
+        source = _library().grammar_from_json_schema(
+            json.dumps(schema), defaults=STYLE, overrides=STRICT
         )
     except ValueError as error:
         raise UsageError(f"the schema cannot be read: {error}") from None
-    return _checked("schema", source, of_schema(plain))
+    return _checked("schema", source, schema_literals(schema))
 
 
 def regex_grammar(regex: str) -> Grammar:
-    """Text that a regular expression matches as a whole."""
-    return _checked("regex", _library().grammar_from_regex(regex), of_regex(regex))
+    """Constrain to text that a regular expression matches as a whole."""
+    return _checked("regex", _library().grammar_from_regex(regex), regex_literals(regex))
 
 
 def lark_grammar(grammar: str) -> Grammar:
-    """Text of a context-free grammar in Lark's notation, from its rule `start`."""
-    return _checked("grammar", _library().grammar_from_lark(grammar), of_lark(grammar))
+    """Constrain to text of a Lark grammar, from its rule `start`."""
+    return checked_lark("grammar", grammar)
 
 
-def choices_grammar(choices: Sequence[str]) -> Grammar:
-    """One of a few texts."""
-    if isinstance(choices, str) or not choices or not all(choices):
-        raise UsageError(f"the choices are {choices!r}; give a list of texts that are not empty")
-    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
-    return checked_lark("choices", f"start: {texts}")
+def choice_grammar(texts: Sequence[str]) -> Grammar:
+    """Constrain to one of several texts."""
+    if isinstance(texts, str) or not texts or not all(texts):
+        raise UsageError(f"the choices are {texts!r}; give a list of texts that are not empty")
+    literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
+    return checked_lark("choices", f"start: {literals}")
 
 
 def checked_lark(kind: str, lark: str) -> Grammar:
-    """A Lark grammar of our own making, for a constraint that is not called one."""
-    return _checked(kind, _library().grammar_from_lark(lark), of_lark(lark))
+    """Check a Lark grammar; `kind` names the constraint in refusals."""
+    return _checked(kind, _library().grammar_from_lark(lark), lark_literals(lark))
 
 
-def _checked(kind: str, source: str, snippets: tuple[str, ...]) -> Grammar:
+def _checked(kind: str, source: str, literals: tuple[str, ...]) -> Grammar:
     error = _library().validate_grammar(source)
     if error:
         refuse(kind, error)
-    return Grammar(kind, source, snippets)
+    return Grammar(kind, source, literals)
 
 
 def refuse(kind: str, error: str) -> NoReturn:
-    """Say what of a constraint is not possible, in llguidance's words without its inner state."""
+    """Raise a UsageError with llguidance's message, without its inner state."""
     words = " ".join(EXCERPT.split(error)[0].split())
     if words.startswith("NoExtension"):
         words = "no text fits it"
@@ -141,31 +170,47 @@ def _read_schema(schema: Mapping[str, Any] | str | bool) -> Any:
     return schema
 
 
-def _annotate(schema: Any, depth: int = 0) -> Any:
-    """A schema without the formats llguidance does not know: they are annotations.
+def _normalize(schema: Any, depth: int = 0) -> Any:
+    """Remove formats that llguidance does not know, and write patterns in its dialect.
 
-    A reference may lead to anywhere in a schema, so all of it is looked at. A property that is
-    called format has a schema, not a name, and stays.
+    Unknown formats are annotations. Covers the whole schema, since a reference may point anywhere;
+    a property called format or pattern has a schema, not a string, and stays.
     """
     if depth > MAX_NESTING:
         raise UsageError(f"the schema nests deeper than {MAX_NESTING} levels; flatten it")
     if isinstance(schema, list):
-        return [_annotate(one, depth + 1) for one in schema]
+        return [_normalize(item, depth + 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {
-        key: value if key in VALUES else _annotate(value, depth + 1)
-        for key, value in schema.items()
-        if key != "format" or not isinstance(value, str) or value in FORMATS
-    }
+    normal: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            normal[key] = _rust_pattern(value)
+        elif key == "patternProperties" and isinstance(value, Mapping):
+            by_pattern = {_rust_pattern(name): inner for name, inner in value.items()}
+            normal[key] = _normalize(by_pattern, depth + 1)
+        elif key in VALUE_KEYWORDS:
+            normal[key] = value
+        elif key != "format" or not isinstance(value, str) or value in FORMATS:
+            normal[key] = _normalize(value, depth + 1)
+    return normal
+
+
+def _rust_pattern(pattern: str) -> str:
+    """Escape characters that open nested sets in Rust's character classes, but not in ECMA's."""
+
+    def escape(match: re.Match[str]) -> str:
+        text = match[0]
+        if not text.startswith("["):
+            return text
+        return "[" + SET_SYNTAX.sub(lambda m: m[0] if m[1] else "\\" + m[0], text[1:])
+
+    return CLASS_OR_ESCAPE.sub(escape, pattern)
 
 
 def _library() -> "type[LLMatcher]":
     try:
         from llguidance import LLMatcher
     except ImportError:
-        raise UsageError(
-            "constraints need the package llguidance, which is not installed; "
-            "run pip install llguidance"
-        ) from None
+        raise UsageError(MISSING_LLGUIDANCE) from None
     return LLMatcher

@@ -1,7 +1,7 @@
-"""The ids of a tokenizer as llguidance knows them: exact bytes for text, names for control ids.
+"""The ids of a tokenizer as llguidance reads them: exact bytes for text, names for control ids.
 
-Two vocabularies share the same numbers. The whole one judges tokens. In the other only single bytes
-are left, beside the control ids: on it a grammar can be searched a byte at a time for little money.
+Two vocabularies share the same ids. The full one matches tokens. The byte vocabulary keeps only
+single bytes and control ids, so that a grammar can be searched byte by byte at low cost.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,13 @@ from dgemma.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+MISSING_LLGUIDANCE = (
+    "constraints need the package llguidance, which is not installed; run pip install llguidance"
+)
+
 
 class Vocabulary:
-    """Built once for a tokenizer: see `vocabulary`."""
+    """The two vocabularies of a tokenizer; `vocabulary` builds each once."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
@@ -24,28 +28,28 @@ class Vocabulary:
         pieces = [tokenizer.token_bytes(token) for token in range(self.size)]
         self.controls = tuple(sorted(tokenizer.control_ids.values()))
         self.byte_ids = _byte_ids(pieces, set(self.controls))
-        kept = {*self.controls, *self.byte_ids}
-        single = [piece if token in kept else b"" for token, piece in enumerate(pieces)]
+        in_bytes = {*self.controls, *self.byte_ids}
+        single = [piece if token in in_bytes else b"" for token, piece in enumerate(pieces)]
         self.tokens = self._build(pieces, self._encode)
-        self.bytes = self._build(single, self.spell)
+        self.bytes = self._build(single, self.byte_tokens)
 
-    def spell(self, text: str | bytes) -> list[int]:
-        """The ids of single bytes that make up a text."""
+    def byte_tokens(self, text: str | bytes) -> list[int]:
+        """Return the ids of the single bytes of a text."""
         return [self.byte_ids[byte] for byte in _as_bytes(text)]
 
-    def spell_ids(self, ids: Sequence[int]) -> list[int]:
-        """Ids as single bytes and control ids."""
-        spelled: list[int] = []
+    def split(self, ids: Sequence[int]) -> list[int]:
+        """Split ids into single bytes and control ids."""
+        split: list[int] = []
         for token in ids:
             is_control = self.tokenizer.is_control(token)
-            spelled += [token] if is_control else self.spell(self.tokenizer.token_bytes(token))
-        return spelled
+            split += [token] if is_control else self.byte_tokens(self.tokenizer.token_bytes(token))
+        return split
 
-    def join(self, spelled: Sequence[int]) -> list[int]:
-        """The inverse: as few ids as the tokenizer itself would take."""
+    def merge(self, split: Sequence[int]) -> list[int]:
+        """Merge single bytes into the tokens that the tokenizer itself would use."""
         ids: list[int] = []
         run = bytearray()
-        for token in spelled:
+        for token in split:
             if self.tokenizer.is_control(token):
                 ids += [*self.tokens.tokenize_bytes(bytes(run)), token]
                 run.clear()
@@ -62,16 +66,13 @@ class Vocabulary:
         try:
             from llguidance import LLTokenizer
         except ImportError:
-            raise UsageError(
-                "constraints need the package llguidance, which is not installed; "
-                "run pip install llguidance"
-            ) from None
-        source = _Source(pieces, self.controls, self.stops[0], encode)
-        return LLTokenizer(source, eos_token=list(self.stops))  # type: ignore[arg-type]
+            raise UsageError(MISSING_LLGUIDANCE) from None
+        adapter = _TokenizerAdapter(pieces, self.controls, self.stops[0], encode)
+        return LLTokenizer(adapter, eos_token=list(self.stops))  # type: ignore[arg-type]
 
 
-class _Source:
-    """What llguidance asks of a tokenizer."""
+class _TokenizerAdapter:
+    """The attributes that llguidance reads of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -92,17 +93,17 @@ class _Source:
 
 @lru_cache(maxsize=4)
 def vocabulary(tokenizer: Tokenizer, stops: tuple[int, ...]) -> Vocabulary:
-    """The vocabulary of a tokenizer and its stop ids; the same one each time."""
+    """Return the vocabulary of a tokenizer and its stop ids, built once."""
     return Vocabulary(tokenizer, stops)
 
 
 def _byte_ids(pieces: Sequence[bytes], controls: set[int]) -> tuple[int, ...]:
-    """For every byte an id that stands for it alone: a piece of text, if there is one."""
-    found: dict[int, int] = {}
+    """Return an id for every byte: a text piece of one byte, if there is one."""
+    ids: dict[int, int] = {}
     for token, piece in enumerate(pieces):
         if len(piece) == 1 and token not in controls:
-            found[piece[0]] = token  # pieces of text come behind the byte tokens
-    return tuple(found[byte] for byte in range(256))
+            ids[piece[0]] = token  # text pieces have higher ids than the byte tokens
+    return tuple(ids[byte] for byte in range(256))
 
 
 def _as_bytes(text: str | bytes) -> bytes:

@@ -1,34 +1,45 @@
 """The canvas and its noise: the forward process, shared by sampler and trainer.
 
-A canvas is a block of tokens being refined. Fresh, it is uniform noise; pinned positions hold
-their token from the start and for ever. Randomness is counter-based: each number belongs to
-(seed, choice, retry, block, step, position) and never to a place in a batch.
+A canvas is a block of tokens being refined. It starts as uniform noise; pinned positions keep
+their token throughout. Randomness is counter-based (Philox): each number is keyed by (seed, choice,
+retry, block, step, position), so it is the same on every device, in any batch and in any order.
 
-L canvas length, N steps (0 is the fresh canvas), D width.
+L canvas length, N steps (0 is the initial canvas), D width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dgemma.diffusion.philox import WORD, philox_on_host
-from dgemma.errors import UsageError
+from dgemma.errors import UsageError, require
+
+WORD = 0xFFFFFFFF
+HALF = 0xFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+HostWord = NDArray[np.uint64]
+HostWords = tuple[HostWord, HostWord, HostWord, HostWord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvas:
-    """One row's canvas after some number of steps. A step makes a new one."""
+    """A canvas after some number of steps. A step makes a new one."""
 
     tokens_L: Tensor  # what the model sees next
     pinned_L: Tensor  # positions that keep their token
-    kept_L: Tensor  # positions whose token was decided, not renoised, in the last step
+    kept_L: Tensor  # positions whose token was accepted, not renoised, in the last step
     guess_L: Tensor  # what would be committed now; -1 before the first step
     entropy_L: Tensor  # nats at each position in the last step; infinite before the first
     soft_LD: Tensor | None  # self-conditioning for the next step; None before the first
-    settled: Tensor  # bool, 0-d: no more steps needed
-    steady_steps: Tensor  # int, 0-d: how many steps in a row the guess has not changed
+    converged: Tensor  # bool, 0-d: no more steps needed
+    stable_steps: Tensor  # int, 0-d: steps in a row for which the guess has not changed
     reopened_L: Tensor | None = None  # positions that take no self-conditioning into the next step
     num_steps: int = 0
 
@@ -39,7 +50,7 @@ class Canvas:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Tokens that must stand at given positions of a canvas."""
+    """Tokens that given positions of a canvas keep."""
 
     positions: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -54,41 +65,52 @@ NO_PINS = Pins((), ())
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
-    """All the noise one block may use: row n belongs to step n."""
+    """All noise of one block: row n belongs to step n."""
 
     uniform_NL: Tensor  # decides draws, float64 in [0, 1)
-    tokens_NL: Tensor  # replaces undecided tokens; row 0 is the fresh canvas
+    tokens_NL: Tensor  # replaces tokens that are not accepted; row 0 is the initial canvas
     host: "BlockNoise | None" = None  # the same in host memory, where this is not
 
     def on_host(self) -> "BlockNoise":
         return self if self.host is None else self.host
 
+    def starting_from(self, tokens: Sequence[int]) -> "BlockNoise":
+        """Return the noise of a canvas that starts from given tokens; -1 keeps the noise."""
+        if not tokens:
+            return self
+        first_L = self.tokens_NL[0].clone()
+        given_L = torch.tensor(tokens, device=first_L.device)
+        first_L[: len(tokens)] = torch.where(given_L >= 0, given_L, first_L[: len(tokens)])
+        tokens_NL = torch.cat([first_L[None], self.tokens_NL[1:]])
+        host = None if self.host is None else self.host.starting_from(tokens)
+        return BlockNoise(self.uniform_NL, tokens_NL, host)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """The source of a request's randomness."""
+    """Keys of a request's random numbers."""
 
     seed: int = 0
-    choice: int = 0  # which of several answers to the same request
-    retry: int = 0  # which attempt at a block that went wrong
+    choice: int = 0  # index among several answers to the same request
+    retry: int = 0  # index among the attempts at a block that failed the output check
 
     def __post_init__(self) -> None:
         limits = {"seed": 1 << 64, "choice": 1 << 16, "retry": 1 << 16}
         for name, limit in limits.items():
-            if not 0 <= getattr(self, name) < limit:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be 0 to {limit - 1}")
+            value = getattr(self, name)
+            require(0 <= value < limit, name, value, f"0 to {limit - 1}")
 
     def block(
         self, block: int, steps: int, length: int, vocab: int, device: torch.device
     ) -> BlockNoise:
-        """The noise of one block of `length` positions and up to `steps` steps."""
+        """Return the noise of one block of `length` positions and up to `steps` steps."""
         position_1L = np.arange(length, dtype=np.uint64)[None]
         step_N1 = np.arange(steps + 1, dtype=np.uint64)[:, None]
         block_11 = np.full((1, 1), block, dtype=np.uint64)
         branch_11 = np.full((1, 1), self._branch, dtype=np.uint64)
         counter = (position_1L, step_N1, block_11, branch_11)
         a, b, c, _ = philox_on_host(counter, (self.seed & WORD, self.seed >> 32))
-        # Both in one piece of memory, which takes one copy to a device.
+        # Both in one buffer, which takes one copy to a device.
         both_2NL = np.empty((2, steps + 1, length), dtype=np.int64)
         # 53 bits of the first two words make the float64; the third is scaled to the vocabulary.
         bits_NL = (a << np.uint64(21)) | (b >> np.uint64(11))
@@ -110,11 +132,11 @@ class Noise:
 
 
 def fresh(noise_L: Tensor, pins: Pins = NO_PINS) -> Canvas:
-    """A canvas of noise with its pins in place."""
+    """Return a canvas of noise with its pins set."""
     length, device = noise_L.shape[0], noise_L.device
     outside = [position for position in pins.positions if not 0 <= position < length]
     if outside:
-        raise UsageError(f"pins at {outside} lie outside a canvas of {length} tokens")
+        raise UsageError(f"pins at {outside} are outside a canvas of {length} tokens")
     tokens_L = noise_L
     pinned_L = torch.zeros(length, dtype=torch.bool, device=device)
     if pins.positions:
@@ -128,11 +150,50 @@ def fresh(noise_L: Tensor, pins: Pins = NO_PINS) -> Canvas:
         guess_L=torch.full_like(noise_L, -1),
         entropy_L=torch.full(noise_L.shape, torch.inf, device=device),
         soft_LD=None,
-        settled=torch.zeros((), dtype=torch.bool, device=device),
-        steady_steps=torch.zeros((), dtype=torch.long, device=device),
+        converged=torch.zeros((), dtype=torch.bool, device=device),
+        stable_steps=torch.zeros((), dtype=torch.long, device=device),
     )
 
 
 def corrupt(tokens: Tensor, noise: Tensor, uniform: Tensor, level: Tensor) -> Tensor:
-    """The forward process: each token turns into its noise with probability `level`."""
+    """Apply the forward process: replace each token by its noise with probability `level`."""
     return torch.where(uniform < level, noise, tokens)
+
+
+# --- Philox 4x32-10 (Salmon et al., SC 2011)
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Return four random 32-bit words for each counter; counters are four words that broadcast.
+
+    Plain tensor arithmetic on 32-bit words in int64, so the same on every device.
+    """
+    a, b, c, d = counter
+    key_0, key_1 = key
+    for _ in range(ROUNDS):
+        low_a, high_a = _multiply(a, MULTIPLIERS[0])
+        low_c, high_c = _multiply(c, MULTIPLIERS[1])
+        a, b, c, d = high_c ^ b ^ key_0, low_c, high_a ^ d ^ key_1, low_a
+        key_0, key_1 = (key_0 + WEYL[0]) & WORD, (key_1 + WEYL[1]) & WORD
+    return a, b, c, d
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """Return the low and the high word of a product, by halves: no 64-bit overflow is needed."""
+    low = word * (multiplier & HALF)
+    high = word * (multiplier >> 16) + (low >> 16)
+    return (high & HALF) << 16 | low & HALF, high >> 16
+
+
+def philox_on_host(counter: HostWords, key: tuple[int, int]) -> HostWords:
+    """Compute the same with numpy arrays: a device would launch some two hundred tiny kernels."""
+    a, b, c, d = counter
+    key_0, key_1 = key
+    word, half = np.uint64(WORD), np.uint64(32)
+    for _ in range(ROUNDS):
+        by_a, by_c = a * np.uint64(MULTIPLIERS[0]), c * np.uint64(MULTIPLIERS[1])
+        a = (by_c >> half) ^ b ^ np.uint64(key_0)
+        c = (by_a >> half) ^ d ^ np.uint64(key_1)
+        b, d = by_c & word, by_a & word
+        key_0, key_1 = (key_0 + WEYL[0]) & WORD, (key_1 + WEYL[1]) & WORD
+    return a, b, c, d

@@ -1,7 +1,7 @@
 """One denoising step of all canvases of a pass, whatever memory and kernels it runs on.
 
-A backend supplies the four operations; a CUDA graph is this step captured on static buffers. Rows
-with a constraint, or with a rule of their own, are updated by `update_canvas` on the host.
+A backend supplies the four operations; a CUDA graph is this step captured on static buffers.
+Canvases with a constraint, or with a rule of their own, are updated by `update_canvas` on the host.
 
 T positions of all canvases, L of one, D width.
 """
@@ -12,39 +12,41 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from dgemma.diffusion.canvas import BlockNoise, Canvas, Pins, fresh
-from dgemma.diffusion.logit_stats import RowStats
-from dgemma.diffusion.sampler import Look, Sampler, View, advance
+from dgemma.diffusion.logit_stats import PositionStats
+from dgemma.diffusion.sampler import LogitsAt, Sampler, StepView, advance
 
 Stats = TypeVar("Stats")
 
 
-class Walker(Protocol):
-    """Narrows a canvas after each step: a grammar pins tokens here."""
+class CanvasConstraint(Protocol):
+    """Constrains a canvas after each step: a grammar pins tokens here."""
 
-    def walk(self, canvas: Canvas, view: View) -> Canvas:
+    def apply(self, canvas: Canvas, view: StepView) -> Canvas:
         """Return the canvas with added pins, and with `reopened_L` where it takes back a guess."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CanvasState:
     """A canvas between two steps, its sampler and its noise."""
 
     canvas: Canvas
     sampler: Sampler
     noise: BlockNoise
-    walker: Walker | None = None
+    constraint: CanvasConstraint | None = None
 
     @property
     def is_done(self) -> bool:
         """True if converged or out of steps; reading the flag waits for the device."""
         return self.canvas.num_steps >= self.sampler.max_denoising_steps or bool(
-            self.canvas.settled
+            self.canvas.converged
         )
 
 
-def start(sampler: Sampler, noise: BlockNoise, pins: Pins, walker: Walker | None = None) -> Row:
-    """A row about to take its first step."""
-    return Row(fresh(noise.tokens_NL[0], pins), sampler, noise, walker)
+def start(
+    sampler: Sampler, noise: BlockNoise, pins: Pins, constraint: CanvasConstraint | None = None
+) -> CanvasState:
+    """Return a canvas before its first step."""
+    return CanvasState(fresh(noise.tokens_NL[0], pins), sampler, noise, constraint)
 
 
 class StepOps(Protocol[Stats]):
@@ -70,10 +72,10 @@ def denoise_step(ops: StepOps[Stats]) -> Stats:
     return stats
 
 
-def update_canvas(row: Row, stats: RowStats, look: Look) -> Canvas:
+def update_canvas(state: CanvasState, stats: PositionStats, logits_at: LogitsAt) -> Canvas:
     """Apply the sampler's rule, then the constraint if there is one; soft embeddings come later."""
-    noise_L = row.noise.tokens_NL[row.canvas.num_steps + 1]
-    canvas = advance(row.canvas, stats, noise_L, row.sampler.rule)
-    if row.walker is None:
+    noise_L = state.noise.tokens_NL[state.canvas.num_steps + 1]
+    canvas = advance(state.canvas, stats, noise_L, state.sampler.rule)
+    if state.constraint is None:
         return canvas
-    return row.walker.walk(canvas, View(stats, noise_L, look))
+    return state.constraint.apply(canvas, StepView(stats, noise_L, logits_at))

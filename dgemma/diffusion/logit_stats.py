@@ -1,8 +1,8 @@
 """Statistics of each position for the sampler: the only vocabulary-sized work of a step.
 
-The head's output turns, in place, into probabilities; everything else is a handful of numbers per
-position. The draw is an exact inverse-CDF draw from one uniform
-number: the running sums of chunks pick a chunk, then only that chunk is looked at.
+The LM head's output is turned into probabilities in place; all other results are a few numbers per
+position. Draws are exact inverse-CDF draws from one uniform number: the running sum over chunks
+selects a chunk, then only that chunk is read.
 
 T positions, V vocabulary, C chunks of W tokens each.
 """
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 128  # tokens summed together; the draw re-reads one chunk per position
-COLDEST = 1e-3  # a temperature below it takes the likeliest token
-SCRATCH_ELEMENTS = 1 << 20  # numbers in a group of rows
+MIN_TEMPERATURE = 1e-3  # below it the likeliest token is taken
+SCRATCH_ELEMENTS = 1 << 20  # logits in a group of positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,67 +25,69 @@ class Query:
 
     temperature_T: Tensor  # temperature, float32
     uniform_T: Tensor  # the number that decides the draw, float64 in [0, 1)
-    held_T: Tensor  # the token now on the canvas
+    held_T: Tensor  # the token on the canvas
     draw_temperature_T: Tensor | None = None  # of the draw alone; None: 1 everywhere
 
-    def rows(self, rows: slice) -> "Query":
+    def at(self, positions: slice) -> "Query":
         tempered = self.draw_temperature_T is not None
         names = self.__slots__ if tempered else self.__slots__[:-1]
-        return Query(**{name: getattr(self, name)[rows] for name in names})
+        return Query(**{name: getattr(self, name)[positions] for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowStats:
+class PositionStats:
     """Statistics of the soft-capped distribution at its temperature, at each position."""
 
     draw_T: Tensor  # a token drawn from it
     top_T: Tensor  # its likeliest token
     entropy_T: Tensor  # in nats
     top_p_T: Tensor  # probability of the likeliest token
-    held_p_T: Tensor  # probability of the token now on the canvas
+    held_p_T: Tensor  # probability of the token on the canvas
 
-    def rows(self, rows: slice) -> "RowStats":
-        return RowStats(**{name: getattr(self, name)[rows] for name in self.__slots__})
+    def at(self, positions: slice) -> "PositionStats":
+        return PositionStats(**{name: getattr(self, name)[positions] for name in self.__slots__})
 
     @classmethod
-    def join(cls, parts: list["RowStats"]) -> "RowStats":
+    def join(cls, parts: list["PositionStats"]) -> "PositionStats":
         names = cls.__slots__
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
-def row_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
-    """Statistics and probabilities of each position. `raw_TV` is consumed: these replace it."""
+def position_stats(
+    raw_TV: Tensor, softcap: float | None, query: Query
+) -> tuple[PositionStats, Tensor]:
+    """Compute statistics and probabilities of each position; the latter overwrite `raw_TV`."""
     stats, p_TV = _by_groups(raw_TV, softcap, query)
     return (stats if query.draw_temperature_T is None else _redraw(stats, p_TV, query)), p_TV
 
 
-def _redraw(stats: RowStats, p_TV: Tensor, query: Query) -> RowStats:
-    """The same statistics with draws at their own temperatures; at zero, the likeliest token."""
+def _redraw(stats: PositionStats, p_TV: Tensor, query: Query) -> PositionStats:
+    """Redraw at the temperature of draws; at zero, take the likeliest token."""
     assert query.draw_temperature_T is not None
-    # Beside the largest, which no power makes vanish.
-    share_TV = p_TV.float() / p_TV.amax(-1, keepdim=True).float()
-    hot_TV = share_TV.pow_(1 / query.draw_temperature_T.clamp(min=COLDEST)[:, None])
-    draw_T = draw(hot_TV, query.uniform_T)
-    is_cold_T = query.draw_temperature_T < COLDEST
-    return replace(stats, draw_T=torch.where(is_cold_T, stats.top_T, draw_T))
+    # Relative to the largest, which does not underflow.
+    weight_TV = p_TV.float() / p_TV.amax(-1, keepdim=True).float()
+    weight_TV.pow_(1 / query.draw_temperature_T.clamp(min=MIN_TEMPERATURE)[:, None])
+    draw_T = draw(weight_TV, query.uniform_T)
+    is_greedy_T = query.draw_temperature_T < MIN_TEMPERATURE
+    return replace(stats, draw_T=torch.where(is_greedy_T, stats.top_T, draw_T))
 
 
-def _by_groups(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[RowStats, Tensor]:
+def _by_groups(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[PositionStats, Tensor]:
     p_TV = raw_TV if raw_TV.dtype == torch.float32 else raw_TV.float()
-    # A GPU takes all rows at once; on a CPU a group should stay in the cache between passes.
+    # A GPU takes all positions at once; on a CPU a group should stay in the cache between passes.
     is_cpu = p_TV.device.type == "cpu"
     group = max(1, SCRATCH_ELEMENTS // p_TV.shape[-1]) if is_cpu else len(p_TV)
     parts = []
     for start in range(0, len(p_TV), group):
-        rows = slice(start, start + group)
-        parts.append(_group_stats(p_TV[rows], softcap, query.rows(rows)))
-    return RowStats.join(parts), p_TV
+        positions = slice(start, start + group)
+        parts.append(_group_stats(p_TV[positions], softcap, query.at(positions)))
+    return PositionStats.join(parts), p_TV
 
 
-def row_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
-    """The definition, in float64."""
+def position_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> PositionStats:
+    """Compute the statistics by definition, in float64."""
     p_TV = _exact(raw_TV, softcap, query.temperature_T)
-    return RowStats(
+    return PositionStats(
         draw_T=_draw_reference(p_TV, query),
         top_T=p_TV.argmax(-1),
         entropy_T=torch.special.entr(p_TV).sum(-1).float(),
@@ -101,7 +103,7 @@ def _draw_reference(p_TV: Tensor, query: Query) -> Tensor:
 
 
 def draw_misses(raw_TV: Tensor, softcap: float | None, query: Query, draw_T: Tensor) -> Tensor:
-    """Distance of each row's number from the interval of its draw, in probability; float64.
+    """Distance of each position's number from the interval of its draw, in probability; float64.
 
     Zero for the draws of the definition. Where tokens are many and alike their intervals are as
     narrow as the rounding of any sum over them: a neighbour is then no worse a draw, and this tells
@@ -121,8 +123,8 @@ def _exact(raw_TV: Tensor, softcap: float | None, temperature_T: Tensor) -> Tens
     return (logits_TV / temperature_T[:, None]).softmax(-1)
 
 
-def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
-    """Turn a few rows of head output into probabilities, in place, and return their statistics."""
+def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> PositionStats:
+    """Turn head outputs of a few positions into probabilities in place; return their statistics."""
     scale_T = 1 / query.temperature_T
     if softcap is not None:
         # c tanh(x / c) = 2c sigmoid(2x / c) - c, and no statistic sees the constant.
@@ -130,7 +132,7 @@ def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
         scale_T = 2 * softcap / query.temperature_T
     width = gcd(x_TV.shape[-1], CHUNK)
     top_T = _argmax(x_TV.view(len(x_TV), -1, width))
-    # Scaled behind the peak, so that large logits lose no digits.
+    # Scaled after the peak is subtracted, so that large logits lose no digits.
     x_TV.sub_(x_TV.gather(-1, top_T[:, None])).mul_(scale_T[:, None])
     p_TV = x_TV.softmax(-1)
     p_TCW = p_TV.view(len(p_TV), -1, width)
@@ -141,7 +143,7 @@ def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> RowStats:
     # H = log Z - E[x]: with the peak at zero Z is 1 / p(top), and a small H loses no digits.
     entropy_T = -top_p_T.log() - torch.linalg.vecdot(p_TV, x_TV) / total_T
     x_TV.copy_(p_TV)
-    return RowStats(
+    return PositionStats(
         draw_T=_draw(p_TCW, cdf_TC, query.uniform_T),
         top_T=top_T,
         entropy_T=entropy_T,
@@ -172,20 +174,20 @@ def draw_token(logits_V: Tensor, temperature: float, uniform: float) -> tuple[in
             uniform_T=wide(torch.tensor([uniform], dtype=torch.float64), logits_V.device),
             held_T=token[None],
         )
-        token = row_stats(logits_V[None].clone(), None, query)[0].draw_T[0]
+        token = position_stats(logits_V[None].clone(), None, query)[0].draw_T[0]
     # Read at once: each read waits for the device.
     number, logprob = torch.stack([wide(token), wide(logprob_V[token])]).tolist()
     return int(number), logprob
 
 
 def draw(p_TV: Tensor, uniform_T: Tensor) -> Tensor:
-    """A token of each row, as often as its share; the shares need not add up to 1."""
+    """Draw a token of each position in proportion to its weight; weights need not add up to 1."""
     p_TCW = p_TV.view(len(p_TV), -1, gcd(p_TV.shape[-1], CHUNK))
     return _draw(p_TCW, wide(p_TCW.sum(-1)).cumsum(-1), uniform_T)
 
 
 def _draw(p_TCW: Tensor, cdf_TC: Tensor, uniform_T: Tensor) -> Tensor:
-    """The token whose interval of the running sum holds `uniform` times the total."""
+    """Return the token whose interval of the running sum contains `uniform` times the total."""
     target_T = uniform_T * cdf_TC[:, -1]
     chunk_T = (cdf_TC <= target_T[:, None]).sum(-1).clamp(max=cdf_TC.shape[-1] - 1)
     p_TW = wide(_chunk(p_TCW, chunk_T))

@@ -1,23 +1,18 @@
 """Requests in, typed events out: the only place where text and tensors meet."""
 
-from dgemma.engine.edit import Edited, EditOptions
 from dgemma.engine.engine import Engine
-from dgemma.engine.events import Done, Draft, Event, Retry, Text
-from dgemma.engine.fill import Filled, FillOptions
-from dgemma.engine.options import MODES, Mode, Options
+from dgemma.engine.events import Committed, Done, Draft, Event, Retry, Text
+from dgemma.engine.params import MODES, Mode, SamplingParams
 
 __all__ = [
     "MODES",
+    "Committed",
     "Done",
     "Draft",
-    "EditOptions",
-    "Edited",
     "Engine",
     "Event",
-    "FillOptions",
-    "Filled",
     "Mode",
-    "Options",
     "Retry",
+    "SamplingParams",
     "Text",
 ]

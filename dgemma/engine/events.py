@@ -1,20 +1,21 @@
-"""What a request reports on its way. Closing the stream of events cancels the request."""
+"""Events that a request reports. Closing the stream of events cancels the request."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dgemma.text.reply import Reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The canvas as it stands. Nothing in it is promised."""
+    """The canvas after a step. Nothing in it is promised."""
 
-    ids: tuple[int, ...]  # what stands on the canvas: decided tokens, and noise
+    ids: tuple[int, ...]  # on the canvas: accepted tokens, and noise
     tokens: tuple[str, ...]  # each id's own text; a control token has none
-    guess: tuple[int, ...]  # what would be committed now
+    guess: tuple[int, ...]  # would be committed now
     guess_tokens: tuple[str, ...]
     entropy: tuple[float, ...]  # nats
-    kept: tuple[bool, ...]  # decided in this step, not renoised
+    kept: tuple[bool, ...]  # accepted in this step, not renoised
     pinned: tuple[bool, ...]
     block: int
     step: int
@@ -29,8 +30,24 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """Tokens that a reply has committed: those of a finished canvas, or one AR token.
+
+    Reported before their text, if `SamplingParams.commits` asks for it. Given back as
+    `SamplingParams.committed`, all of them continue the reply in another engine.
+    """
+
+    ids: tuple[int, ...]  # of a canvas, with what follows a stop
+    logprob: float | None = None  # of an AR token
+    steps: int = 1  # that it took, and...
+    retries: int = 0
+    is_converged: bool = True
+    fault: str = ""  # of the canvas, after all retries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """A canvas went wrong and is done again with the next noise."""
+    """A canvas failed the output check and is done again with the next noise."""
 
     block: int
     reason: str
@@ -39,24 +56,31 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The end of a request, and what it took."""
+    """The end of a generation: its reply and its cost."""
 
     reply: Reply
     ids: tuple[int, ...]  # the reply's tokens
-    finish: str  # stop, stop_string, length, budget (time or steps ran out) or fault
-    mode: str
     prompt_tokens: int
-    reused_tokens: int  # of the prompt, found in the cache
     blocks: int
     steps: int
-    unsettled_blocks: int  # blocks that ran out of steps
-    retries: int
-    fault: str  # what was wrong with the last canvas after all retries; empty: nothing
-    remaining_entropy: float  # nats left on a canvas that the budget cut short
-    logprobs: tuple[float, ...]  # causal log-probability of each token written in AR
     seconds: float
-    prefill_seconds: float
     seed: int
+    mode: str = "diffusion"
+    finish: str = "stop"  # or stop_string, length, budget (time or steps ran out), fault
+    stop_string: str = ""  # that ended it
+    reused_tokens: int = 0  # of the prompt, found in the prefix cache
+    image_tokens: int = 0  # of the prompt, soft tokens of pictures
+    notes: tuple[str, ...] = ()  # pictures that were shrunk so much that small text is lost
+    unconverged_blocks: int = 0  # blocks that ran out of steps
+    retries: int = 0
+    fault: str = ""  # of the last canvas after all retries; empty: none
+    # Character of the text from which on a limit decided and not the model: a text that is held to
+    # a grammar was brought to its shortest end. None: nowhere.
+    forced_from: int | None = None
+    remaining_entropy: float = 0.0  # nats left on a canvas that the budget cut short
+    logprobs: tuple[float, ...] = ()  # causal log-probability of each token written in AR
+    prefill_seconds: float = 0.0
+    result: Any = None  # of a program that ends with this
 
     @property
     def text(self) -> str:
@@ -71,4 +95,4 @@ class Done:
         return self.tokens / self.steps if self.steps else 0.0
 
 
-Event = Draft | Text | Retry | Done
+Event = Draft | Text | Committed | Retry | Done

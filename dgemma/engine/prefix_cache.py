@@ -5,12 +5,12 @@ the sliding windows reach back (`KVCache.max_reusable`). In 16 bits it also depe
 digits, on the chunks in which it was computed: there a prefix is reused only up to a boundary at
 which a fresh prompt would be cut too (`alignment`), and only as far as it was computed as a prompt.
 
-The ids of an entry must stand for all that its keys were made from: where embeddings do not come
-from the token table, as those of an image, the caller puts ids that name them.
+The ids of an entry must identify everything its keys were computed from: soft tokens of a picture
+have negative ids of their own (`Picture.cache_ids`). A prefix never ends inside a picture.
 
-A request that shares most of an entry, or all up to its last checkpoint, takes it out and goes on
-with it; one that shares only its beginning gets a copy. The store knows neither requests nor the
-model, and evicts the least recently used.
+A request that shares most of an entry, or all up to its last checkpoint, takes it out and appends
+to it; one that shares only its beginning gets a copy. The store knows neither requests nor the
+model, and evicts the least recently used entry.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from dgemma.model.kv_cache import Capacity, KVCache
 
-MAX_ENTRIES = 256  # a request looks at each of them
-MOVED_SHARE = 0.5  # of an entry's tokens: a request that shares so many takes the entry itself
+MAX_ENTRIES = 256  # a request compares itself with each of them
+MIN_MOVED_FRACTION = 0.5  # of an entry's tokens: a request that shares so many takes the entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,23 @@ class Entry:
         return is_longer and self.cache.can_truncate(length)
 
     def reusable(self, ids: NDArray[np.int64], alignment: int) -> int:
-        """The longest prefix of `ids` that can be reused."""
+        """Return the length of the longest prefix of `ids` that can be reused."""
         length = self.common(ids)
-        if alignment == 1:
-            return self.cache.max_reusable(length)
-        length = min(length, self.prefilled)
-        while length := length // alignment * alignment:
-            found = self.cache.max_reusable(length)
-            if found == length:
+        if alignment > 1:
+            length = min(length, self.prefilled)
+        while length := _whole_images(ids, length // alignment * alignment):
+            reusable = self.cache.max_reusable(length)
+            if reusable == length and length % alignment == 0:
                 return length
-            length = found
+            length = min(reusable, length - length % alignment)
         return 0
+
+
+def _whole_images(ids: NDArray[np.int64], length: int) -> int:
+    """Shorten a prefix that ends inside a picture, whose ids are negative, to before it."""
+    while 0 < length < len(ids) and ids[length - 1] < 0 and ids[length] < 0:
+        length -= 1
+    return length
 
 
 class PrefixStore:
@@ -76,36 +82,34 @@ class PrefixStore:
     def clear(self) -> None:
         self.entries.clear()
 
-    def take(
-        self, ids: Sequence[int], room: Capacity, *, leave: int = 1
-    ) -> tuple[KVCache, int] | None:
-        """A row that holds the longest usable beginning of a prompt, and how long that is.
+    def take(self, ids: Sequence[int], capacity: Capacity) -> KVCache | None:
+        """Return a sequence with the longest reusable prefix of a prompt, if there is any.
 
-        The last `leave` tokens are not looked for: a request needs their hidden states.
+        Its last token is left out: a request needs the hidden state.
         """
-        wanted = np.asarray(ids, dtype=np.int64)[: max(0, len(ids) - leave)]
-        usable = [entry.reusable(wanted, self.alignment) for entry in self.entries]
+        prompt_ids = np.asarray(ids[:-1], dtype=np.int64)
+        usable = [entry.reusable(prompt_ids, self.alignment) for entry in self.entries]
         if not any(usable):
             return None
-        # Of equals the shortest, which has least to lose, and of those the one used last.
+        # Of equals the shortest, which loses least, and of those the most recently used.
         length, _, index = max((n, -len(self.entries[i].ids), i) for i, n in enumerate(usable))
         entry = self.entries.pop(index)
-        goes_on = length + leave >= max(entry.cache.checkpoints, default=len(entry.ids))
-        if goes_on or length >= MOVED_SHARE * len(entry.ids):
+        is_follow_up = length + 1 >= max(entry.cache.checkpoints, default=len(entry.ids))
+        if is_follow_up or length >= MIN_MOVED_FRACTION * len(entry.ids):
             entry.cache.truncate(length)
-            entry.cache.capacity = room
-            return entry.cache, length
+            entry.cache.capacity = capacity
+            return entry.cache
         self.entries.append(entry)
-        return entry.cache.copy(length, room), length
+        return entry.cache.copy(length, capacity)
 
     def keep(self, ids: Sequence[int], cache: KVCache, prefilled: int | None = None) -> None:
-        """Store a sequence that holds exactly `ids` and that nobody will change any more.
+        """Store a sequence that holds exactly `ids` and belongs to no task any more.
 
         `prefilled`: tokens that were computed as a prompt; None: all of them.
         """
-        assert len(ids) == cache.length, f"{len(ids)} ids for a row of {cache.length} tokens"
+        assert len(ids) == cache.length, f"{len(ids)} ids for a sequence of {cache.length} tokens"
         if self.max_bytes <= 0:
-            return  # not even trimmed, for which a layer's keys would be there twice
+            return  # trimming would hold a layer's keys twice
         if cache.shared_prefix is not None or cache.is_shared:
             cache = cache.copy(cache.length, replace(cache.capacity, tokens=cache.length))
         cache.trim()

@@ -1,61 +1,99 @@
-"""Many requests at once: prompts to replies, with progress, whatever does not fit left out."""
+"""Batched generation for the tasks, with progress; a prompt over the context has no reply."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dgemma.engine import Done, Engine, Event, Options
-from dgemma.engine.options import Plan
+from dgemma.engine import Done, Engine, Mode, SamplingParams
+from dgemma.engine.generation import Generation
 from dgemma.errors import PromptTooLong
+from dgemma.eval.data import Data
+from dgemma.eval.measure import Case
 from dgemma.text.chat import Prompt
 
+MODES: tuple[Mode, ...] = ("diffusion", "ar")
+SPARE_TOKENS = 16  # that a reply may take beyond the longest of its set
 
-def tune(engine: Engine, rows: int) -> None:
-    """Many rows a pass, and nothing remembered: no two cases begin alike for long."""
-    engine.max_rows = rows
-    engine.prefixes.clear()
-    engine.prefixes.max_bytes = 0
+
+def set_batch_size(engine: Engine, batch_size: int) -> None:
+    """Set the size of a pass and drop the prefix cache: no two cases share much of their prompt."""
+    engine.set_limits(max_batch_size=batch_size, prefix_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A request. A string is a user's message."""
+class EvalPrompt:
+    """A prompt with its parameters. A string is a user's message."""
 
     prompt: str | Prompt
-    options: Options
+    params: SamplingParams
 
 
-def ask(engine: Engine, questions: Sequence[Question], label: str) -> list[Done | None]:
-    """The replies in order; None for a request that does not fit the model's context."""
-    plans = [_plan(engine, question) for question in questions]
-    jobs = [None if plan is None else engine.submit(plan) for plan in plans]
-    real = [job for job in jobs if job is not None]
+def generate_all(engine: Engine, prompts: Sequence[EvalPrompt], label: str) -> list[Done | None]:
+    """Return the replies in order; None for a prompt that does not fit the model's context."""
+    tasks = [_generation(engine, prompt) for prompt in prompts]
+    fitting = [index for index, task in enumerate(tasks) if task is not None]
+    replies: list[Done | None] = [None] * len(tasks)
+    running: Iterator[tuple[int, Done]] = engine.as_completed([t for t in tasks if t is not None])
+    for count, (number, done) in enumerate(running, start=1):
+        replies[fitting[number]] = done
+        show_progress(label, count, len(fitting))
+    return replies
+
+
+def _generation(engine: Engine, prompt: EvalPrompt) -> Generation | None:
     try:
-        while running := sum(not job.is_over for job in real):
-            engine.step()
-            show(label, len(real) - running, len(real))
-    finally:
-        for job in real:
-            engine.cancel(job)
-    for job in real:
-        if job.error is not None:
-            raise job.error
-    return [None if job is None else _done(job.events) for job in jobs]
-
-
-def _plan(engine: Engine, question: Question) -> Plan | None:
-    try:
-        return engine.plan(question.prompt, question.options)
+        return engine.generation(prompt.prompt, prompt.params)
     except PromptTooLong:
         return None
 
 
-def _done(events: Iterable[Event]) -> Done:
-    return next(event for event in events if isinstance(event, Done))
-
-
-def show(label: str, done: int, total: int) -> None:
-    """A counter on stderr that overwrites itself; nothing where nobody watches."""
+def show_progress(label: str, done: int, total: int) -> None:
+    """Print a counter on stderr that overwrites itself; nothing without a terminal."""
     if sys.stderr.isatty():
         end = "\n" if done >= total else ""
         print(f"\r  {label}: {done}/{total} ", end=end, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReply:
+    """A user's message and the reply that is expected."""
+
+    prompt: str
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModeReplies:
+    """Replies of one mode to all prompts; a reply that does not fit the context is empty."""
+
+    case: Case
+    texts: list[str]
+    steps: list[float]
+    note: str  # how many did not fit, if any
+
+
+def read_pairs(data: Data, name: str, limit: int | None) -> list[PromptReply]:
+    return [PromptReply(record["prompt"], record["reply"]) for record in data.records(name, limit)]
+
+
+def replies_by_mode(
+    engine: Engine, pairs: Sequence[PromptReply], task: str, seed: int
+) -> Iterator[ModeReplies]:
+    """Reply to all prompts in both modes: diffusion with a seed for each, AR greedily."""
+    longest = max((len(engine.tokenizer.encode(pair.reply)) for pair in pairs), default=0)
+    max_tokens = longest + SPARE_TOKENS
+    for mode in MODES:
+        prompts = [
+            EvalPrompt(
+                pair.prompt, SamplingParams(mode=mode, max_tokens=max_tokens, seed=seed + number)
+            )
+            for number, pair in enumerate(pairs)
+        ]
+        replies = generate_all(engine, prompts, f"{task}, {mode}")
+        num_missing = replies.count(None)
+        yield ModeReplies(
+            Case(task, mode),
+            ["" if done is None else done.text for done in replies],
+            [float(done.steps) for done in replies if done is not None],
+            f"{num_missing} did not fit the context and count as wrong" if num_missing else "",
+        )

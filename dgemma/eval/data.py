@@ -1,4 +1,4 @@
-"""Where a task's cases come from: two directories, and how their files are read."""
+"""Data files of the tasks: their two directories, and readers of JSONL, gzip and zip."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dgemma.errors import DgemmaError
 
-# Where the recipes write what they hold out, and read what others have made.
+# The recipes write held-out data to the first and read published data from the second.
 HELDOUT, SHARED = Path("out/nano/heldout"), Path("../shared/data")
 HOW_TO = "docs/evaluation.md tells how to get it"
 
@@ -18,34 +18,34 @@ T = TypeVar("T")
 
 
 class MissingData(DgemmaError):
-    """A task cannot run for want of a file or a part; it is reported as skipped, and why."""
+    """A file that a task needs is missing; the task is reported as skipped, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The held-out files of the training data, and the shared evaluation sets. None: not here."""
+    """The directories of held-out training data and of published sets; None: there is none."""
 
     heldout: Path | None
     shared: Path | None
 
     @classmethod
     def find(cls, heldout: Path | None, shared: Path | None) -> "Data":
-        """The directories that were named, or else the recipes' own where there are such."""
-        return cls(heldout or _usual(HELDOUT), shared or _usual(SHARED))
+        """Take the given directories, or else those of the recipes if they exist."""
+        return cls(heldout or _if_exists(HELDOUT), shared or _if_exists(SHARED))
 
     def records(self, name: str, limit: int | None) -> list[dict[str, Any]]:
-        """Records of a held-out JSONL file, in order; `limit` at most, spread over the file."""
+        """Return at most `limit` records of a held-out JSONL file, spread over the file."""
         return read_jsonl(_require(self.heldout, name, "--heldout"), limit)
 
     def texts(self, name: str, limit: int | None) -> list[str]:
         return [record["text"] for record in self.records(name, limit)]
 
     def puzzles(self, pattern: str) -> list[Path]:
-        """Held-out files whose names match, the last one first."""
-        found = [] if self.heldout is None else sorted(self.heldout.glob(pattern), reverse=True)
-        if not found:
+        """Return the held-out files whose names match, the last one first."""
+        paths = [] if self.heldout is None else sorted(self.heldout.glob(pattern), reverse=True)
+        if not paths:
             raise _missing(self.heldout, pattern, "--heldout")
-        return found
+        return paths
 
     def evaluation(self, name: str) -> Path:
         return _require(self.shared, f"eval/{name}", "--data")
@@ -54,7 +54,7 @@ class Data:
         return _require(self.shared, f"train/{name}", "--data")
 
 
-def _usual(directory: Path) -> Path | None:
+def _if_exists(directory: Path) -> Path | None:
     return directory if directory.is_dir() else None
 
 
@@ -65,20 +65,20 @@ def _require(directory: Path | None, name: str, option: str) -> Path:
 
 
 def _missing(directory: Path | None, name: str, option: str) -> MissingData:
-    """Which file, which option names its directory, and where to read how to get it."""
-    lack = f"{name} is needed" if directory is None else f"{directory} has no {name}"
-    return MissingData(f"{lack}; name a directory that has it by {option} ({HOW_TO})")
+    """Name the file, the option for its directory, and the page that tells how to get it."""
+    problem = f"{name} is needed" if directory is None else f"{directory} has no {name}"
+    return MissingData(f"{problem}; name a directory that has it by {option} ({HOW_TO})")
 
 
 def read_jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
-    """JSON lines, plain or gzip; `limit` at most, spread over the file."""
+    """Read JSON lines, plain or gzip; at most `limit`, spread over the file."""
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     return [json.loads(line) for line in spread(_lines(text), limit)]
 
 
 def read_zip(path: Path, limit: int | None) -> Iterator[list[dict[str, Any]]]:
-    """The records of each JSONL file in an archive, by name; the first `limit` of each."""
+    """Read each JSONL file of an archive, by name; the first `limit` records of each."""
     with zipfile.ZipFile(path) as archive:
         for name in sorted(archive.namelist()):
             # An archive made on a Mac holds a shadow of each file.
@@ -88,7 +88,7 @@ def read_zip(path: Path, limit: int | None) -> Iterator[list[dict[str, Any]]]:
 
 
 def spread(items: Sequence[T], limit: int | None) -> Sequence[T]:
-    """`limit` of the items, evenly spread: files are often in the order of their sources."""
+    """Take `limit` items, evenly spread: files are often in the order of their sources."""
     if limit is None or limit >= len(items):
         return items
     return [items[i * len(items) // limit] for i in range(limit)]

@@ -1,4 +1,4 @@
-"""Attention of one sequence over keys that lie in several buffers, without concatenating them.
+"""Attention of one sequence over keys in several buffers, without concatenating them.
 
 The keys of a sequence are a few segments (a shared prefix, its own committed tokens, the tokens of
 this pass). On a CPU each is attended to in place and the partial results are merged by their
@@ -35,13 +35,13 @@ def attention(q_LNH: Tensor, segments: list[KVSegment]) -> Tensor:
 
 def attention_reference(q_LNH: Tensor, segments: list[KVSegment]) -> Tensor:
     """Define the op: concatenate the segments, one softmax over all visible keys, in float32."""
-    whole = concat(q_LNH, segments)
-    groups = q_LNH.shape[1] // whole.k_SMH.shape[1]
-    k_SNH = whole.k_SMH.repeat_interleave(groups, dim=1)
-    v_SNH = whole.v_SMH.repeat_interleave(groups, dim=1)
+    merged = concat(q_LNH, segments)
+    groups = q_LNH.shape[1] // merged.k_SMH.shape[1]
+    k_SNH = merged.k_SMH.repeat_interleave(groups, dim=1)
+    v_SNH = merged.v_SMH.repeat_interleave(groups, dim=1)
     logits_NLS = torch.einsum("lnh,snh->nls", q_LNH.float(), k_SNH.float())
-    if whole.mask_LS is not None:
-        logits_NLS = logits_NLS.masked_fill(~whole.mask_LS, float("-inf"))
+    if merged.mask_LS is not None:
+        logits_NLS = logits_NLS.masked_fill(~merged.mask_LS, float("-inf"))
     out_LNH = torch.einsum("nls,snh->lnh", logits_NLS.softmax(-1), v_SNH.float())
     return out_LNH.to(q_LNH.dtype)
 

@@ -25,6 +25,7 @@ class Segment:
     cache: KVCache
     count: int
     commit: bool  # True: causal, and kept; False: a canvas
+    images: tuple[tuple[int, int], ...] = ()  # positions [begin, end) of pictures, each whole
 
 
 class ForwardBatch:
@@ -102,12 +103,28 @@ class ForwardBatch:
     def _mask(self, index: int, first: int, window: int | None) -> Tensor:
         """Causal mask of a segment over keys [first, its end): itself and `window - 1` before."""
         if (index, window) not in self.masks:
-            start, count = self.starts[index], self.segments[index].count
+            start, segment = self.starts[index], self.segments[index]
             device = self.positions_T.device
-            query_L1 = torch.arange(start, start + count, device=device)[:, None]
-            key_1S = torch.arange(first, start + count, device=device)[None]
+            query_L1 = torch.arange(start, start + segment.count, device=device)[:, None]
+            key_1S = torch.arange(first, start + segment.count, device=device)[None]
             mask_LS = key_1S <= query_L1
             if window is not None:
                 mask_LS &= query_L1 - key_1S < window
+            if segment.images:
+                mask_LS |= _image_mask(segment, query_L1, key_1S, window)
             self.masks[index, window] = mask_LS
         return self.masks[index, window]
+
+
+def _image_mask(segment: Segment, query_L1: Tensor, key_1S: Tensor, window: int | None) -> Tensor:
+    """Pairs of tokens of one picture that see each other by the model's rule (decision 040)."""
+    rule = segment.cache.config.image_attention
+    mask_LS = torch.zeros(len(query_L1), key_1S.shape[1], dtype=torch.bool, device=key_1S.device)
+    if rule == "causal" or (rule == "sliding" and window is None):
+        return mask_LS
+    for begin, end in segment.images:
+        inside_L1 = (query_L1 >= begin) & (query_L1 < end)
+        mask_LS |= inside_L1 & (key_1S >= begin) & (key_1S < end)
+    if rule == "sliding" and window is not None:
+        mask_LS &= (query_L1 - key_1S).abs() < window
+    return mask_LS

@@ -1,7 +1,7 @@
 """The Gemma stack: one set of weights, run causally (prefill, commit) or over a canvas (denoise).
 
-The stack does not know which: a `Context` says where each token stands and what it sees. The only
-difference is at the entrance, where a canvas is conditioned on the last step's soft embeddings.
+The stack does not know which: a `Context` has the position of each token and the keys it sees. The
+only difference is in the embedding, where a canvas adds the last step's soft embeddings.
 Parameter names are those of the released decoder. Nothing here knows files, devices, caches,
 sampling or quantization.
 
@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.config import ModelConfig
-from dgemma.model.moe import grouped_linear, moe_forward, topk
-from dgemma.model.moe_train import routed_experts
-from dgemma.model.norm import rms_norm
-from dgemma.model.rope import CosSin, apply_rope, rope_cos_sin
+from dgemma.model.moe import grouped_linear, moe_forward, moe_with_grad, topk
+from dgemma.model.norm_rope import CosSin, apply_rope, rms_norm, rope_cos_sin
 
 
 class Context(Protocol):
@@ -28,12 +26,6 @@ class Context(Protocol):
     positions_T: Tensor
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor: ...
-
-
-class Runner(Protocol):
-    """Runs all layers and the final norm another way: training compiles layers by type."""
-
-    def __call__(self, x_TD: Tensor, context: Context, cos_sin: CosSin) -> Tensor: ...
 
 
 class Norm(nn.Module):
@@ -69,7 +61,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.shape, self.eps = layer, config.attention(layer), config.rms_norm_eps
-        self.kind = config.layer_types[layer]
+        self.layer_type = config.layer_types[layer]
         head_dim = self.shape.head_dim
         query_width = config.num_attention_heads * head_dim
         key_width = self.shape.num_kv_heads * head_dim
@@ -91,13 +83,13 @@ class Attention(nn.Module):
         q_TNH = self.q_proj(x_TD).view(heads)
         k_TMH = self.k_proj(x_TD).view(heads)
         v_TMH = k_TMH if self.v_proj is None else self.v_proj(x_TD).view(heads)
-        q_TNH = apply_rope(self.q_norm(q_TNH), *cos_sin[self.kind])
-        k_TMH = apply_rope(self.k_norm(k_TMH), *cos_sin[self.kind])
+        q_TNH = apply_rope(self.q_norm(q_TNH), *cos_sin[self.layer_type])
+        k_TMH = apply_rope(self.k_norm(k_TMH), *cos_sin[self.layer_type])
         return q_TNH, k_TMH, rms_norm(v_TMH, None, self.eps)
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and their shares."""
+    """Chooses each token's experts and their weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -106,18 +98,18 @@ class Router(nn.Module):
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts))
 
-    def likelihood(self, x_TD: Tensor) -> Tensor:
+    def probs(self, x_TD: Tensor) -> Tensor:
         """Router probabilities of all experts, before the top-k."""
         x_TD = rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
         return self.proj(x_TD).softmax(-1, dtype=torch.float32)  # type: ignore[no-any-return]
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        p_TE = self.likelihood(x_TD)
-        share_TK, ids_TK = topk(p_TE, self.top_k)
-        share_TK = share_TK / share_TK.sum(-1, keepdim=True)
-        # Gathered row by row: its gradient is then a sum over rows, not a race for a few numbers.
+        p_TE = self.probs(x_TD)
+        weights_TK, ids_TK = topk(p_TE, self.top_k)
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        # Gathered row by row: its gradient is then a sum over rows, not atomic additions.
         scale_TK = self.per_expert_scale.expand_as(p_TE).gather(-1, ids_TK)
-        return ids_TK, share_TK * scale_TK
+        return ids_TK, weights_TK * scale_TK
 
 
 class Experts(nn.Module):
@@ -127,15 +119,16 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, share_TK: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        routing = (topk_ids_TK, topk_weights_TK)
         if self.gate_up_proj.requires_grad:
-            return routed_experts(x_TD, ids_TK, share_TK, self.gate_up_proj, self.down_proj)
+            return moe_with_grad(x_TD, *routing, self.gate_up_proj, self.down_proj)
         gate_up, down = grouped_linear(self.gate_up_proj), grouped_linear(self.down_proj)
-        return moe_forward(x_TD, ids_TK, share_TK, gate_up, down)
+        return moe_forward(x_TD, *routing, gate_up, down)
 
 
 class Layer(nn.Module):
-    """Attention, then a dense MLP and the experts side by side, each between norms."""
+    """Attention, then a dense MLP and the experts in parallel, each between norms."""
 
     layer_scalar: Tensor
 
@@ -158,7 +151,7 @@ class Layer(nn.Module):
         attended_TD = self.self_attn(self.input_layernorm(x_TD), cos_sin, context)
         x_TD = x_TD + self.post_attention_layernorm(attended_TD)
         dense_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
-        # The router reads the raw stream, the experts the normed one.
+        # The router reads the residual itself, the experts the normalized one.
         mixed_TD = self.experts(self.pre_feedforward_layernorm_2(x_TD), *self.router(x_TD))
         dense_TD = self.post_feedforward_layernorm_1(dense_TD)
         mixed_TD = self.post_feedforward_layernorm_2(mixed_TD)
@@ -167,7 +160,7 @@ class Layer(nn.Module):
 
 
 class SelfConditioning(FeedForward):
-    """Adds to the canvas's embeddings what the last step thought of each position."""
+    """Adds an MLP of the last step's soft embeddings to the canvas's embeddings."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.intermediate_size)
@@ -175,7 +168,7 @@ class SelfConditioning(FeedForward):
         self.eps = config.rms_norm_eps
 
     def condition(self, x_TD: Tensor, soft_TD: Tensor | None) -> Tensor:
-        # Zero soft embeddings contribute exactly zero, but the closing norm applies even then.
+        # Zero soft embeddings contribute exactly zero, but the final norm applies even then.
         if soft_TD is not None:
             x_TD = x_TD + self(self.pre_norm(soft_TD))
         return rms_norm(x_TD, None, self.eps)
@@ -186,7 +179,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 class TokenTable(nn.Module):
-    """The vocabulary's vectors, read in three ways: by token, as the head, and as a mean."""
+    """Token embeddings, which are also the LM head and the table of soft embeddings."""
 
     def __init__(self, vocab: int, width: int) -> None:
         super().__init__()
@@ -194,17 +187,18 @@ class TokenTable(nn.Module):
 
     @property
     def scale(self) -> float:
-        """sqrt(width), rounded to the weights' type as the reference does."""
+        """sqrt(width), rounded to the weights' dtype as in the reference."""
         return rounded(self.weight.shape[1] ** 0.5, self.weight.dtype)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.weight) * self.scale
 
-    def score(self, hidden_TD: Tensor) -> Tensor:
+    def raw_logits(self, hidden_TD: Tensor) -> Tensor:
+        """Apply the LM head; without the soft cap."""
         return F.linear(hidden_TD, self.weight)
 
-    def mean(self, p_TV: Tensor) -> Tensor:
-        """The mean vector under each position's distribution."""
+    def soft_embed(self, p_TV: Tensor) -> Tensor:
+        """Return the mean embedding under each position's distribution."""
         return p_TV.to(self.weight.dtype) @ self.weight * self.scale
 
 
@@ -218,26 +212,23 @@ class Gemma(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.self_conditioning = SelfConditioning(config) if config.can_denoise else None
-        self.runner: Runner | None = None  # set by training
 
     def encode(self, tokens_T: Tensor, context: Context) -> Tensor:
-        """The causal mode: hidden states of prompt or committed tokens."""
+        """Return hidden states of prompt or committed tokens (causal)."""
         return self.stack(self.embed(tokens_T), context)
 
     def denoise(self, tokens_T: Tensor, soft_TD: Tensor | None, context: Context) -> Tensor:
-        """The canvas mode: hidden states of canvases, given the last step's soft embeddings."""
-        return self.stack(self.enter(tokens_T, soft_TD), context)
+        """Return hidden states of canvases, given the last step's soft embeddings."""
+        return self.stack(self.embed_canvas(tokens_T, soft_TD), context)
 
-    def enter(self, tokens_T: Tensor, soft_TD: Tensor | None) -> Tensor:
+    def embed_canvas(self, tokens_T: Tensor, soft_TD: Tensor | None) -> Tensor:
         """Embed canvas tokens with their self-conditioning."""
         assert self.self_conditioning is not None, "an autoregressive model has no canvas mode"
         return self.self_conditioning.condition(self.embed(tokens_T), soft_TD)
 
     def stack(self, x_TD: Tensor, context: Context, cos_sin: CosSin | None = None) -> Tensor:
-        """All layers; `cos_sin`: those of the context's positions, if they are known already."""
+        """Run all layers; `cos_sin`: of the context's positions, if computed already."""
         cos_sin = self.cos_sin(context.positions_T) if cos_sin is None else cos_sin
-        if self.runner is not None:
-            return self.runner(x_TD, context, cos_sin)
         for layer in self.layers:
             x_TD = layer(x_TD, cos_sin, context)
         return self.norm(x_TD)  # type: ignore[no-any-return]
@@ -248,17 +239,17 @@ class Gemma(nn.Module):
     def embed(self, tokens_T: Tensor) -> Tensor:
         return self.embed_tokens(tokens_T)  # type: ignore[no-any-return]
 
-    def embed_soft(self, p_TV: Tensor) -> Tensor:
-        """Soft embedding for self-conditioning: the mean embedding at each position."""
-        return self.embed_tokens.mean(p_TV)
+    def soft_embed(self, p_TV: Tensor) -> Tensor:
+        """Return soft embeddings for self-conditioning: the mean embedding at each position."""
+        return self.embed_tokens.soft_embed(p_TV)
 
-    def head(self, hidden_TD: Tensor) -> Tensor:
-        """Scores of every token, before the soft cap (which `row_stats` applies on its way)."""
-        return self.embed_tokens.score(hidden_TD)
+    def raw_logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return logits before the soft cap, which `position_stats` applies itself."""
+        return self.embed_tokens.raw_logits(hidden_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Soft-capped float32 logits."""
-        return soft_cap(self.head(hidden_TD), self.config.final_logit_softcapping)
+        """Return soft-capped float32 logits."""
+        return soft_cap(self.raw_logits(hidden_TD), self.config.final_logit_softcapping)
 
 
 def soft_cap(logits_TV: Tensor, cap: float | None) -> Tensor:

@@ -1,11 +1,12 @@
 """Mixture of experts: each token runs through its top-k experts; outputs are weighted and summed.
 
 T tokens, K experts per token, A = T * K (token, expert) assignments, E experts, D width, I expert
-width, O output width.
+width, O output width, S slots.
 """
 
 from collections.abc import Callable, Sequence
 from math import pi
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ MAX_UNROLLED_TOPK = 4  # a compiled top-k of at most this size is unrolled
 # gelu_tanh(x) = x * sigmoid(SLOPE * x + CUBIC * x^3); SLOPE as a tensor, to start an addcmul with.
 SLOPE = torch.tensor(2 * (2 / pi) ** 0.5)
 CUBIC = 0.044715 * SLOPE.item()
+SLOT_ALIGNMENT = 8
 
 Linear = Callable[[Tensor], Tensor]
 # Maps rows sorted by expert, and the expert of each unsorted row, to each row's expert output.
@@ -138,3 +140,94 @@ def moe_reference(
             hidden_I = gelu_and_mul(F.linear(x_TD[t], gate_up_EID[expert]))
             out_TD[t] += weight * F.linear(hidden_I, down_EDI[expert])
     return out_TD.to(x_TD.dtype)
+
+
+# --- with gradients
+
+
+class ExpertSlots(NamedTuple):
+    """Slot of each assignment among rows sorted by expert, and back."""
+
+    slot_TK: Tensor
+    assignment_S: Tensor  # of each slot; -1: empty
+    ends_E: Tensor  # int32: end of each expert's slots
+
+
+def moe_with_grad(
+    x_TD: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    gate_up_EID: Tensor,
+    down_EDI: Tensor,
+) -> Tensor:
+    """Compute `moe_forward` where gradients of the weights are needed.
+
+    Each expert's rows start at a multiple of 8, which the grouped kernel needs for the gradient of
+    the weights, and tokens and slots are mapped by gathers both ways: the gradient of a gather
+    would be a scatter-add, which is slow and, on a GPU, not deterministic.
+    """
+    slots = assign_slots(topk_ids_TK, len(gate_up_EID))
+    x_SD = _ToSlots.apply(x_TD, slots.slot_TK, slots.assignment_S)  # type: ignore[no-untyped-call]
+    hidden_SI = gelu_and_mul(grouped_slots(x_SD, gate_up_EID, slots.ends_E))
+    out_SD = grouped_slots(hidden_SI, down_EDI, slots.ends_E)
+    out_TKD: Tensor = _FromSlots.apply(out_SD, slots.slot_TK, slots.assignment_S)  # type: ignore[no-untyped-call]
+    return (out_TKD * topk_weights_TK.to(out_TKD.dtype)[..., None]).sum(1).to(x_TD.dtype)
+
+
+def assign_slots(topk_ids_TK: Tensor, num_experts: int) -> ExpertSlots:
+    """Give every assignment a slot; empty slots pad each expert's range, and the whole."""
+    flat_A = topk_ids_TK.flatten()
+    num_assignments = len(flat_A)
+    experts_E = torch.arange(num_experts, device=flat_A.device)
+    counts_E = (flat_A[None] == experts_E[:, None]).sum(-1)
+    padded_E = (counts_E + SLOT_ALIGNMENT - 1) // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+    ends_E = padded_E.cumsum(0)
+    order_A = flat_A.argsort(stable=True)
+    # The rank among all assignments, shifted by the empty slots of the experts before.
+    gap_E = (ends_E - padded_E) - (counts_E.cumsum(0) - counts_E)
+    sorted_slot_A = torch.arange(num_assignments, device=flat_A.device) + gap_E[flat_A[order_A]]
+    slot_A = torch.empty_like(order_A).scatter_(0, order_A, sorted_slot_A)
+    # The maximum; slots after the last expert's end are empty.
+    size = -(-num_assignments // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + SLOT_ALIGNMENT * num_experts
+    assignment_S = order_A.new_full((size,), -1).scatter_(0, sorted_slot_A, order_A)
+    return ExpertSlots(slot_A.view_as(topk_ids_TK), assignment_S, ends_E.to(torch.int32))
+
+
+def grouped_slots(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiply each expert's rows by its weight; empty slots are undefined."""
+    if x_SD.device.type == "cuda":
+        return F.grouped_mm(x_SD, weight_EOD.transpose(1, 2), offs=ends_E)
+    ends = [0, *ends_E.tolist()]
+    pieces = [x_SD[a:b] @ w.T for a, b, w in zip(ends, ends[1:], weight_EOD, strict=False)]
+    rest = x_SD.new_zeros(len(x_SD) - ends[-1], weight_EOD.shape[1])
+    return torch.cat([*pieces, rest])
+
+
+class _ToSlots(torch.autograd.Function):
+    """Gather tokens to slots; the gradient sums over a token's slots."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, slot_TK: Tensor, assignment_S: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_TK)
+        x_SD = x_TD[assignment_S.clamp(min=0) // slot_TK.shape[1]]
+        return torch.where(assignment_S[:, None] >= 0, x_SD, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (slot_TK,) = ctx.saved_tensors
+        return grads[0][slot_TK].sum(1), None, None
+
+
+class _FromSlots(torch.autograd.Function):
+    """Gather slots to each token's assignments; empty slots have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out_SD: Tensor, slot_TK: Tensor, assignment_S: Tensor) -> Tensor:
+        ctx.save_for_backward(assignment_S)
+        return out_SD[slot_TK]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (assignment_S,) = ctx.saved_tensors
+        grad_SD = grads[0].flatten(0, 1)[assignment_S.clamp(min=0)]
+        return torch.where(assignment_S[:, None] >= 0, grad_SD, 0), None, None

@@ -1,9 +1,9 @@
-"""Products in 8-bit floats (e4m3): a factor for each output of a weight, and for each row it meets.
+"""FP8 (e4m3) weights: a scale for each output, and for each row of activations ("FP8 dynamic").
 
-Half the bytes of bfloat16, which is what a step's time is made of. Activations are quantized on
-their way, row by row ("dynamic"); sums are float32.
+Half the bytes of bfloat16, and a step is bound by bytes. Activations are quantized per row on the
+fly; sums are float32. The functions here define the kernels of `backends/cuda`.
 
-T tokens, K experts per token, A expert_outputs, E experts, D width, I expert width, O outputs.
+T tokens, K experts per token, E experts, D width, O outputs, I inputs.
 """
 
 from typing import NamedTuple
@@ -12,57 +12,77 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.model.moe import GroupedLinear, Linear, per_expert
-from dgemma.quant.qtensor import Quantized
+from dgemma.model.gemma import Experts
+from dgemma.model.moe import GroupedLinear, Linear, moe_forward, per_expert
+from dgemma.quant.qtensor import QTensor
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-LEAST = 1e-12  # a row of zeros has a factor too
-CAPABILITY = (8, 9)  # of a GPU that has them
-PIECE = 1 << 14  # rows of a vocabulary that are dequantized together
+FP8_MAX = 448.0
+MIN_AMAX = 1e-12  # a row of zeros has a scale too
+MIN_CAPABILITY = (8, 9)  # of a GPU with fp8 arithmetic
+VOCAB_PIECE = 1 << 14  # rows of a vocabulary that are dequantized together
 
 
 def has_e4m3(device: torch.device) -> bool:
     """True if the device has fp8 arithmetic; a CPU computes by definition."""
     if device.type != "cuda":
         return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
-def quantize(x: Tensor) -> Quantized:
-    """Each row (of the last dimension) with a factor that lets its greatest be the greatest."""
-    factor = x.float().abs().amax(-1).clamp(min=LEAST) / LARGEST
-    return Quantized((x.float() / factor[..., None]).to(E4M3), factor)
+def quantize(x: Tensor) -> QTensor:
+    """Quantize per row: scale = absmax / FP8_MAX."""
+    scale = x.float().abs().amax(-1).clamp(min=MIN_AMAX) / FP8_MAX
+    return QTensor((x.float() / scale[..., None]).to(E4M3), scale)
 
 
-def fp8_grouped(weight_EOD: Quantized) -> GroupedLinear:
-    """The definition, one expert at a time."""
-    pairs = zip(weight_EOD.numbers, weight_EOD.factor, strict=True)
-    return per_expert([fp8_linear(Quantized(*pair)) for pair in pairs])
+@torch.no_grad()
+def quantize_stacked(weight_EOD: Tensor) -> QTensor:
+    """Quantize expert by expert, so that no float32 copy of the whole is made."""
+    values = torch.empty(weight_EOD.shape, dtype=E4M3, device=weight_EOD.device)
+    scale = torch.empty(weight_EOD.shape[:2], dtype=torch.float32, device=weight_EOD.device)
+    for index, weight_OD in enumerate(weight_EOD):
+        values[index], scale[index] = quantize(weight_OD)
+    return QTensor(values, scale)
 
 
-def fp8_linear(weight_OD: Quantized) -> Linear:
-    """A product of a quantized weight with rows that are quantized for it."""
+def fp8_linear(weight_OD: QTensor) -> Linear:
+    """Return x -> x @ weight.T with quantized rows."""
 
     def apply(x_TD: Tensor) -> Tensor:
-        return F.linear(quantize(x_TD).whole(), weight_OD.whole()).to(x_TD.dtype)
+        return F.linear(quantize(x_TD).dequantize(), weight_OD.dequantize()).to(x_TD.dtype)
 
     return apply
 
 
-class Weight(NamedTuple):
-    """As it is stored: an 8-bit one has a factor for each output."""
+def fp8_grouped(weight_EOD: QTensor) -> GroupedLinear:
+    """Apply `fp8_linear` expert by expert."""
+    pairs = zip(weight_EOD.values, weight_EOD.scale, strict=True)
+    return per_expert([fp8_linear(QTensor(*pair)) for pair in pairs])
 
-    numbers_OI: Tensor
-    factor_O: Tensor | None = None
+
+def fp8_logits(hidden_TD: Tensor, weight: "LinearWeight") -> Tensor:
+    """Multiply by an fp8 LM head, a piece of the vocabulary at a time."""
+    assert weight.scale_O is not None
+    rows_TD = quantize(hidden_TD).dequantize()
+    pieces = zip(*(torch.split(x, VOCAB_PIECE) for x in weight), strict=True)  # type: ignore[arg-type]
+    logits = [F.linear(rows_TD, QTensor(*piece).dequantize()) for piece in pieces]
+    return torch.cat(logits, dim=-1).to(hidden_TD.dtype)
+
+
+class LinearWeight(NamedTuple):
+    """The stored weight of a linear; in fp8 it has a scale for each output."""
+
+    values_OI: Tensor
+    scale_O: Tensor | None = None
 
     @property
-    def is_8(self) -> bool:
-        return self.factor_O is not None
+    def is_fp8(self) -> bool:
+        return self.scale_O is not None
 
 
 class Fp8Linear(nn.Module):
-    """A product with an 8-bit weight; names and shapes as in the released "FP8 dynamic" layout."""
+    """A linear with an fp8 weight; names and shapes of the released "FP8 dynamic" layout."""
 
     weight: Tensor
     weight_scale: Tensor
@@ -74,22 +94,41 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, source: nn.Linear) -> "Fp8Linear":
-        numbers_OI, factor_O = quantize(source.weight.detach())
-        return cls(numbers_OI, factor_O[:, None])
+    def quantized(cls, source: nn.Linear) -> "Fp8Linear":
+        values_OI, scale_O = quantize(source.weight.detach())
+        return cls(values_OI, scale_O[:, None])
 
     @property
-    def stored(self) -> Weight:
-        return Weight(self.weight, self.weight_scale[:, 0])
+    def stored(self) -> LinearWeight:
+        return LinearWeight(self.weight, self.weight_scale[:, 0])
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return fp8_linear(Quantized(*self.stored))(x_TI)  # type: ignore[arg-type]
+        return fp8_linear(QTensor(self.weight, self.weight_scale[:, 0]))(x_TI)
 
 
-def fp8_logits(hidden_TD: Tensor, weight: Weight) -> Tensor:
-    """Multiply by an fp8 LM head, a piece of the vocabulary at a time."""
-    assert weight.factor_O is not None
-    rows_TD = quantize(hidden_TD).whole()
-    pieces = zip(*(torch.split(part, PIECE) for part in weight), strict=True)  # type: ignore[arg-type]
-    logits = [F.linear(rows_TD, Quantized(*piece).whole()) for piece in pieces]
-    return torch.cat(logits, dim=-1).to(hidden_TD.dtype)
+class Fp8Experts(nn.Module):
+    """A layer's experts with fp8 weights; names and shapes of the released layouts."""
+
+    gate_up_proj: Tensor
+    gate_up_scale: Tensor
+    down_proj: Tensor
+    down_scale: Tensor
+
+    def __init__(self, gate_up: QTensor, down: QTensor) -> None:
+        super().__init__()
+        for name, weight in (("gate_up", gate_up), ("down", down)):
+            self.register_buffer(f"{name}_proj", weight.values)
+            self.register_buffer(f"{name}_scale", weight.scale)
+
+    @classmethod
+    def quantized(cls, source: Experts) -> "Fp8Experts":
+        return cls(quantize_stacked(source.gate_up_proj), quantize_stacked(source.down_proj))
+
+    @property
+    def stored(self) -> tuple[QTensor, QTensor]:
+        gate_up = QTensor(self.gate_up_proj, self.gate_up_scale)
+        return gate_up, QTensor(self.down_proj, self.down_scale)
+
+    def forward(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        gate_up, down = (fp8_grouped(weight) for weight in self.stored)
+        return moe_forward(x_TD, topk_ids_TK, topk_weights_TK, gate_up, down)

@@ -1,105 +1,145 @@
-"""One HTTP request's answers, on the event loop's side of the queue."""
+"""Calls of the application without a socket: by a batch file, or by the front of several replicas.
+
+A call brings what middleware would find out (the owner, the time of arrival) and what makes a
+repeated request repeat its reply: seed, ids, and the tokens that were committed before. None of it
+can be given over HTTP.
+"""
 
 import asyncio
+import json
+import logging
+import secrets
 import time
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
-from fastapi import Request
+from starlette.types import ASGIApp, Message
 
-from dgemma.server.asking import Asked
-from dgemma.server.faults import CLIENT_GONE, ApiError
-from dgemma.server.worker import Failed, Finished, Ticket, Worker
+from dgemma.server.auth import ANONYMOUS
 
-if TYPE_CHECKING:
-    from dgemma.server.worker import Item
+logger = logging.getLogger("dgemma.server")
+JSON_TYPE = (b"content-type", b"application/json")
+OPENING_FIELDS = ("system", "instructions", "tools")  # of a prompt, before its first turn
+TEXT_FIELDS = ("input", "prompt", "input_prefix", "text", "puzzle")
+MAX_OPENING = 4096  # characters, of a conversation...
+MAX_TEXT = 1024  # ...and of a text: an editor changes its end
+# Records of a resumable stream, beside the events of its format.
+COMMITTED = ": committed "
+ENDED = ": ended"  # after the last event, or before an error
+RECORD_END = "\x1e"  # which JSON never contains
 
-T = TypeVar("T")
-MAX_BACKLOG = 256  # events a client may fall behind before drafts are left out
 
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Answers to one request: submitted when made, cancelled when closed before their end."""
+    """A request, and what is known of it already."""
 
-    def __init__(self, worker: Worker, asked: Asked, owner: str) -> None:
-        self.asked, self.worker = asked, worker
-        self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
-        self._open = set(range(len(asked.plans)))
-        most = worker.limits.seconds
-        deadline = time.monotonic() + min(asked.max_seconds or most, most)
-        self.tickets = [
-            Ticket(
-                plan=plan,
-                owner=owner,
-                deliver=self._deliver(index),
-                deadline=deadline,
-                wants_logprobs=asked.wants_logprobs,
-            )
-            for index, plan in enumerate(asked.plans)
-        ]
-        worker.submit(self.tickets)
+    path: str
+    body: bytes = b""
+    method: str = "POST"
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)
+    owner: str = ANONYMOUS
+    seconds: float = 0.0  # since it arrived
+    seed: int = field(default_factory=lambda: secrets.randbits(32))  # if the body has none
+    reply_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+    is_resumable: bool = False  # its stream consists of records: named events, and commits
+    # Fields of `Committed` by answer: what the stream so far has committed.
+    committed: Mapping[int, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
 
-    def _deliver(self, index: int) -> "Callable[[Item], None]":
-        from dgemma.engine import Draft
-
-        def deliver(item: "Item") -> None:
-            if isinstance(item, Draft) and self._items.qsize() > MAX_BACKLOG:
-                return  # nothing in it is promised, and the client is too slow for it
-            self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item))
-
-        return deliver
-
-    @property
-    def is_over(self) -> bool:
-        return not self._open
-
-    async def begin(self) -> None:
-        """Wait until an answer has left the queue; raises if it was refused there."""
-        _, item = await self._items.get()
-        if isinstance(item, Failed):
-            raise item.error
-
-    async def get(self) -> "tuple[int, Item]":
-        """What happens next, and to which answer."""
-        index, item = await self._items.get()
-        if isinstance(item, Finished | Failed):
-            self._open.discard(index)
-        return index, item
-
-    async def finish(self) -> list[Finished]:
-        """All answers, complete; raises if one failed."""
-        ended: dict[int, Finished] = {}
-        while not self.is_over:
-            index, item = await self.get()
-            if isinstance(item, Failed):
-                raise item.error
-            if isinstance(item, Finished):
-                ended[index] = item
-        return [ended[index] for index in sorted(ended)]
-
-    def close(self) -> None:
-        """Cancel what has not ended."""
-        if self._open:
-            self.worker.cancel([self.tickets[index] for index in self._open])
-            self._open.clear()
+    def scope(self) -> dict[str, Any]:
+        arrived = time.monotonic() - self.seconds
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "query_string": self.query,
+            "headers": list(self.headers),
+            "scheme": "http",
+            "server": None,
+            "client": None,
+            "root_path": "",
+            "state": {"owner": self.owner, "arrived": arrived, "body_bytes": len(self.body)},
+        }
 
 
-async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Do the work unless the client leaves before it is done."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request.receive))
+_current: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+def current_call() -> Call | None:
+    """Return the call that this task serves; None: the request came through a socket."""
+    return _current.get()
+
+
+async def run_call(app: ASGIApp, call: Call) -> AsyncIterator[Message]:
+    """Run a call; yields ASGI messages, the first with its route.
+
+    Closing the iterator is the client's leaving.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    gone = asyncio.Event()
+    scope = call.scope()
+    body = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start" and "route" in scope:
+            message = {**message, "route": scope["route"].path}
+        await messages.put(message)
+
+    async def run() -> None:
+        _current.set(call)
+        try:
+            await app(scope, receive, send)
+        except Exception:  # its client has the reply to an unknown error
+            logger.exception("a call failed")
+        finally:
+            messages.put_nowait(None)
+
+    task = asyncio.create_task(run())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(CLIENT_GONE, "the client left")
-        return task.result()
+        while (message := await messages.get()) is not None:
+            yield message
     finally:
-        for waiting in (task, gone):
-            waiting.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        gone.set()
+        task.cancel()
 
 
-async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def whole_reply(app: ASGIApp, call: Call) -> tuple[int, bytes]:
+    """Run a call to its end; return status and body."""
+    status, parts = 500, []
+    async for message in run_call(app, call):
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+    return status, b"".join(parts)
+
+
+def opening(body: object) -> str:
+    """Return the text with which requests of one conversation begin; empty: not known.
+
+    A conversation keeps its system text, tools and first turn; a document its beginning.
+    """
+    if not isinstance(body, dict):
+        return ""
+    parts: list[Any] = [body[name] for name in OPENING_FIELDS if body.get(name)]
+    messages = body.get("messages") or body.get("input")
+    if isinstance(messages, list) and messages:
+        first = messages[0]
+        has_system = isinstance(first, dict) and first.get("role") in ("system", "developer")
+        parts += messages[: 2 if has_system else 1]
+    else:
+        texts = (body.get(name) for name in TEXT_FIELDS)
+        parts += [text[:MAX_TEXT] for text in texts if isinstance(text, str)]
+    return json.dumps(parts, ensure_ascii=False)[:MAX_OPENING] if parts else ""

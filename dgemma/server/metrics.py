@@ -1,4 +1,4 @@
-"""Numbers for Prometheus. Speed is committed tokens; work that was thrown away is not counted."""
+"""Metrics for Prometheus. Speed counts committed tokens; discarded work does not count."""
 
 from typing import TYPE_CHECKING
 
@@ -19,56 +19,50 @@ STEPS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 
 
 class Metrics:
-    """One server's numbers, in a registry of their own."""
+    """The metrics of one server, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = own = CollectorRegistry()
-        ProcessCollector(registry=own)
-        self.requests = Counter(
-            "dgemma_requests", "HTTP requests", ["path", "status"], registry=own
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.requests = self._counter("requests", "HTTP requests", "path", "status")
+        self.finished = self._counter("answers", "Answers by how they ended", "mode", "finish")
+        self.tokens = self._counter("committed_tokens", "Tokens of answers")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
+        self.reused_tokens = self._counter("reused_tokens", "Prompt tokens found in the cache")
+        self.cache_hits = self._counter("cache_hits", "Answers whose prompt began in the cache")
+        self.steps = self._counter("steps", "Denoising steps and AR tokens")
+        self.retries = self._counter("retries", "Canvases done again")
+        self.cancelled = self._counter("cancelled", "Answers nobody waited for")
+        self.failed_passes = self._counter("failed_passes", "Passes that raised")
+        self.queued = self._gauge("queue_length", "Requests that wait")
+        self.running = self._gauge("running", "Requests that run")
+        self.prefix_bytes = self._gauge("prefix_bytes", "Memory of the prefix cache")
+        self.prefixes = self._gauge("prefixes", "Cached prefixes")
+        self.steps_per_block = self._histogram("steps_per_block", "Steps of a canvas", STEPS)
+        self.first_block = self._histogram(
+            "time_to_first_block_seconds", "From arrival to the first promised text", SECONDS
         )
-        self.finished = Counter(
-            "dgemma_answers", "Answers by how they ended", ["mode", "finish"], registry=own
-        )
-        self.tokens = Counter("dgemma_committed_tokens", "Tokens of answers", registry=own)
-        self.prompt_tokens = Counter("dgemma_prompt_tokens", "Tokens of prompts", registry=own)
-        self.reused_tokens = Counter(
-            "dgemma_reused_tokens", "Tokens of prompts found in the cache", registry=own
-        )
-        self.cache_hits = Counter(
-            "dgemma_cache_hits", "Answers whose prompt began in the cache", registry=own
-        )
-        self.steps = Counter("dgemma_steps", "Denoising steps and AR tokens", registry=own)
-        self.retries = Counter("dgemma_retries", "Canvases done again", registry=own)
-        self.cancelled = Counter("dgemma_cancelled", "Answers nobody waited for", registry=own)
-        self.failed_passes = Counter("dgemma_failed_passes", "Passes that raised", registry=own)
-        self.steps_per_block = Histogram(
-            "dgemma_steps_per_block", "Steps a canvas took", buckets=STEPS, registry=own
-        )
-        self.first_block = Histogram(
-            "dgemma_time_to_first_block_seconds",
-            "From arrival to the first promised text",
-            buckets=SECONDS,
-            registry=own,
-        )
-        self.seconds = Histogram(
-            "dgemma_answer_seconds", "From arrival to the end", buckets=SECONDS, registry=own
-        )
-        self.queued = Gauge("dgemma_queue_length", "Requests that wait", registry=own)
-        self.running = Gauge("dgemma_running", "Requests that run", registry=own)
-        self.prefix_bytes = Gauge("dgemma_prefix_bytes", "Memory of kept prefixes", registry=own)
-        self.prefixes = Gauge("dgemma_prefixes", "Kept prefixes", registry=own)
+        self.seconds = self._histogram("answer_seconds", "From arrival to the end", SECONDS)
+
+    def _counter(self, name: str, note: str, *labels: str) -> Counter:
+        return Counter(f"dgemma_{name}", note, labels, registry=self.registry)
+
+    def _gauge(self, name: str, note: str) -> Gauge:
+        return Gauge(f"dgemma_{name}", note, registry=self.registry)
+
+    def _histogram(self, name: str, note: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"dgemma_{name}", note, buckets=buckets, registry=self.registry)
 
     def watch_device(self, engine: "Engine") -> None:
-        """Ask a GPU for its memory whenever the numbers are read."""
+        """Read a GPU's memory whenever the metrics are read."""
         if engine.device.type == "cuda":
             import torch
 
-            used = Gauge("dgemma_device_bytes", "GPU memory in use", registry=self.registry)
+            used = self._gauge("device_bytes", "GPU memory in use")
             used.set_function(lambda: torch.cuda.memory_allocated(engine.device))
 
     def count(self, done: "Done", seconds: float) -> None:
-        """Take an answer that has ended."""
+        """Count a finished answer."""
         self.finished.labels(done.mode, done.finish).inc()
         self.tokens.inc(done.tokens)
         self.prompt_tokens.inc(done.prompt_tokens)

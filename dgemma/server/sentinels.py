@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from dgemma.errors import UsageError
+from dgemma.text.control_tokens import FILL_MARK
 
 # Prefix, suffix and middle of each family; the text between them is taken as it is.
 FAMILIES = (
@@ -18,34 +19,33 @@ FAMILIES = (
     ("<PRE> ", " <SUF>", " <MID>"),  # CodeLlama
 )
 CODESTRAL = ("[SUFFIX]", "[PREFIX]")  # the suffix comes first
-MARK = "<|fill|>"
 FILE_MARKS = re.compile(r"<\|(?:repo_name|file_sep|file_separator)\|>|<(?:reponame|file_sep)>")
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """The texts before and behind a hole."""
+class HoleContext:
+    """The texts before and after a hole."""
 
     before: str
     after: str
 
 
-def find_hole(prompt: str) -> Around | None:
-    """The hole of a prompt with sentinels; None if it has none, or not all of them in order."""
+def find_hole(prompt: str) -> HoleContext | None:
+    """Return the hole of a prompt with sentinels; None if it has none, or not all in order."""
     for family in FAMILIES:
-        found = _between(prompt, *family)
-        if found is not None:
-            return found
-    opens, turns = CODESTRAL
-    head, _, rest = prompt.partition(opens)
-    after, turned, before = rest.partition(turns)
-    if turned and not head.strip():
-        return Around(before, after)
-    before, marked, after = prompt.partition(MARK)
-    return Around(before, after) if marked and MARK not in after else None
+        hole = _between(prompt, *family)
+        if hole is not None:
+            return hole
+    suffix_mark, prefix_mark = CODESTRAL
+    head, _, rest = prompt.partition(suffix_mark)
+    after, found, before = rest.partition(prefix_mark)
+    if found and not head.strip():
+        return HoleContext(before, after)
+    before, marked, after = prompt.partition(FILL_MARK)
+    return HoleContext(before, after) if marked and FILL_MARK not in after else None
 
 
-def _between(prompt: str, prefix: str, suffix: str, middle: str) -> Around | None:
+def _between(prompt: str, prefix: str, suffix: str, middle: str) -> HoleContext | None:
     if any(prompt.count(mark) != 1 for mark in (prefix, suffix, middle)):
         return None
     context, _, rest = prompt.partition(prefix)
@@ -53,12 +53,12 @@ def _between(prompt: str, prefix: str, suffix: str, middle: str) -> Around | Non
     after, ended, tail = rest.partition(middle)
     if not (parted and ended) or tail.strip():
         return None
-    return Around(FILE_MARKS.sub("\n", context).lstrip("\n") + before, after)
+    return HoleContext(FILE_MARKS.sub("\n", context).lstrip("\n") + before, after)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a file that may change, and what was changed lately."""
+    """A part of a file that may change, and the latest changes."""
 
     before: str
     old: str
@@ -71,7 +71,7 @@ class Region:
 
 
 def read_region(message: str) -> Region:
-    """A next-edit message in Mercury's form."""
+    """Read a next-edit message in Mercury's form."""
     file = _inside(message, "current_file_content")
     file = re.sub(r"\A\n?current_file_path:[^\n]*\n", "", file)
     before, opened, rest = file.partition("<|code_to_edit|>\n")
@@ -83,7 +83,7 @@ def read_region(message: str) -> Region:
 
 
 def read_update(message: str) -> tuple[str, str]:
-    """The file and the snippet of an apply message in Mercury's form."""
+    """Return the file and the snippet of an apply message in Mercury's form."""
     original = _inside(message, "original_code").removeprefix("\n")
     return original, _inside(message, "update_snippet").strip("\n")
 

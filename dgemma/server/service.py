@@ -1,40 +1,57 @@
-"""What the routes work with: the engine's worker, the settings, and how a request is answered."""
+"""The path of one HTTP request: parse, submit, follow its events, format.
+
+A small body is parsed on the event loop. A large one, and one with a grammar, is parsed by a host
+task of the engine's scheduler: it waits for its fair turn and has a deadline like any other work.
+"""
 
 import asyncio
+import json
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
-from fastapi import Depends, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from dgemma.server import replies
-from dgemma.server.asking import Asked
-from dgemma.server.call import Call, while_there
-from dgemma.server.drain import Drain
-from dgemma.server.faults import ApiError
+from dgemma.server.auth import Keys
+from dgemma.server.call import Call, current_call
+from dgemma.server.errors import CLIENT_GONE, OLLAMA_PATH, ApiError, from_engine
+from dgemma.server.format import Envelope, Format
+from dgemma.server.lifecycle import Drain
 from dgemma.server.limits import Limits
 from dgemma.server.metrics import Metrics
-from dgemma.server.security import Keys
-from dgemma.server.shapes import Head, Shape
+from dgemma.server.schemas import Body, ErrorReply, Modalities, ModelCard
 from dgemma.server.stream import Stream
-from dgemma.server.wire import Body
 from dgemma.server.worker import Worker
 
 if TYPE_CHECKING:
-    from dgemma.engine import Engine
+    from dgemma.engine import Done, Engine
+    from dgemma.engine.request import Program, Task
+    from dgemma.engine.request import Request as EngineRequest
+    from dgemma.server.worker import Item
 
-ENCODERS = 2  # prompts that are read at once, beside the event loop
-SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    Tasks = Sequence[Program[Any] | Task]
+
+T = TypeVar("T")
+MAX_INLINE_BYTES = 1 << 14  # of a body that is parsed on the event loop
+GRACE_SECONDS = 2.0  # after a deadline, in which the engine may return the answer so far
+MAX_BACKLOG = 256  # events that a client may fall behind before drafts are left out
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How an operator wants a server."""
+    """Settings of a server."""
 
     names: tuple[str, ...]  # of the model, the first as it is listed
     limits: Limits = field(default_factory=Limits)
@@ -43,22 +60,125 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
 
 
+class Submission:
+    """The engine's requests of one HTTP request, on the event loop.
+
+    Submitted when made, cancelled when closed before their end. Deadlines are enforced here: an
+    engine in a hung pass cannot.
+    """
+
+    def __init__(self, worker: Worker, tasks: "Tasks", owner: str, deadline: float) -> None:
+        from dgemma.engine.request import Request
+
+        self.worker, self.tasks, self.owner, self.deadline = worker, tasks, owner, deadline
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
+        self.requests = [Request(task, owner=owner, deadline=deadline) for task in tasks]
+        self._open: set[EngineRequest[Any]] = set(self.requests)
+        worker.submit({r: partial(self._put, index) for index, r in enumerate(self.requests)})
+
+    def _put(self, index: int, item: "Item") -> None:
+        """Take an item from the engine's thread."""
+        from dgemma.engine import Draft
+
+        if isinstance(item, Draft) and self._items.qsize() > MAX_BACKLOG:
+            return  # nothing in it is promised, and the client is too slow for it
+        with suppress(RuntimeError):  # the event loop is closed: nobody will read it
+            self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item))
+
+    @property
+    def is_over(self) -> bool:
+        return not self._open
+
+    async def next(self, timeout: float = inf) -> "tuple[int, Item] | None":
+        """Return the next item and the index of its request; None after `timeout` seconds."""
+        left = self.deadline + GRACE_SECONDS - time.monotonic()
+        try:
+            async with asyncio.timeout(min(timeout, max(left, 0))):
+                index, item = await self._items.get()
+        except TimeoutError:
+            if timeout < left:
+                return None
+            late = "the engine did not answer in time; try again"
+            raise ApiError(503, late, code="timeout", retry_after=5) from None
+        if item is self.requests[index]:
+            self._open.discard(item)
+            _raise_error(item)
+        return index, item
+
+    async def results(self) -> list[Any]:
+        """Return all results; raises if a request failed. Closes itself."""
+        try:
+            while not self.is_over:
+                await self.next()
+        finally:
+            self.close()
+        return [request.result for request in self.requests]
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        if self._open:
+            self.worker.cancel(list(self._open))
+            self._open.clear()
+
+
+def _raise_error(request: "EngineRequest[Any]") -> None:
+    """Raise the error that a request ended with, as its client may see it."""
+    from dgemma.engine import Done
+
+    if request.error is not None:
+        raise from_engine(request.error)
+    if isinstance(request.result, Done) and request.result.finish == "fault":
+        sentence = f"the model failed on this request: {request.result.fault}"
+        raise ApiError(500, sentence, code="fault")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What the routes work with."""
+    """Everything that the routes work with."""
 
     engine: "Engine"
     worker: Worker
     metrics: Metrics
     drain: Drain
     settings: Settings
-    encoders: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(ENCODERS))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def aside(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do work that takes a while without holding up the event loop."""
-        async with self.encoders:
-            return await asyncio.to_thread(work, self.engine, *arguments)
+    def abandon(self) -> None:
+        self.worker.abandon()
+
+    def deadline(self, request: Request, seconds: float | None = None) -> float:
+        """Return the deadline of a request, from its arrival."""
+        arrived: float = request.state.arrived
+        most = self.settings.limits.max_seconds
+        return arrived + min(seconds or most, most)
+
+    async def run(self, program: "Program[T]", owner: str, deadline: float) -> T:
+        """Run a program in its owner's fair turn; cancelling this cancels it."""
+        (result,) = await Submission(self.worker, [program], owner, deadline).results()
+        found: T = result
+        return found
+
+    async def on_host(
+        self, request: Request, deadline: float, function: Callable[..., T], *arguments: Any
+    ) -> T:
+        """Call a function in a host thread, unless the client leaves before."""
+        from dgemma.engine.request import host_program
+
+        program = host_program(function, *arguments)
+        return await while_connected(request, self.run(program, request.state.owner, deadline))
+
+    async def with_logprobs(self, submission: Submission, index: int, done: "Done") -> "Done":
+        """Add causal log-probabilities: known in AR, else from a pass over prompt and reply."""
+        from dgemma.engine.generation import Generation
+
+        task = submission.tasks[index]
+        if done.mode == "ar" or not done.ids or not isinstance(task, Generation):
+            return replace(done, logprobs=done.logprobs[: len(done.ids)])
+        program = self.engine.score_program(task.prompt, [done.ids])
+        deadline = max(submission.deadline, time.monotonic() + GRACE_SECONDS)
+        (score,) = await self.run(program, submission.owner, deadline)
+        return replace(done, logprobs=score.logprobs)
 
     def check_model(self, name: str | None) -> None:
         names = self.settings.names
@@ -70,36 +190,108 @@ class Service:
                 param="model",
             )
 
-    def check_count(self, count: int) -> None:
-        most = self.settings.limits.queue
-        if count > most:
-            raise ApiError(400, f"the request asks for {count} answers; at most {most} can wait")
+    def envelope(self, prefix: str, body: Body) -> Envelope:
+        call = current_call()
+        return Envelope(
+            id=prefix + (secrets.token_hex(12) if call is None else call.reply_id),
+            created=int(time.time()) if call is None else call.created,
+            model=body.model or self.settings.names[0],
+            ignored=tuple(body.ignored),
+            answers_per_prompt=body.n,
+        )
 
-    def card(self) -> replies.ModelCard:
+    def card(self) -> ModelCard:
         config = self.engine.model.config
-        return replies.ModelCard(
+        return ModelCard(
             id=self.settings.names[0],
             object="model",
+            type="model",
             created=self.created,
+            created_at=iso_time(self.created),
+            display_name=self.settings.names[0],
             owned_by="dgemma",
             context_length=config.max_position_embeddings,
             canvas_length=config.canvas_length,
             modes=["diffusion", "ar", "hybrid"] if config.can_denoise else ["ar"],
+            modalities=Modalities(vision=self.engine.images is not None),
         )
 
 
+def iso_time(seconds: float) -> str:
+    """Write a time as other APIs do."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
 async def service_of(request: Request) -> Service:
-    """Not a plain function: those are called in a thread of their own, for each request."""
+    """Return the service. Not a plain function: those are called in a thread, for each request."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-Served = Annotated[Service, Depends(service_of)]
+ServiceDep = Annotated[Service, Depends(service_of)]
+
+
+# --- routes
+
+
+class StrictRequest(Request):
+    """A request whose JSON is read strictly, and away from the event loop if it is long."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= MAX_INLINE_BYTES:
+            return read_json(body)
+        service = await service_of(self)
+        return await service.on_host(self, service.deadline(self), read_json, body)
+
+
+def read_json(data: bytes) -> Any:
+    """Parse JSON; refuses a key that is given twice, and numbers that JSON has not."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise ApiError(400, f"the body has the key {name[:60]!r} twice; give it once")
+        return fields
+
+    def refuse(number: str) -> NoReturn:
+        raise ApiError(400, f"the body is not JSON: {number} is no number there")
+
+    try:
+        return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+class StrictRoute(APIRoute):
+    """A route whose body is read by StrictRequest."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(StrictRequest(_as_json(request.scope), request.receive))
+
+        return handle_strictly
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Take a body of Ollama's routes as JSON: its clients do not say so, as curl's -d does not.
+
+    What a page of another origin can send without asking is refused by its Origin header.
+    """
+    if not scope["path"].startswith(OLLAMA_PATH):
+        return scope
+    others = [header for header in scope["headers"] if header[0] != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+
+
 REASONS = {
     400: "The request is wrong; the sentence says how",
     401: "The API key is missing or not known",
-    403: "The server does not go by the name it was called by",
+    403: "The Host or Origin header is not one of this server's",
     404: "There is no such model or path",
     408: "The body did not arrive in time",
     413: "The body is too large",
@@ -107,67 +299,117 @@ REASONS = {
     500: "The engine failed",
     503: "The server is stopping, or the request waited too long; see Retry-After",
 }
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": replies.ErrorReply, "description": reason}
-    for status, reason in REASONS.items()
-}
 # Tools differ in whether a schema means the whole stream or each event of it, so it says neither.
-EVENTS = {"description": "Server-sent events, ended by [DONE]; docs/serve.md has their form"}
-STREAM = {"content": {"text/event-stream": {"schema": EVENTS}}}
+EVENTS = {"description": "What happens as it happens; docs/serve.md has its form"}
+EVENT_STREAM = "text/event-stream"
 
 
-def whole_or_stream(reply: type[BaseModel]) -> dict[str, Any]:
-    """What a route says of its answers: one reply, or events, as the body asks."""
-    return {"response_model": None, "responses": {200: {"model": reply, **STREAM}}}
+def make_router(error: type[BaseModel] = ErrorReply, **more: Any) -> APIRouter:
+    """Return a router for the routes of one resource, with the form of its errors."""
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": error, "description": reason} for status, reason in REASONS.items()
+    }
+    return APIRouter(responses=errors, route_class=StrictRoute, **more)
+
+
+def whole_or_stream(reply: type[BaseModel], media_type: str = EVENT_STREAM) -> dict[str, Any]:
+    """Describe a route's answers: one reply, or a stream, as the body asks."""
+    stream = {"content": {media_type: {"schema": EVENTS}}}
+    return {"response_model": None, "responses": {200: {"model": reply, **stream}}}
 
 
 async def answer(
     request: Request,
     service: Service,
     body: Body,
-    read: Callable[..., Asked],
-    shape_of: Callable[[Asked], Shape],
+    parse: "Callable[[Engine, Any], Tasks]",
+    format: Format,
 ) -> Response:
-    """Queue a request; answer when it is done, or, for a stream, when it begins."""
+    """Answer a request when it is done, or, for a stream, when it starts."""
     service.check_model(body.model)
-    owner = request.state.owner
-    service.worker.check_room(owner, 1)  # before the work of reading the prompt
-    asked = await service.aside(read, body)
-    service.check_count(len(asked.plans))
-    call, shape = Call(service.worker, asked, owner), shape_of(asked)
+    deadline = service.deadline(request, body.dgemma.max_seconds)
+    service.worker.check_room(request.state.owner, 1)  # before the work of reading the prompt
+    call = current_call()
+    if call is not None and body.seed is None:
+        body.seed = call.seed
+    is_long = request.state.body_bytes > MAX_INLINE_BYTES
+    if body.has_constraint or body.has_images or is_long:
+        tasks = await service.on_host(request, deadline, parse, service.engine, body)
+    else:
+        tasks = parse(service.engine, body)
+    count, most = len(tasks), service.settings.limits.max_queue
+    if count > most:
+        raise ApiError(400, f"the request asks for {count} answers; at most {most} can wait")
+    if call is not None and call.is_resumable and body.stream:
+        _resume(tasks, call)
+    submission = Submission(service.worker, tasks, request.state.owner, deadline)
     headers = {"x-dgemma-ignored": ", ".join(body.ignored)} if body.ignored else {}
     try:
-        await while_there(request, call.begin())
         if body.stream:
-            return Live(call, Stream(call, shape, body, service.engine), headers)
-        ended = await while_there(request, call.finish())
+            # Errors before its start have a status of their own.
+            await while_connected(request, submission.next())
+            return EventStream(Stream(submission, format, body, service), headers)
+        answers = await while_connected(request, _finish(service, submission, body))
     except BaseException:
-        call.close()
+        submission.close()
         raise
-    return JSONResponse(shape.whole(ended), headers=headers)
+    return JSONResponse(format.full(answers), headers=headers)
 
 
-def head(kind: str, service: Service, body: Body) -> Head:
-    return Head(
-        id=f"{kind}-{secrets.token_hex(12)}",
-        created=int(time.time()),
-        model=body.model or service.settings.names[0],
-        ignored=tuple(body.ignored),
-        choices_per_prompt=body.n,
-    )
+def _resume(tasks: "Tasks", call: Call) -> None:
+    """Let generations report commits, and continue those that were begun before.
+
+    A text that is held to a grammar is written again.
+    """
+    from dgemma.engine import Committed
+    from dgemma.engine.generation import Generation
+
+    for index, task in enumerate(tasks):
+        if isinstance(task, Generation) and task.params.constraint is None:
+            raw = call.committed.get(index, ())
+            committed = [Committed(**{**fields, "ids": tuple(fields["ids"])}) for fields in raw]
+            task.params = replace(task.params, commits=True, committed=tuple(committed))
 
 
-class Live(StreamingResponse):
-    """A stream of events. Its answers are cancelled when it ends, even before its first line."""
+async def _finish(service: Service, submission: Submission, body: Body) -> "list[Done]":
+    answers: list[Done] = await submission.results()
+    if not body.wants_logprobs:
+        return answers
+    return [
+        await service.with_logprobs(submission, index, done) for index, done in enumerate(answers)
+    ]
 
-    def __init__(self, call: Call, stream: Stream, headers: dict[str, str]) -> None:
-        super().__init__(
-            stream.lines(), media_type="text/event-stream", headers={**SSE_HEADERS, **headers}
-        )
-        self.call = call
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Await work unless the client leaves before it is done."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(CLIENT_GONE, "the client left")
+        return task.result()
+    finally:
+        for waiting in (task, gone):
+            waiting.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """A stream of events. Its requests are cancelled when it ends, even before its first line."""
+
+    def __init__(self, stream: Stream, headers: dict[str, str]) -> None:
+        media_type, headers = stream.format.media_type, {**STREAM_HEADERS, **headers}
+        super().__init__(stream.lines(), media_type=media_type, headers=headers)
+        self.submission = stream.submission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.call.close()
+            self.submission.close()

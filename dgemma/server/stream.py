@@ -1,121 +1,267 @@
-"""Answers as server-sent events: chunks of promised text, and drafts for those who ask.
+"""Answers as server-sent events: chunks of promised text, and drafts on request.
 
 A draft is a legal chunk whose delta is empty, with the canvas in `dgemma`; a client that appends
 deltas sees promised text alone. Text may be paced: a whole block arrives at once, and people read
 word by word.
+
+A stream that must survive its server (`Call.is_resumable`) is written in records. They name each
+promised event by its answer, its number and a checksum of the text so far (`0.3-1c291ca3`), and
+report commits: the front asks another server for the same stream, and drops what was delivered.
 """
 
 import asyncio
-import json
 import re
-from collections.abc import AsyncIterator
+import time
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from dgemma.server.call import Call
-from dgemma.server.rough import Rough
-from dgemma.server.shapes import Chunk, Shape
-from dgemma.server.wire import Body
-from dgemma.server.worker import Failed, Finished
+from dgemma.server.call import COMMITTED, ENDED, RECORD_END, current_call
+from dgemma.server.errors import ApiError
+from dgemma.server.format import Chunk, Format, write_json
+from dgemma.server.schemas import Body
+from dgemma.text.control_tokens import CHANNEL
 
 if TYPE_CHECKING:
-    from dgemma.engine import Draft, Engine, Retry, Text
+    from dgemma.engine import Committed, Done, Draft, Retry, Text
+    from dgemma.engine.generation import Generation
+    from dgemma.server.service import Service, Submission
     from dgemma.server.worker import Item
+    from dgemma.text.tokenizer import StopIds, Tokenizer
 
 HEARTBEAT = 15.0  # seconds of silence before a comment is sent, so that nobody hangs up
-END = "data: [DONE]\n\n"
+MAX_PAUSE = 0.5  # seconds of a paced stream between looks at the drain
+END_INDEX = -1  # of the events that belong to no answer
 WORD = re.compile(r"\s*\S+\s*\Z|\s*\S+|\s+")
 
 
 class Stream:
     """Writes one request's answers as they come."""
 
-    def __init__(self, call: Call, shape: Shape, body: Body, engine: "Engine") -> None:
-        self.call, self.shape, self.body = call, shape, body
-        self.roughs = [Rough(plan, engine.tokenizer, engine.stop_ids) for plan in call.asked.plans]
-        self.ended: dict[int, Finished] = {}
+    def __init__(
+        self, submission: "Submission", format: Format, body: Body, service: "Service"
+    ) -> None:
+        engine = service.engine
+        self.submission, self.format, self.body, self.service = submission, format, body, service
+        self.drafts = [
+            DraftText(task, engine.tokenizer, engine.stop_ids) for task in submission.tasks
+        ]
+        self.answers: dict[int, Done] = {}
+        call = current_call()
+        self.has_ids = call is not None and call.is_resumable
+        committed = {} if call is None else call.committed
+        # Commits of a stream that another server began: their text is old, and not paced again.
+        self.num_old = Counter({index: len(given) for index, given in committed.items()})
+        self.num_commits: Counter[int] = Counter()
+        self.num_promised: Counter[int] = Counter()  # events, by answer
+        self.sums: Counter[int] = Counter()
 
     async def lines(self) -> AsyncIterator[str]:
-        """Every event, as text; closing this cancels what has not ended."""
+        """Yield every event as text; closing this cancels what has not ended."""
         try:
-            for index in range(len(self.roughs)):
-                for chunk in self.shape.opening(index):
-                    yield self._line(chunk)
-            while not self.call.is_over:
-                try:
-                    async with asyncio.timeout(HEARTBEAT):
-                        index, item = await self.call.get()
-                except TimeoutError:
-                    yield ": still at work\n\n"
-                    continue
-                if isinstance(item, Failed):
-                    yield f"data: {json.dumps(item.error.body)}\n\n"
-                    return
-                async for line in self._item(index, item):
-                    yield line
-            if self.body.stream_options.include_usage:
-                yield self._line(self.shape.usage([self.ended[i] for i in sorted(self.ended)]))
-            yield END
+            async for line in self._events():
+                yield line + RECORD_END if self.has_ids else line
         finally:
-            self.call.close()
+            self.submission.close()
+
+    async def _events(self) -> AsyncIterator[str]:
+        try:
+            for index, task in enumerate(self.submission.tasks):
+                chunks = self.format.first_chunks(index, _prompt_tokens(task))
+                for line in self._promised(index, chunks):
+                    yield line
+            while not self.submission.is_over:
+                found = await self.submission.next(HEARTBEAT)
+                if found is None:
+                    yield self.format.heartbeat()
+                    continue
+                async for line in self._item(*found):
+                    yield line
+            for line in self._end_lines():
+                yield line
+        except ApiError as error:
+            if self.has_ids:
+                yield ENDED
+            yield self.format.error_line(error)
+
+    def _end_lines(self) -> list[str]:
+        lines = []
+        if self.body.stream_options.include_usage:
+            answers = [self.answers[index] for index in sorted(self.answers)]
+            lines.append(self._name(END_INDEX) + self._line(self.format.usage_chunk(answers)))
+        if self.format.end:
+            lines.append(self._name(END_INDEX) + self.format.end)
+        return [*lines, ENDED] if self.has_ids else lines
 
     async def _item(self, index: int, item: "Item") -> AsyncIterator[str]:
-        from dgemma.engine import Draft, Retry, Text
+        from dgemma.engine import Committed, Draft, Retry, Text
 
-        if isinstance(item, Text):
-            async for chunk in self._text(index, item):
-                yield self._line(chunk)
+        if isinstance(item, Committed):
+            self.num_commits[index] += 1
+            yield committed_line(index, item)
+        elif isinstance(item, Text):
+            async for line in self._text(index, item):
+                yield line
         elif isinstance(item, Draft):
             for chunk in self._draft(index, item):
                 yield self._line(chunk)
         elif isinstance(item, Retry) and self.body.dgemma.drafts:
-            yield self._line({**self.shape.bare(index), "dgemma": retry_data(item)})
-        elif isinstance(item, Finished):
-            self.ended[index] = item
-            for chunk in [*self._mended(index), *self.shape.ending(index, item)]:
-                yield self._line(chunk)
+            yield self._line({**self.format.empty_chunk(index), "dgemma": retry_data(item)})
+        elif item is self.submission.requests[index]:
+            done: Done = self.submission.requests[index].result  # type: ignore[assignment]
+            if self.body.wants_logprobs:
+                done = await self.service.with_logprobs(self.submission, index, done)
+            self.answers[index] = done
+            chunks = [*self._corrections(index), *self.format.last_chunks(index, done)]
+            for line in self._promised(index, chunks):
+                yield line
 
-    async def _text(self, index: int, text: "Text") -> AsyncIterator[Chunk]:
-        rough, pace = self.roughs[index], self.body.dgemma.pace
-        rough.promise(text)
+    async def _text(self, index: int, text: "Text") -> AsyncIterator[str]:
+        drafts, pace = self.drafts[index], self.body.dgemma.pace
+        is_old = 0 < self.num_commits[index] <= self.num_old[index]
+        drafts.promise(text)
         if self.body.diffusing:
-            whole = rough.thought if text.is_thought else rough.answer
-            for chunk in self.shape.text(index, whole, text.is_thought):
-                yield chunk
+            whole = drafts.thought if text.is_thought else drafts.answer
+            for line in self._promised(
+                index, self.format.text_chunks(index, whole, text.is_thought), text.text
+            ):
+                yield line
             return
         for piece in [text.text] if pace is None else WORD.findall(text.text):
-            for chunk in self.shape.text(index, piece, text.is_thought):
-                yield chunk
-            if pace is not None:
-                await asyncio.sleep(len(piece) / pace)
+            chunks = self.format.text_chunks(index, piece, text.is_thought)
+            for line in self._promised(index, chunks, piece):
+                yield line
+            async for line in self._pause(len(piece) / pace if pace and not is_old else 0.0):
+                yield line
+
+    async def _pause(self, seconds: float) -> AsyncIterator[str]:
+        """Wait as the pace asks, but not past the deadline or into a drain."""
+        end, silent = min(time.monotonic() + seconds, self.submission.deadline), 0.0
+        while (left := end - time.monotonic()) > 0 and self.service.drain.began is None:
+            await asyncio.sleep(min(left, MAX_PAUSE))
+            silent += MAX_PAUSE
+            if silent >= HEARTBEAT:
+                silent = 0.0
+                yield self.format.heartbeat()
 
     def _draft(self, index: int, draft: "Draft") -> list[Chunk]:
         chunks = []
         if self.body.dgemma.drafts:
-            chunks.append({**self.shape.bare(index), "dgemma": draft_data(draft)})
+            chunks.append({**self.format.empty_chunk(index), "dgemma": draft_data(draft)})
         if self.body.diffusing:
-            answer, thought = self.roughs[index].draw(draft)
-            chunks += self.shape.text(index, thought, is_thought=True) if thought else []
-            chunks += self.shape.text(index, answer, is_thought=False)
+            answer, thought = self.drafts[index].show(draft)
+            chunks += self.format.text_chunks(index, thought, is_thought=True) if thought else []
+            chunks += self.format.text_chunks(index, answer, is_thought=False)
         return chunks
 
-    def _mended(self, index: int) -> list[Chunk]:
-        """What was promised, where the last draft showed something else."""
-        rough, chunks = self.roughs[index], []
-        if self.body.diffusing and rough.shown[1] != rough.thought:
-            chunks += self.shape.text(index, rough.thought, is_thought=True)
-        if self.body.diffusing and rough.shown[0] != rough.answer:
-            chunks += self.shape.text(index, rough.answer, is_thought=False)
+    def _corrections(self, index: int) -> list[Chunk]:
+        """Return the promised text, where the last draft showed something else."""
+        drafts, chunks = self.drafts[index], list[Chunk]()
+        if self.body.diffusing and drafts.shown[1] != drafts.thought:
+            chunks += self.format.text_chunks(index, drafts.thought, is_thought=True)
+        if self.body.diffusing and drafts.shown[0] != drafts.answer:
+            chunks += self.format.text_chunks(index, drafts.answer, is_thought=False)
         return chunks
+
+    def _promised(self, index: int, chunks: Iterable[Chunk], text: str = "") -> list[str]:
+        """Write chunks that a repeated request repeats, with the text they add."""
+        self.sums[index] = zlib.crc32(text.encode("utf-8", "surrogatepass"), self.sums[index])
+        return [self._name(index) + self._line(chunk) for chunk in chunks]
+
+    def _name(self, index: int) -> str:
+        """Return the id of the next promised event, if events have ids."""
+        if not self.has_ids:
+            return ""
+        self.num_promised[index] += 1
+        return f"id: {index}.{self.num_promised[index]}-{self.sums[index]:08x}\n"
 
     def _line(self, chunk: Chunk) -> str:
         if self.body.stream_options.include_usage:
             chunk = {"usage": None, **chunk}
-        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return self.format.line(chunk)
+
+
+def _prompt_tokens(task: object) -> int:
+    """Return the tokens of a generation's prompt; a program has prompts of its own."""
+    from dgemma.engine.generation import Generation
+
+    return len(task.prompt.ids) if isinstance(task, Generation) else 0
+
+
+class DraftText:
+    """The text of one answer as it would be if the canvas were committed now.
+
+    For clients that replace the text with each chunk. Nothing of it is promised.
+    """
+
+    def __init__(self, task: Any, tokenizer: "Tokenizer", stops: "StopIds") -> None:
+        self.task: Generation = task  # of a chat or a completion: no others have such drafts
+        self.tokenizer, self.stops = tokenizer, stops
+        self.answer = self.thought = ""  # promised
+        self.shown = ("", "")  # the last that was shown, or promised since
+        self._before = ("", "")  # promised before the first canvas, by the AR part of hybrid mode
+        self._blocks: list[int] = []  # tokens of finished canvases
+        self._last: Draft | None = None
+
+    def promise(self, text: "Text") -> None:
+        if text.is_thought:
+            self.thought += text.text
+            self.shown = (self.shown[0], self.thought)
+        else:
+            self.answer += text.text
+            self.shown = (self.answer, self.shown[1])
+
+    def show(self, draft: "Draft") -> tuple[str, str]:
+        """Return answer and thought with this canvas as it is."""
+        from dgemma.text.detokenizer import StopStrings
+        from dgemma.text.reply import parse_reply
+
+        self._turn_to(draft)
+        task, params = self.task, self.task.params
+        ids, _ = self.stops.cut([*self._blocks, *draft.guess])
+        in_thought = task.prompt.in_thought and params.mode == "diffusion"
+        reply = parse_reply(self.tokenizer, ids[: task.limits.max_tokens], in_thought=in_thought)
+        stops = StopStrings(params.stop)
+        answer = stops.feed(reply.answer) + stops.finish()
+        self.shown = (self._before[0] + answer, self._before[1] + reply.thought)
+        return self.shown
+
+    def _turn_to(self, draft: "Draft") -> None:
+        """Remember what precedes this canvas."""
+        last, self._last = self._last, draft
+        if last is None:
+            self._before = (self.answer, self.thought)
+        elif draft.block == last.block:
+            return
+        elif self.task.params.constraint is None:
+            self._blocks += last.guess
+        else:  # only part of a canvas that is held to a grammar is committed
+            self._blocks = self._open_thought(last)
+            self._before = (self.answer, self.thought)
+
+    def _open_thought(self, last: "Draft") -> list[int]:
+        """Return the token that opens a thought, where the last canvas seems to have left one open.
+
+        Its end may have been inserted; then drafts are shown as the thought until their text is
+        promised.
+        """
+        opens = self.tokenizer.control_ids.get(CHANNEL)
+        was_open = bool(self._blocks) or last.guess[0] == opens
+        is_closed = any(self.tokenizer.is_control(token) for token in last.guess[1:])
+        return [opens] if was_open and opens is not None and not is_closed else []
+
+
+def committed_line(index: int, committed: "Committed") -> str:
+    """Write a commit for whoever relays the stream."""
+    data = {"index": index, **asdict(committed)}
+    return COMMITTED + write_json(data)
 
 
 def draft_data(draft: "Draft") -> dict[str, Any]:
-    """A canvas as docs/serve.md describes it."""
+    """Write a canvas as docs/serve.md describes it."""
     return {
         "type": "draft",
         "block": draft.block,

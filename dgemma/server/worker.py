@@ -1,97 +1,84 @@
-"""The one thread that owns the engine: it lets requests in, steps, and hands out what they report.
+"""The thread that owns the engine: it steps, and hands events to the event loop.
 
-Others talk to it through `submit` and `cancel`, which return at once. What a request reports goes
-to its ticket's `deliver`, on this thread. A request leaves the engine before the pass that follows
-its cancellation.
+The event loop calls `submit`, `cancel` and `abandon`, which return at once. The queue is the
+engine's own scheduler; here are only the requests that arrived since the last pass. An error in
+the engine, in clean-up or in delivery fails the request it belongs to and never ends this thread;
+if the thread ends nevertheless, all waiting requests fail at once.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from math import ceil
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dgemma.errors import UsageError
-from dgemma.server.faults import ApiError, from_usage
-from dgemma.server.guest import Errand, Guest
+from dgemma.server.errors import ApiError
 from dgemma.server.limits import Limits
 from dgemma.server.metrics import Metrics
-from dgemma.server.waiting import FairQueue
 
 if TYPE_CHECKING:
-    from dgemma.engine import Done, Draft, Engine, Retry, Text
-    from dgemma.engine.job import Job
-    from dgemma.engine.options import Plan
+    from dgemma.engine import Committed, Draft, Engine, Retry, Text
+    from dgemma.engine.request import Request as EngineRequest
+
+    # None: it has left the queue. The request itself: it has ended, with a result or an error.
+    Item: TypeAlias = Text | Committed | Draft | Retry | EngineRequest[Any] | None
 
 logger = logging.getLogger("dgemma.server")
-SICK = 3  # passes that fail in a row before the server calls itself unhealthy
+MAX_FAILURES = 3  # passes that fail in a row before the server reports itself unhealthy
+MAX_RETRY_AFTER = 60  # seconds
+THREAD_ENDED = "the engine thread has ended; restart the server"
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The request has left the queue."""
+@dataclass(slots=True)
+class Receiver:
+    """The client's end of a request."""
 
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The answer is complete."""
-
-    done: "Done"
-    logprobs: tuple[float, ...] | None  # of done.ids, where they were asked for
-    result: Any = None  # what came of an errand
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """There will be no more of this answer."""
-
-    error: ApiError
-
-
-if TYPE_CHECKING:
-    Item = Started | Text | Draft | Retry | Finished | Failed
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Ticket:
-    """One answer on its way through the queue and the engine."""
-
-    plan: "Plan | Errand"
-    owner: str
     deliver: "Callable[[Item], None]"
-    deadline: float  # on the clock of time.monotonic
-    wants_logprobs: bool = False
-    arrived: float = field(default_factory=time.monotonic)
-    job: "Job | None" = None  # of a plan that runs
-    guest: Guest | None = None  # of an errand that runs
-    is_cancelled: bool = False
+    has_started: bool = False
     has_text: bool = False
 
 
 class Worker:
-    """Runs an engine. `_lock` guards the queue and the flags; the rest is the thread's own."""
+    """Runs an engine. `_lock` guards what both threads use: `_live`, the lists and the flags."""
 
     def __init__(self, engine: "Engine", limits: Limits, metrics: Metrics) -> None:
         self.engine, self.limits, self.metrics = engine, limits, metrics
-        engine.max_rows = limits.rows
-        self.running: list[Ticket] = []
-        self._queue: FairQueue[Ticket] = FairQueue(limits.queue)
+        engine.set_limits(max_batch_size=limits.max_batch_size, max_tokens=limits.max_context)
+        engine.call_when_host_done(self._wake)
+        self._live: dict[EngineRequest[Any], Receiver] = {}
+        self._arrived: list[EngineRequest[Any]] = []
+        self._cancelled: list[EngineRequest[Any]] = []
         self._lock = threading.Condition()
-        self._is_stopping = self._is_abandoned = False
-        self._failures = 0  # passes in a row
+        self._is_stopping = self._is_abandoned = self._can_step = self._has_ended = False
+        self._step_started: float | None = None
         self._mean_seconds = 1.0  # of an answer, lately
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
+    # --- called by the event loop
+
     @property
-    def is_healthy(self) -> bool:
-        return self._thread.is_alive() and self._failures < SICK
+    def fault(self) -> str:
+        """Reason why the engine cannot serve; empty if it can."""
+        if self._has_ended:
+            return THREAD_ENDED
+        started, most = self._step_started, self.limits.max_pass_seconds
+        if started is not None and time.monotonic() - started > most:
+            return f"a pass has taken over {most:g} seconds; restart the server"
+        if self.engine.num_consecutive_failures >= MAX_FAILURES:
+            return f"the last {MAX_FAILURES} passes failed; restart the server"
+        return ""
+
+    @property
+    def num_running(self) -> int:
+        with self._lock:
+            return sum(request.has_started for request in self._live)
 
     @property
     def num_waiting(self) -> int:
         with self._lock:
-            return len(self._queue)
+            return sum(not request.has_started for request in self._live)
 
     def start(self) -> None:
         self._thread.start()
@@ -104,32 +91,30 @@ class Worker:
         self._thread.join(timeout=10)
 
     def check_room(self, owner: str, count: int) -> None:
-        """Refuse what the queue cannot hold."""
+        """Refuse what the queue cannot hold, and anything once the thread has ended."""
+        if self._has_ended:
+            raise ApiError(500, THREAD_ENDED)
         with self._lock:
-            has_room, waiting = self._queue.has_room(owner, count), len(self._queue)
-        if not has_room:
-            seconds = ceil(self._mean_seconds * waiting / self.limits.rows)
-            raise ApiError(
-                429,
-                f"too many requests are waiting; a key may have {self.limits.queue} in the queue",
-                code="queue_full",
-                retry_after=min(max(seconds, 1), 60),
-            )
+            waiting = [request.owner for request in self._live if not request.has_started]
+        most = self.limits.max_queue
+        if waiting.count(owner) + count > most:
+            seconds = ceil(self._mean_seconds * len(waiting) / self.limits.max_batch_size)
+            retry_after = min(max(seconds, 1), MAX_RETRY_AFTER)
+            sentence = f"too many requests are waiting; a key may have {most} in the queue"
+            raise ApiError(429, sentence, code="queue_full", retry_after=retry_after)
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Queue the answers of one request, all of them or none."""
-        owner = tickets[0].owner
+    def submit(self, requests: "dict[EngineRequest[Any], Callable[[Item], None]]") -> None:
+        """Queue the answers of one HTTP request, all of them or none."""
         with self._lock:
-            self.check_room(owner, len(tickets))
-            for ticket in tickets:
-                self._queue.push(owner, ticket)
+            self.check_room(next(iter(requests)).owner, len(requests))
+            self._live |= {request: Receiver(deliver) for request, deliver in requests.items()}
+            self._arrived += requests
             self._lock.notify()
 
-    def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody waits for these any more."""
+    def cancel(self, requests: "Sequence[EngineRequest[Any]]") -> None:
+        """Drop requests that nobody waits for any more."""
         with self._lock:
-            for ticket in tickets:
-                ticket.is_cancelled = True
+            self._cancelled += requests
             self._lock.notify()
 
     def abandon(self) -> None:
@@ -138,210 +123,140 @@ class Worker:
             self._is_abandoned = True
             self._lock.notify()
 
+    # --- the thread
+
     def _run(self) -> None:
-        while self._wait():
-            try:
-                self._drop()
-                self._admit()
+        try:
+            while self._wait():
+                self._receive()
                 self._step()
                 self._report()
-                self._visit()
-            except Exception:
-                # A bug here must not end the thread: whoever is affected is told, others go on.
-                logger.exception("the engine thread failed")
-                self._failures += 1
-                for ticket in list(self.running):
-                    self._end(ticket, Failed(ApiError(500, "the engine failed; try again")))
-        for ticket in self.running:
-            if ticket.guest is not None:
-                ticket.guest.leave()  # its thread should not outlive this one
+        except BaseException:
+            logger.exception("the engine thread ended")
+        finally:
+            with self._lock:
+                self._has_ended = True
+                live = list(self._live)
+            for request in live:
+                self._fail(request, ApiError(500, THREAD_ENDED))
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._can_step = True
+            self._lock.notify()
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False: the thread should end."""
         with self._lock:
-            while not (self._queue or self.running or self._is_stopping):
-                self._lock.wait()
+            while not (
+                self._can_step
+                or self._arrived
+                or self._cancelled
+                or self._is_stopping
+                or (self._is_abandoned and self._live)
+            ):
+                deadline = min((request.deadline for request in self._live), default=inf)
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._lock.wait(None if left == inf else left):
+                    break  # the engine ends what is past its deadline
+            self._can_step = False
             return not self._is_stopping
 
-    def _drop(self) -> None:
-        """Let go of who was cancelled, has waited too long, or can no longer be served."""
-        now = time.monotonic()
+    def _receive(self) -> None:
+        """Bring what arrived and what was cancelled into the engine."""
         with self._lock:
-            late = [t for t in self._queue.items() if self._is_lost(t) or t.deadline <= now]
-            for ticket in late:
-                self._queue.remove(ticket.owner, ticket)
-        for ticket in late:
-            self._let_go(ticket, f"the request waited {now - ticket.arrived:.1f} seconds in vain")
-        overdue = [t for t in self.running if t.guest is not None and t.deadline <= now]
-        for ticket in [t for t in self.running if self._is_lost(t) or t in overdue]:
-            self._take_out(ticket)
-            self._let_go(ticket, "the answer was cut off")
-
-    def _is_lost(self, ticket: Ticket) -> bool:
-        return ticket.is_cancelled or self._is_abandoned
-
-    def _let_go(self, ticket: Ticket, what: str) -> None:
-        if ticket.is_cancelled:
-            self.metrics.cancelled.inc()
-            return
-        reason = "the server is stopping" if self._is_abandoned else "its time ran out"
-        code = "draining" if self._is_abandoned else "timeout"
-        error = ApiError(503, f"{what}: {reason}; try again", code=code, retry_after=5)
-        self._deliver(ticket, Failed(error))
-
-    def _admit(self) -> None:
-        """Take from the queue while there are rows, and memory for what the next one may need."""
-        while len(self.running) < self.limits.rows:
-            with self._lock:
-                ticket = self._queue.peek()
-                if ticket is None or not self._fits(ticket):
-                    break
-                self._queue.pop()
-            try:
-                self._let_in(ticket)
-            except Exception as error:  # a grammar that cannot be begun, say; nobody else's fault
-                self._deliver(ticket, Failed(_told(error)))
-                continue
-            self.running.append(ticket)
-            self._deliver(ticket, Started())
-        self.metrics.queued.set(self.num_waiting)
-        self.metrics.running.set(len(self.running))
-
-    def _let_in(self, ticket: Ticket) -> None:
-        plan = ticket.plan
-        if isinstance(plan, Errand):
-            ticket.guest = Guest(self.engine, plan, lambda event: self._deliver(ticket, event))
-            return
-        left = max(ticket.deadline - time.monotonic(), 1e-3)
-        options = replace(plan.options, max_seconds=left)
-        ticket.job = self.engine.submit(replace(plan, options=options))
-
-    def _fits(self, ticket: Ticket) -> bool:
-        taken = sum(other.plan.room for other in self.running)
-        return not self.running or taken + ticket.plan.room <= self.limits.tokens
+            arrived, self._arrived = self._arrived, []
+            cancelled, self._cancelled = self._cancelled, []
+            abandoned = list(self._live) if self._is_abandoned else []
+        for request in arrived:
+            self._guard(request, self.engine.add)
+        for request in cancelled:
+            if self._forget(request) is not None:
+                self.metrics.cancelled.inc()
+            self._guard(request, self.engine.cancel)
+        for request in abandoned:
+            stopping = "the server is stopping; try again"
+            self._fail(request, ApiError(503, stopping, code="draining", retry_after=5))
 
     def _step(self) -> None:
-        if not self.running:
-            return
+        failed = self.engine.num_failed_passes
+        self._step_started = time.monotonic()
         try:
-            self.engine.step()
-            self._failures = 0
-        except Exception:
-            logger.exception("a pass failed; its rows are tried one by one")
-            self.metrics.failed_passes.inc()
-            self._failures += 1
-            self._step_apart()
-
-    def _step_apart(self) -> None:
-        """Step each row alone: a failed pass has committed nothing, so those that can, go on."""
-        engine, kept = self.engine, []
-        begun, fresh = list(engine.jobs), list(engine.waiting)
-        engine.waiting.clear()
-        for job in begun + fresh:
-            engine.jobs = [job] if job in begun else []
-            engine.waiting.extend([job] if job in fresh else [])
-            try:
-                if job in begun and not job.cache.is_consistent:
-                    raise RuntimeError("the failed pass left this request's cache torn")
-                engine.step()
-                kept += engine.jobs
-                self._failures = 0
-            except Exception as error:
-                job.error = error
-            engine.waiting.clear()
-        engine.jobs = kept
+            if self.engine.step():
+                self._wake()
+        except Exception:  # a bug in the engine itself: it is not known whose requests are affected
+            logger.exception("a step of the engine failed")
+            self.engine.fail_all(ApiError(500, "the engine failed; try again"))
+        finally:
+            self._step_started = None
+        self.metrics.failed_passes.inc(self.engine.num_failed_passes - failed)
 
     def _report(self) -> None:
-        """Hand out what the pass has brought."""
+        """Deliver the events of the last pass."""
+        with self._lock:
+            live = list(self._live)
+        for request in live:
+            self._guard(request, self._report_request)
+        scheduler, prefixes = self.engine.scheduler, self.engine.prefixes
+        self.metrics.queued.set(scheduler.num_waiting)
+        self.metrics.running.set(scheduler.num_running)
+        self.metrics.prefix_bytes.set(prefixes.num_bytes)
+        self.metrics.prefixes.set(len(prefixes))
+
+    def _report_request(self, request: "EngineRequest[Any]") -> None:
+        from dgemma.engine import Done, Text
+
+        receiver = self._live[request]
+        is_new = (request.has_started or request.is_over) and not receiver.has_started
+        if is_new and request.error is None:  # else a stream has not begun, and gets a status
+            receiver.has_started = True
+            receiver.deliver(None)
+        while request.events:
+            event = request.events.popleft()
+            if isinstance(event, Text) and not receiver.has_text:
+                receiver.has_text = True
+                self.metrics.first_block.observe(time.monotonic() - request.arrived)
+            if not isinstance(event, Done):  # Done is the result
+                receiver.deliver(event)
+        if request.is_over and not request.is_cancelled:
+            self._finish(request)
+
+    def _finish(self, request: "EngineRequest[Any]") -> None:
         from dgemma.engine import Done
 
-        for ticket in list(self.running):
-            job = ticket.job
-            if job is None:
-                continue
-            while job.events:
-                event = job.events.popleft()
-                if isinstance(event, Done):
-                    self._finish(ticket, event)
-                else:
-                    self._note_text(ticket, event)
-                    self._deliver(ticket, event)
-            if job.error is not None:
-                logger.error("a request failed in the engine", exc_info=job.error)
-                self._end(ticket, Failed(ApiError(500, "the engine failed on this request")))
+        result = request.result
+        if request.error is None and isinstance(result, Done):
+            self.metrics.count(result, time.monotonic() - request.arrived)
+            self._mean_seconds += 0.1 * (result.seconds - self._mean_seconds)
+        self._end(request)
 
-    def _visit(self) -> None:
-        """Let each errand go on from the pass it has waited for."""
-        for ticket in [ticket for ticket in self.running if ticket.guest is not None]:
-            guest = ticket.guest
-            assert guest is not None
-            guest.resume()
-            if guest.outcome is not None:
-                done, result = guest.outcome
-                self._count(ticket, done)
-                self._end(ticket, Finished(done, None, result))
-            elif guest.is_over:
-                self._end(ticket, Failed(_told(guest.error)))
-
-    def _note_text(self, ticket: Ticket, event: "Item") -> None:
-        from dgemma.engine import Text
-
-        if not ticket.has_text and isinstance(event, Text):
-            ticket.has_text = True
-            self.metrics.first_block.observe(time.monotonic() - ticket.arrived)
-
-    def _finish(self, ticket: Ticket, done: "Done") -> None:
-        self._count(ticket, done)
-        if done.finish == "fault":
-            error = ApiError(500, f"the model failed on this request: {done.fault}", code="fault")
-            self._end(ticket, Failed(error))
-            return
+    def _guard(
+        self, request: "EngineRequest[Any]", action: "Callable[[EngineRequest[Any]], None]"
+    ) -> None:
+        """Do something for a request; if that fails, only this request does."""
         try:
-            logprobs = self._logprobs(ticket, done) if ticket.wants_logprobs else None
+            action(request)
         except Exception:
-            logger.exception("log-probabilities failed")
-            self._end(ticket, Failed(ApiError(500, "the log-probabilities could not be computed")))
-            return
-        self._end(ticket, Finished(done, logprobs))
+            logger.exception("a request failed between two passes")
+            self._fail(request, ApiError(500, "the engine failed on this request"))
 
-    def _count(self, ticket: Ticket, done: "Done") -> None:
-        self.metrics.count(done, time.monotonic() - ticket.arrived)
-        self._mean_seconds += 0.1 * (done.seconds - self._mean_seconds)
-
-    def _logprobs(self, ticket: Ticket, done: "Done") -> tuple[float, ...]:
-        """Causal log-probabilities of the reply: known in AR, else a pass over prompt and reply."""
-        from dgemma.engine.score import score
-
-        if done.mode == "ar":
-            return done.logprobs[: len(done.ids)]
-        if not done.ids or isinstance(ticket.plan, Errand):
-            return ()
-        return score(self.engine.backend, ticket.plan.prompt.ids, [done.ids])[0].logprobs
-
-    def _end(self, ticket: Ticket, last: Finished | Failed) -> None:
-        self._take_out(ticket)
-        self._deliver(ticket, last)
-
-    def _take_out(self, ticket: Ticket) -> None:
-        self.running.remove(ticket)
-        if ticket.job is not None:
-            self.engine.cancel(ticket.job)
-        if ticket.guest is not None:
-            ticket.guest.leave()
-        self.metrics.prefix_bytes.set(self.engine.prefixes.num_bytes)
-        self.metrics.prefixes.set(len(self.engine.prefixes))
-        self.metrics.running.set(len(self.running))
-
-    def _deliver(self, ticket: Ticket, item: "Item") -> None:
+    def _fail(self, request: "EngineRequest[Any]", error: ApiError) -> None:
+        """End a request with an error, whatever state it is in."""
+        request.fail(error)
         try:
-            ticket.deliver(item)
-        except RuntimeError:  # its event loop is closed: nobody will read it
-            ticket.is_cancelled = True
+            try:
+                self._end(request)
+            finally:
+                self.engine.cancel(request)
+        except Exception:
+            logger.exception("the clean-up of a failed request failed")
 
+    def _end(self, request: "EngineRequest[Any]") -> None:
+        """Deliver the end of a request and forget it."""
+        receiver = self._forget(request)
+        if receiver is not None:
+            receiver.deliver(request)
 
-def _told(error: Exception | None) -> ApiError:
-    """Why an errand failed, as its client may know it."""
-    if isinstance(error, UsageError):
-        return from_usage(error)
-    logger.error("a request failed in the engine", exc_info=error)
-    return ApiError(500, "the engine failed on this request")
+    def _forget(self, request: "EngineRequest[Any]") -> Receiver | None:
+        with self._lock:
+            return self._live.pop(request, None)

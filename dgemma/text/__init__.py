@@ -1,1 +1,1 @@
-"""Text to ids and back: tokenizer, chat form, replies, streaming. No tensors."""
+"""Text to ids and back: tokenizer, chat template, reply parser, detokenizer. No tensors."""

@@ -1,86 +1,125 @@
-"""Messages and tools to a prompt: the checkpoint's own template, and what stands in it is data.
+"""Renders messages and tools to a prompt by the checkpoint's chat template, safe from injection.
 
-Owns the rendering of a chat template and the line between what the template writes and what people
-write. Every control token the template writes is marked, in its parsed tree, with half a surrogate
+Every control token that the template writes is marked, in its parsed tree, with half a surrogate
 pair: a character that valid text cannot hold. After rendering, marked control tokens become control
 ids and all the rest is encoded as plain text. So content that spells `<|turn>`, in one piece or in
-several that the template joins, stays text, and content is never changed. What the template *looks
-for* in content (`split`, `in`) is not marked: it must go on matching. The price: a control token
-that a template assembles from pieces (`'<|' ~ role ~ '>'`) is text; the released one has none.
+several that the template concatenates, stays text, and content is never changed. Strings that the
+template searches for in content (`split`, `in`) are not marked, so that they still match. A control
+token assembled from pieces (`'<|' ~ role ~ '>'`) is text; the released template has none.
 
-Knows nothing of the model's replies: see reply.py.
+The model's replies are parsed in reply.py.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
+from dgemma.config.strict_json import read_regular
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.text.messages import Message, Tool, ToolCall, check_conversation
+from dgemma.images import Image, Picture, key_ids
+from dgemma.text.control_tokens import (
+    BOS,
+    CHANNEL,
+    CHANNEL_END,
+    IMAGE_BEGIN,
+    IMAGE_END,
+    IMAGE_TOKEN,
+)
+from dgemma.text.messages import Message, Part, Tool, ToolCall, check_conversation
+from dgemma.text.template import MARK, compile_template, render, render_bounded
 from dgemma.text.tokenizer import Tokenizer, refuse_surrogates
-
-if TYPE_CHECKING:
-    from jinja2 import nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["ChatTemplate", "Message", "Prompt", "Tool", "ToolCall"]
 
-MARK = "\ud800"
 MAX_NESTING = 100  # levels of arguments and schemas; the template recurses over them
-# What foreign template code raises on data it did not expect, beside jinja's own errors.
-TEMPLATE_FAULTS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+MAX_TEMPLATE_BYTES = 1 << 20  # the released one has 17 KiB
+RELEASED_SHA256 = "9aeb7eac68ad87bba7567e9d4597ff203e5609f1b427d9e823437d0142cc61bf"
+PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = (PACKAGE / "text" / "gemma4.jinja", PACKAGE / "models" / "nano" / "chat_template.jinja")
+PROBE = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": True}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """A picture in a prompt; its soft tokens have the positions [begin, end)."""
+
+    begin: int
+    picture: Picture
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.picture.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A rendered conversation. `in_thought`: it ends in a thought that the reply goes on with."""
+    """A rendered conversation. `in_thought`: it ends in a thought that the reply continues."""
 
     text: str
     ids: tuple[int, ...]
     in_thought: bool = False
+    images: tuple[PromptImage, ...] = ()  # in order
+
+    @property
+    def cache_ids(self) -> tuple[int, ...]:
+        """Return ids that identify what each key is computed from: soft tokens by their picture."""
+        if not self.images:
+            return self.ids
+        return key_ids(self.ids, [(image.begin, image.picture) for image in self.images])
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(image.picture.num_tokens for image in self.images)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences about pictures that were shrunk much, each once."""
+        notes = (image.picture.note for image in self.images)
+        return tuple(dict.fromkeys(note for note in notes if note))
 
 
 class ChatTemplate:
     """A checkpoint's chat template, bound to its tokenizer."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        from jinja2 import TemplateSyntaxError
-
-        self._tokenizer = tokenizer
+    def __init__(self, source: str, tokenizer: Tokenizer, *, is_trusted: bool = True) -> None:
+        """Compile a template; one that is not trusted runs in a process with limits."""
+        self._tokenizer, self._source, self._is_trusted = tokenizer, source, is_trusted
         self._pattern = tokenizer.control_pattern(MARK)
-        environment = make_environment()
-        try:
-            tree = environment.parse(source)
-            mark_written(tree, tokenizer)
-            self._template = environment.from_string(tree)
-        except TemplateSyntaxError as error:
-            raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from None
+        self._control = tuple(tokenizer.control_ids)
+        if is_trusted:
+            compile_template(source, self._control)
+        else:
+            with contextlib.suppress(UsageError):  # it compiles, and may want other messages
+                render_bounded(source, self._control, PROBE)
 
     @classmethod
     def load(cls, directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
         """Read `chat_template.jinja` of a checkpoint directory."""
         path = directory / "chat_template.jinja"
-        if not path.is_file():
+        if not path.exists():
             raise CheckpointError(
                 f"no chat_template.jinja in {directory}; this model has no chat form"
             )
         try:
-            source = path.read_text(encoding="utf-8")
+            source = read_regular(path, MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from None
-        return cls(source, tokenizer)
+        return cls.of_checkpoint(source, tokenizer)
+
+    @classmethod
+    def of_checkpoint(cls, source: str, tokenizer: Tokenizer) -> ChatTemplate:
+        """Take the template of a checkpoint; only the released and shipped ones are trusted."""
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(
+                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are "
+                "read"
+            )
+        return cls(source, tokenizer, is_trusted=is_known(source))
 
     def prompt(
         self,
@@ -104,16 +143,11 @@ class ChatTemplate:
         return self._encode(self._render(variables))
 
     def _render(self, variables: Mapping[str, object]) -> str:
-        from jinja2 import TemplateError
-
-        bos = MARK + "<bos>" if "<bos>" in self._tokenizer.control_ids else ""
-        try:
-            return self._template.render(variables, bos_token=bos)
-        except (TemplateError, *TEMPLATE_FAULTS) as error:
-            reason = str(error).replace(MARK, "")
-            raise UsageError(
-                f"the chat template cannot render this conversation: {reason}"
-            ) from error
+        bos = MARK + BOS if BOS in self._tokenizer.control_ids else ""
+        variables = {**variables, "bos_token": bos}
+        if self._is_trusted:
+            return render(compile_template(self._source, self._control), variables)
+        return render_bounded(self._source, self._control, variables)
 
     def _encode(self, rendered: str) -> Prompt:
         if MARK in self._pattern.sub("", rendered):
@@ -126,86 +160,23 @@ class ChatTemplate:
         )
 
     def _in_thought(self, ids: Sequence[int]) -> bool:
-        channel = [self._tokenizer.control_ids.get(name) for name in ("<|channel>", "<channel|>")]
-        return next((token == channel[0] for token in reversed(ids) if token in channel), False)
+        opens, closes = map(self._tokenizer.control_ids.get, (CHANNEL, CHANNEL_END))
+        return next((token == opens for token in reversed(ids) if token in (opens, closes)), False)
 
 
-def make_environment() -> ImmutableSandboxedEnvironment:
-    """The environment in which transformers renders chat templates."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
+def is_known(source: str) -> bool:
+    """True for the released template and those of this package, whose cost is known."""
+    return hashlib.sha256(source.encode("utf-8", "replace")).hexdigest() in _known_digests()
 
 
-def to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike jinja's own, leaves HTML characters and other scripts as they are."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def raise_exception(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def mark_written(tree: nodes.Node, tokenizer: Tokenizer) -> None:
-    """Mark the control tokens in the strings a template writes, not in those it looks for."""
-    from jinja2 import nodes
-
-    pattern = tokenizer.control_pattern()
-
-    def marked(text: str) -> str:
-        return pattern.sub(lambda match: MARK + match[0], text)
-
-    def visit(node: nodes.Node) -> None:
-        if isinstance(node, nodes.TemplateData):
-            node.data = marked(node.data)
-        elif isinstance(node, nodes.Const) and isinstance(node.value, str):
-            node.value = marked(node.value)
-        skipped = looked_for(node)
-        for child in node.iter_child_nodes():
-            if not any(child is other for other in skipped):
-                visit(child)
-
-    visit(tree)
-
-
-def looked_for(node: nodes.Node) -> Sequence[nodes.Node]:
-    """The children of `node` that a template compares content with, and does not write."""
-    from jinja2 import nodes
-
-    if isinstance(node, nodes.Compare):
-        return [node.expr, *node.ops]
-    if isinstance(node, nodes.Test):
-        return node.args or []
-    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
-        # Of text.replace(old, new) the second is written.
-        return node.args[:1] if node.node.attr == "replace" else node.args
-    if isinstance(node, nodes.Filter) and node.name == "replace":
-        return (node.args or [])[:1]
-    return []
+@cache
+def _known_digests() -> frozenset[str]:
+    shipped = (path.read_bytes() for path in SHIPPED if path.is_file())
+    return frozenset({RELEASED_SHA256, *(hashlib.sha256(data).hexdigest() for data in shipped)})
 
 
 def message_data(message: Message) -> dict[str, object]:
-    """A message as templates know it; what is empty is left out, since they test for presence."""
+    """Return a message as templates read it; empty fields are left out: they test for presence."""
     fields = {
         "reasoning_content": message.thought,
         "tool_calls": [call_data(call) for call in message.tool_calls],
@@ -216,10 +187,40 @@ def message_data(message: Message) -> dict[str, object]:
     return {"role": message.role, "content": content_data(message.content), **present}
 
 
-def content_data(content: str | tuple[str, ...]) -> str | list[dict[str, str]]:
+def content_data(content: str | tuple[Part, ...]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": part} for part in content]
+    return [
+        {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part}
+        for part in content
+    ]
+
+
+def insert_images(prompt: Prompt, pictures: Sequence[Picture], tokenizer: Tokenizer) -> Prompt:
+    """Replace each image token that the template wrote by the soft tokens of its picture.
+
+    The n-th token belongs to the n-th picture of the conversation. A template that drops pictures
+    is refused: the model would answer about what it has not seen.
+    """
+    names = (IMAGE_BEGIN, IMAGE_TOKEN, IMAGE_END)
+    begin_id, image_id, end_id = (tokenizer.control_ids.get(name) for name in names)
+    num_written = prompt.ids.count(image_id) if image_id is not None else 0
+    if begin_id is None or image_id is None or end_id is None or num_written != len(pictures):
+        raise CheckpointError(
+            f"the conversation has {len(pictures)} pictures, but the chat template writes "
+            f"{num_written} of them; use a checkpoint whose template takes images"
+        )
+    ids: list[int] = []
+    images: list[PromptImage] = []
+    waiting = iter(pictures)
+    for token in prompt.ids:
+        if token != image_id:
+            ids.append(token)
+            continue
+        picture = next(waiting)
+        images.append(PromptImage(len(ids) + 1, picture))
+        ids += [begin_id, *[image_id] * picture.num_tokens, end_id]
+    return replace(prompt, ids=tuple(ids), images=tuple(images))
 
 
 def call_data(call: ToolCall) -> dict[str, object]:

@@ -1,19 +1,19 @@
-"""The values of a conversation: messages, tool calls, tools; read strictly from OpenAI-style dicts.
-
-Owns what each may hold and the sentences that refuse the rest. Knows no template and no token.
-"""
+"""Messages, tool calls and tools of a conversation, read strictly from OpenAI-style dicts."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from dgemma.errors import UsageError
+from dgemma.images import Detail, Image
 
+T = TypeVar("T")
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+Part = str | Image
 
 FIELDS: dict[str, frozenset[str]] = {
     "system": frozenset({"role", "content"}),
@@ -23,21 +23,21 @@ FIELDS: dict[str, frozenset[str]] = {
     "tool": frozenset({"role", "content", "tool_call_id", "name"}),
 }
 KNOWN_FIELDS = frozenset[str]().union(*FIELDS.values())
-# OpenAI's client writes these into every assistant message it echoes; empty they say nothing.
+# OpenAI's client writes these into every assistant message it echoes; ignored if empty.
 ECHOED_FIELDS = frozenset({"refusal", "annotations", "audio", "function_call"})
-MEDIA_PARTS = frozenset(
-    {
-        "image",
-        "image_url",
-        "input_image",
-        "audio",
-        "input_audio",
-        "video",
-        "video_url",
-        "file",
-        "input_file",
-    }
-)
+# Of the Responses API.
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+NO_EFFECT_IN_PARTS = {"annotations", "logprobs", "prompt_cache_breakpoint"}
+IMAGE_PARTS = frozenset({"image_url", "input_image"})
+# Parts that are refused, each with its sentence.
+REFUSED_PARTS = {
+    **dict.fromkeys(("audio", "input_audio", "audio_url"), "the model has no audio; send text"),
+    **dict.fromkeys(("video", "video_url"), "send its frames as images, with their times as text"),
+    **dict.fromkeys(("file", "input_file"), "files are not read; send text, or pages as images"),
+    "image": "use image_url of chat completions, or input_image of responses, and a data: URL",
+    "image_embeds": "send the picture itself",
+}
+MAX_IMAGES = 16  # of one conversation that a client sends
 # Names are written bare before a brace, in declarations and in calls.
 TOOL_NAME = re.compile(r"[^\s{}]+")
 
@@ -83,14 +83,12 @@ class Tool:
         check_function_type(outer, "a tool")
         allowed = {"name", "description", "parameters", "strict"}
         inner = read_fields(outer.get("function"), allowed, "a tool's function")
-        parameters, strict = inner.get("parameters"), inner.get("strict")
-        if not isinstance(strict, bool | None):
-            refuse("a tool's strict", strict, "true or false")
+        parameters = inner.get("parameters")
         return cls(
             name=read_string(inner, "name", "a tool's function"),
             description=read_string(inner, "description", "a tool's function", default=""),
             parameters={} if parameters is None else read_object(parameters, "a tool's parameters"),
-            strict=strict is True,
+            strict=read_flag(inner.get("strict"), "a tool's strict"),
         )
 
 
@@ -99,7 +97,7 @@ class Message:
     """One message. `content` given in parts stays in parts: the template joins them by role."""
 
     role: Role
-    content: str | tuple[str, ...] = ""
+    content: str | tuple[Part, ...] = ""
     thought: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
@@ -108,6 +106,10 @@ class Message:
     def __post_init__(self) -> None:
         if self.role not in FIELDS:
             refuse("a message's role", self.role, f"one of {', '.join(FIELDS)}")
+        if self.images and self.role not in ("user", "tool"):
+            raise UsageError(
+                f"a {self.role} message holds a picture; only user and tool messages may"
+            )
         if self.role != "assistant" and (self.thought or self.tool_calls):
             raise UsageError(
                 f"a {self.role} message holds a thought or tool calls; only assistant may"
@@ -119,6 +121,11 @@ class Message:
             raise UsageError(
                 "the tool calls of one message share an id or have none; give each its own"
             )
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Return the pictures of the content, in order."""
+        return tuple(part for part in self.content if isinstance(part, Image))
 
     @classmethod
     def from_dict(cls, raw: object) -> Message:
@@ -144,19 +151,77 @@ class Message:
 
 
 def read_messages(raw: object) -> tuple[Message, ...]:
-    """Read a list of OpenAI-style messages, and say which one is refused."""
-    messages = []
-    for position, entry in enumerate(read_list(raw, "messages")):
+    """Read a list of OpenAI-style messages; a refusal names the position."""
+    return tuple(read_each(raw, "messages", Message.from_dict))
+
+
+def read_each(raw: object, where: str, read: Callable[[object], T]) -> list[T]:
+    """Read each entry of a list; a refusal names the position."""
+    entries = []
+    for position, entry in enumerate(read_list(raw, where)):
         try:
-            messages.append(Message.from_dict(entry))
+            entries.append(read(entry))
         except UsageError as error:
-            raise UsageError(f"messages[{position}]: {error}") from None
-    return tuple(messages)
+            raise UsageError(f"{where}[{position}]: {error}") from None
+    return entries
+
+
+def with_images_named(messages: Sequence[Message], tokens: int | None) -> tuple[Message, ...]:
+    """Name pictures by their place in the request, for errors and notes; refuse too many.
+
+    `tokens` is the budget of each picture, instead of what its `detail` says.
+    """
+    count = sum(len(message.images) for message in messages)
+    if count > MAX_IMAGES:
+        raise UsageError(f"the conversation has {count} pictures; at most {MAX_IMAGES} are allowed")
+    return tuple(
+        replace(message, content=_named(message.content, f"messages[{position}]", tokens))
+        for position, message in enumerate(messages)
+    )
+
+
+def _named(
+    content: str | tuple[Part, ...], place: str, tokens: int | None
+) -> str | tuple[Part, ...]:
+    if isinstance(content, str):
+        return content
+    return tuple(
+        replace(part, name=f"{place}.content[{index}]", tokens=tokens)
+        if isinstance(part, Image)
+        else part
+        for index, part in enumerate(content)
+    )
 
 
 def read_tools(raw: object) -> tuple[Tool, ...]:
     """Read a list of OpenAI-style tools; null is none."""
-    tools = tuple(map(Tool.from_dict, read_list([] if raw is None else raw, "tools")))
+    return check_distinct(
+        [Tool.from_dict(tool) for tool in read_list([] if raw is None else raw, "tools")]
+    )
+
+
+def read_flat_tools(raw: Iterable[object], kind: str, schema: str) -> tuple[Tool, ...]:
+    """Read tools that are not nested, as other APIs have them; `schema` names the parameters."""
+    tools = []
+    for entry in raw:
+        found = read_object(entry, "a tool").get("type", kind)
+        if found != kind:
+            refuse("a tool's type", found, f"{kind!r}; tools of other types do not run here")
+        fields = read_fields(entry, {"type", "name", "description", schema, "strict"}, "a tool")
+        tools.append(
+            Tool(
+                name=read_string(fields, "name", "a tool"),
+                description=read_string(fields, "description", "a tool", default=""),
+                parameters=read_object(fields.get(schema) or {}, f"a tool's {schema}"),
+                strict=read_flag(fields.get("strict"), "a tool's strict"),
+            )
+        )
+    return check_distinct(tools)
+
+
+def check_distinct(found: Iterable[Tool]) -> tuple[Tool, ...]:
+    """Return the tools, unless two share a name."""
+    tools = tuple(found)
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise UsageError(f"two tools share a name in {names}; give each its own")
@@ -164,7 +229,7 @@ def read_tools(raw: object) -> tuple[Tool, ...]:
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Refuse what a template would drop in silence: an answer to a call that nobody made."""
+    """Refuse an answer to a call that was not made: a template would drop it silently."""
     if not messages:
         raise UsageError("there are no messages; give at least one")
     calls: tuple[ToolCall, ...] = ()
@@ -174,7 +239,7 @@ def check_conversation(messages: Sequence[Message]) -> None:
         elif not calls:
             raise UsageError(
                 f"messages[{position}] answers a tool call, "
-                "but no assistant message with tool_calls stands before it"
+                "but no assistant message with tool_calls comes before it"
             )
         elif not message.name and message.tool_call_id not in {call.id for call in calls}:
             raise UsageError(
@@ -183,7 +248,7 @@ def check_conversation(messages: Sequence[Message]) -> None:
             )
 
 
-def read_content(value: object) -> str | tuple[str, ...]:
+def read_content(value: object) -> str | tuple[Part, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -191,15 +256,75 @@ def read_content(value: object) -> str | tuple[str, ...]:
     return tuple(map(read_part, value))
 
 
-def read_part(raw: object) -> str:
+def read_part(raw: object) -> Part:
     part = read_object(raw, "a content part")
     kind = part.get("type")
-    if isinstance(kind, str) and kind in MEDIA_PARTS:
-        raise UsageError(f"content parts of type {kind!r} are not supported yet; send text only")
+    if isinstance(kind, str) and kind in REFUSED_PARTS:
+        raise UsageError(f"content parts of type {kind!r} are not taken: {REFUSED_PARTS[kind]}")
+    if isinstance(kind, str) and kind in IMAGE_PARTS:
+        return read_image(part)
     if kind != "text":
-        refuse("a content part's type", kind, "'text'")
+        refuse("a content part's type", kind, "'text' or 'image_url'")
     read_fields(part, {"type", "text"}, "a text part")
     return read_string(part, "text", "a text part")
+
+
+def read_text_part(raw: object) -> str:
+    """Read a part where pictures are not taken."""
+    part = read_part(raw)
+    if isinstance(part, Image):
+        raise UsageError("a picture is where only text is read; send text")
+    return part
+
+
+def read_flat_content(raw: object) -> str | tuple[Part, ...]:
+    """Read content of the Responses API: texts become one; among pictures each stays in place."""
+    parts = read_flat_parts(raw, read_part)
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n\n".join(texts) if len(texts) == len(parts) else tuple(parts)
+
+
+def read_flat_parts(raw: object, read: Callable[[object], T]) -> list[T]:
+    """Read a text, or parts as the Responses API names them."""
+    if isinstance(raw, str):
+        return [read({"type": "text", "text": raw})]
+    parts = []
+    for entry in read_list(raw, "content"):
+        part = read_object(entry, "a content part")
+        kept = {name: value for name, value in part.items() if name not in NO_EFFECT_IN_PARTS}
+        kind = "text" if kept.get("type") in TEXT_PARTS else kept.get("type")
+        parts.append(read({**kept, "type": kind}))
+    return parts
+
+
+def read_image(part: Mapping[str, Any]) -> Image:
+    """Read an image part; chat completions nest what the Responses API keeps flat."""
+    inner = part.get("image_url")
+    if isinstance(inner, dict):
+        read_fields(part, {"type", "image_url"}, "an image part")
+        fields = read_fields(inner, {"url", "detail"}, "an image part's image_url")
+    else:
+        read_fields(part, {"type", "image_url", "detail"}, "an image part")
+        fields = {"url": inner, "detail": part.get("detail")}
+    url = read_string(fields, "url", "an image part's image_url")
+    detail = read_string(fields, "detail", "an image part", default="auto")
+    return Image.from_base64(image_data(url), cast(Detail, detail))
+
+
+def image_data(url: str) -> str:
+    """Return the base64 text of a `data:` URL; nothing else is opened."""
+    scheme, _, rest = url.partition(":")
+    match scheme.lower():
+        case "http" | "https":
+            raise UsageError("no address is opened; send the picture as a data: URL")
+        case "file":
+            raise UsageError("no file is opened; send the picture as a data: URL")
+        case "data":
+            head, comma, data = rest.partition(",")
+            if not comma or not head.lower().endswith(";base64"):
+                raise UsageError("a data: URL must be data:image/...;base64, and the picture")
+            return data
+    raise UsageError("an image_url is not a data: URL; send data:image/...;base64, and the picture")
 
 
 def read_thought(fields: Mapping[str, object]) -> str:
@@ -279,7 +404,14 @@ def read_string(
     return value
 
 
-def refuse(what: str, given: object, allowed: str) -> NoReturn:
-    shown = repr(given)
+def read_flag(value: object, where: str) -> bool:
+    """Read a boolean; null is false."""
+    if not isinstance(value, bool | None):
+        refuse(where, value, "true or false")
+    return value is True
+
+
+def refuse(what: str, value: object, allowed: str) -> NoReturn:
+    shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     raise UsageError(f"{what} is {shown}; it must be {allowed}")

@@ -1,16 +1,16 @@
-"""The model's output, by token id, to answer, thought and tool calls, as blocks are committed.
+"""Parser of a reply: token ids to answer, thought and tool calls, as blocks are committed.
 
     <|channel>thought\\n ... \\n<channel|>answer
     <|tool_call>call:NAME{...}<tool_call|> ... <|tool_response>
 
-Owns the protocol of a reply. Ids decide, never spelled text. Where output strays from the protocol:
+Ids decide, never spelled text. Output that violates the protocol is read like this:
 - every channel is a thought; one that does not begin with `thought\\n` keeps its whole text;
 - the line break before `<channel|>` is not part of the thought; several thoughts are joined by one;
 - a call inside a thought does not end it; a channel, another call or the end breaks a call off;
-- a control token with no meaning where it stands is left out of the text, and reported;
-- `<turn|>`, `<eos>` and `<|tool_response>` end the reply: what follows fills the canvas, no more.
+- a misplaced control token is left out of the text, and reported;
+- `<turn|>`, `<eos>` and `<|tool_response>` end the reply: the rest of the canvas is padding.
 
-Does not know where blocks come from, nor how stop strings cut an answer: see stream.py.
+Stop strings are applied to its events elsewhere: see detokenizer.py.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dgemma.errors import UsageError
-from dgemma.text.calls import QUOTE, QUOTE_NAME, MalformedCall, parse_call
+from dgemma.text import control_tokens as control
+from dgemma.text.detokenizer import Detokenizer
 from dgemma.text.messages import ToolCall
-from dgemma.text.stream import TextStream
 from dgemma.text.tokenizer import Tokenizer
+from dgemma.text.tool_calls import QUOTE, MalformedCall, parse_call
 
 CHANNEL_OPENING = "thought\n"
-ENDINGS = frozenset({"<turn|>", "<eos>", "<|tool_response>"})
-CALL_BREAKS = ENDINGS | {"<|channel>", "<|tool_call>"}
+ENDINGS = frozenset({control.TURN_END, control.EOS, control.TOOL_RESPONSE})
+CALL_BREAKS = ENDINGS | {control.CHANNEL, control.TOOL_CALL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class BrokenCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrayToken:
-    """A control token out of place, left out of the text."""
+    """A misplaced control token, left out of the text."""
 
     token: str
 
@@ -91,12 +92,12 @@ def parse_reply(tokenizer: Tokenizer, ids: Iterable[int], *, in_thought: bool = 
 
 
 class ReplyParser:
-    """Reads a reply block by block; `in_thought` as the prompt says it."""
+    """Reads a reply block by block; `in_thought` is the prompt's."""
 
     def __init__(self, tokenizer: Tokenizer, *, in_thought: bool = False) -> None:
         self._tokenizer = tokenizer
         self._control_names = {token: name for name, token in tokenizer.control_ids.items()}
-        self._text = TextStream(tokenizer)
+        self._text = Detokenizer(tokenizer)
         self._thought = _Thought()
         self._in_thought = in_thought
         self._call: list[int] | None = None
@@ -105,11 +106,11 @@ class ReplyParser:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a closing token was read: nothing that follows is part of the reply."""
+        """True once an ending token was read: nothing after it is part of the reply."""
         return self._has_ended
 
     def feed(self, ids: Iterable[int]) -> list[ReplyEvent]:
-        """Take the ids of a block, return what they make sure."""
+        """Take the ids of a block, return the events they complete."""
         events: list[ReplyEvent] = []
         plain: list[int] = []
         for token in ids:
@@ -124,7 +125,7 @@ class ReplyParser:
         return events + self._read_plain(plain)
 
     def finish(self) -> list[ReplyEvent]:
-        """Return what was held back; no more ids will come."""
+        """Return the events held back; no more ids will come."""
         if self._has_ended:
             return []
         return self._end()
@@ -141,17 +142,17 @@ class ReplyParser:
             return self._read_in_call(token, name)
         if name in ENDINGS:
             return self._end()
-        # A character cannot go on behind a control token.
+        # A character cannot span a control token.
         events = self._events(self._text.finish()) + self._break_call()
         match name:
-            case "<|channel>":
+            case control.CHANNEL:
                 events += self._close_thought()
                 self._thought.open()
                 self._in_thought = True
-            case "<channel|>" if self._in_thought:
+            case control.CHANNEL_END if self._in_thought:
                 events += self._close_thought()
                 self._in_thought = False
-            case "<|tool_call>":
+            case control.TOOL_CALL:
                 self._call = []
             case _:
                 events.append(StrayToken(token=name))
@@ -159,12 +160,12 @@ class ReplyParser:
 
     def _read_in_call(self, token: int, name: str) -> list[ReplyEvent]:
         assert self._call is not None
-        if name != "<tool_call|>":
+        if name != control.TOOL_CALL_END:
             self._call.append(token)
             return []
         ids, self._call = self._call, None
         stray = {self._control_names[token] for token in ids if token in self._control_names}
-        stray.discard(QUOTE_NAME)
+        stray.discard(control.STRING_QUOTE)
         if stray:
             return [self._broken(ids, f"the control token {min(stray)} stands inside it")]
         return [self._read_call(ids)]
@@ -179,7 +180,7 @@ class ReplyParser:
         return call
 
     def _call_body(self, ids: list[int]) -> str:
-        """The text of a call, each `<|"|>` given as a control token replaced by QUOTE."""
+        """Decode a call, with each `<|"|>` control token replaced by QUOTE."""
         pieces: list[list[int]] = [[]]
         for token in ids:
             if self._tokenizer.is_control(token):
@@ -215,10 +216,8 @@ class _Thought:
     """The text of thought channels without their names and closing line breaks."""
 
     def __init__(self) -> None:
-        self._opening: str | None = None  # what has come of the channel's name, while it is read
-        self._line_break = (
-            ""  # held back: the last one belongs to the marker that closes the channel
-        )
+        self._opening: str | None = None  # the channel's name so far, while it is read
+        self._line_break = ""  # held back: the last one belongs to the closing token
         self._has_text = False
 
     def open(self) -> None:
@@ -242,6 +241,6 @@ class _Thought:
         opening, self._opening = self._opening, None
         # A name cut short of "thought" is not one: keep it.
         text = self.feed(opening) if opening and opening + "\n" != CHANNEL_OPENING else ""
-        # Parts this thought from a next one, if one comes.
+        # Separates this thought from the next one, if any.
         self._line_break = "\n" if self._has_text else ""
         return text

@@ -1,4 +1,4 @@
-"""From a recipe to a run: the model, its data and what moves it."""
+"""Build a run from a recipe: model, adapter, data mixture, optimizer and trainer."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,189 +9,97 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dgemma.config import GenerationConfig, load_config_file, load_generation_config
+from dgemma.config import (
+    GenerationConfig,
+    ModelConfig,
+    load_config_file,
+    load_generation_config,
+)
 from dgemma.errors import ConfigError
 from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.train.average import Average
-from dgemma.train.carry import Beside
-from dgemma.train.distributed import ALONE, Group, shard
-from dgemma.train.fill_source import FillSource
-from dgemma.train.fresh import fresh_model
-from dgemma.train.lines import LineTokens
-from dgemma.train.loop import RunSettings, Trainer
-from dgemma.train.lora import add_adapter, trained
-from dgemma.train.mix import Ingredient, Mixture, Source, StoreSource, room_notes
+from dgemma.train.batches import MixedBatches, Mixture, MixtureComponent
+from dgemma.train.corruption import Corruption, LineTokens
+from dgemma.train.distributed import SINGLE_PROCESS, Group, gather_to_cpu, shard_model
+from dgemma.train.layers import compile_sharded_layers
+from dgemma.train.loop import RunOptions, Trainer
 from dgemma.train.objective import Objective
-from dgemma.train.optim import Masters, OptimSettings
-from dgemma.train.recipe import DataSource, ModelSource, Recipe, load_recipe
-from dgemma.train.rows import Corruption, Layout
-from dgemma.train.shards import gathered
-from dgemma.train.speed import compiled, compiled_by_kind, compiled_layers, recomputed
-from dgemma.train.tokens import Progress, Shelf, load_tokens
-from dgemma.weights.adapter import Adapter, save_adapter
-from dgemma.weights.download import NANO, find_checkpoint
-from dgemma.weights.load import Checkpoint, fill, load_model
-from dgemma.weights.names import skeleton
+from dgemma.train.optim import MixedPrecisionOptimizer, OptimSettings
+from dgemma.train.packing import PackingLayout
+from dgemma.train.recipe import (
+    DataSource,
+    LoRASettings,
+    ModelSource,
+    Recipe,
+    load_recipe,
+    recipe_checkpoint,
+    recipe_path,
+)
+from dgemma.train.sources import InfillSource, Source, StoreSource, puzzle_source
+from dgemma.train.tokens import Progress, TokenCache, TokenStore
+from dgemma.weights.load import Checkpoint, draw, fill, load_model, name_seed
+from dgemma.weights.lora import Adapter, LoRAPair, attach, new_adapter
+from dgemma.weights.lora_files import save_adapter
+from dgemma.weights.names import LAYER_SCALAR, skeleton
 from dgemma.weights.save import save_checkpoint
 
-PIECE = 1024  # rows that are scored at once where memory is short
+CLOSING_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+ADAPTER_PARAMETERS = ("a_RI", "b_OR")  # of an adapted module
+MIN_SPLIT = 10  # examples of a file of which some are held out
+LOGIT_ROWS = 1024  # rows whose logits exist at once, with activation checkpointing
+
+
+# --- the base model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a run reads, writes and computes."""
-
-    recipe: Path
-    out: Path
-    device: torch.device
-    dtype: torch.dtype
-    group: Group = ALONE
-    seconds: float | None = None
-    workers: int | None = None
-    progress: Progress | None = None  # of tokenizing
-
-    def path(self, given: str) -> Path:
-        return beside(self.recipe, given)
-
-    def checkpoint(self, given: str) -> Path:
-        return find_beside(self.recipe, given)
-
-
-def beside(recipe: Path, given: str) -> Path:
-    """A path of a recipe: relative to it, or to where the command runs if it begins with `./`."""
-    return Path(given) if given.startswith("./") else recipe.parent / given
-
-
-def find_beside(recipe: Path, given: str) -> Path:
-    """The directory of a checkpoint, or of a model that this machine has by that name."""
-    path = beside(recipe, given)
-    return path if given != NANO and path.is_dir() else find_checkpoint(given)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
-    """The model a run begins with, and what it is saved with."""
+class BaseModel:
+    """The model a run starts from, and the files it is saved with."""
 
     model: Gemma
     generation: GenerationConfig
     tokenizer: Path  # a directory
     vision: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def load(cls, directory: Path, device: torch.device | None, dtype: torch.dtype) -> "BaseModel":
+        """Load a checkpoint; without a device its files are mapped, as several processes need."""
+        if device is None:
+            loaded = load_model(directory)
+        else:
+            loaded = load_model(directory, device=device, dtype=dtype)
+        return cls(
+            model=loaded.model,
+            generation=loaded.generation,
+            tokenizer=directory,
+            vision=loaded.vision,
+        )
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A run that is ready to start."""
+    @classmethod
+    def new(cls, config: Path, tokenizer: Path, seed: int) -> "BaseModel":
+        if not config.is_file():
+            raise ConfigError(f"[model] config: no file {config}")
+        return cls(
+            model=initialize(load_config_file(config), seed),
+            generation=load_generation_config(config.parent),
+            tokenizer=tokenizer,
+        )
 
-    recipe: Recipe
-    place: Place
-    base: Base
-    trainer: Trainer
-    adapter: Adapter | None
-    notes: tuple[str, ...]  # what a person should know of the data
-
-    def save(self) -> Path:
-        """Write what was trained, an adapter or a checkpoint, and return where.
-
-        It is the running mean of the weights where one is kept. All processes take part.
-        """
-        masters, average = self.trainer.masters, self.trainer.average
-        kept = masters.weights if average is None else average.weights
-        writes = self.place.group.is_first
-        weights = gathered(list(kept), keep=writes)
-        if self.adapter is not None:
-            directory = self.place.out / "adapter"
-            if writes:
-                adapter = trained(self.adapter, masters.names, weights)
-                save_adapter(adapter, directory, overwrite=True)
-            return directory
-        directory = self.place.out / "checkpoint"
-        still = gathered(dict(self.base.model.state_dict()), keep=writes)
-        if writes:
-            self._save_checkpoint({**still, **dict(zip(masters.names, weights, strict=True))})
-        return directory
-
-    def _save_checkpoint(self, weights: dict[str, Tensor]) -> None:
-        dtype = self.place.dtype
-        config = replace(self.base.model.config, dtype=str(dtype).removeprefix("torch."))
+    def save(self, weights: Mapping[str, Tensor], dtype: torch.dtype, directory: Path) -> None:
+        """Write a checkpoint in the released layout with these weights."""
+        config = replace(self.model.config, dtype=str(dtype).removeprefix("torch."))
         model = fill(skeleton(config), {name: w.to(dtype) for name, w in weights.items()})
         save_checkpoint(
-            Checkpoint(model=model, generation=self.base.generation, vision=self.base.vision),
-            self.place.out / "checkpoint",
-            tokenizer_from=self.base.tokenizer,
+            Checkpoint(model=model, generation=self.generation, vision=self.vision),
+            directory,
+            tokenizer_from=self.tokenizer,
             overwrite=True,
         )
 
 
-def build(recipe: Recipe, place: Place) -> Job:
-    base, adapter = load_base(recipe, place), None
-    model, on_gpu = base.model, place.device.type == "cuda"
-    if recipe.lora is not None:
-        adapter = add_adapter(model, recipe.lora, recipe.seed, str(recipe.model.checkpoint))
-    else:
-        _release(model, recipe.model)
-    if recipe.run.checkpointing:
-        recomputed(model)
-    objective = Objective(
-        model.train(),
-        recipe.loss,
-        is_flex=on_gpu,
-        group=place.group,
-        piece=PIECE if recipe.run.checkpointing else None,
-    )
-    # An adapter's matrices are no maps between streams, and too thin to be orthogonalised.
-    optim = recipe.optim if recipe.lora is None else replace(recipe.optim, muon=False)
-    masters = _masters(objective, optim, place)
-    if on_gpu and place.group.size == 1:
-        # What recomputes a layer belongs to that layer alone, so such layers share no code.
-        is_whole = recipe.run.checkpointing or recipe.run.compile == "whole"
-        (compiled if is_whole else compiled_by_kind)(objective)
-    mixture, notes = build_mixture(recipe, place, base)
-    trainer = Trainer(
-        objective,
-        masters,
-        mixture,
-        recipe.schedule,
-        _run(recipe, place),
-        Average(masters.weights, recipe.run.average) if recipe.run.average else None,
-    )
-    return Job(
-        recipe=recipe, place=place, base=base, trainer=trainer, adapter=adapter, notes=tuple(notes)
-    )
-
-
-def load_base(recipe: Recipe, place: Place) -> Base:
-    """The model a recipe begins with."""
-    source = recipe.model
-    if source.checkpoint is not None:
-        directory = place.checkpoint(source.checkpoint)
-        # Frozen weights are only read, trained ones want their exact values; several processes
-        # map the file and take up a layer at a time.
-        if place.group.size > 1:
-            found = load_model(directory)
-        else:
-            dtype = torch.float32 if recipe.lora is None else place.dtype
-            found = load_model(directory, device=place.device, dtype=dtype)
-        return Base(
-            model=found.model,
-            generation=found.generation,
-            tokenizer=directory if source.tokenizer is None else place.path(source.tokenizer),
-            vision=found.vision,
-        )
-    assert source.config is not None and source.tokenizer is not None
-    path = place.path(source.config)
-    if not path.is_file():
-        raise ConfigError(f"[model] config: no file {path}")
-    return Base(
-        model=fresh_model(load_config_file(path), recipe.seed),
-        generation=load_generation_config(path.parent),
-        tokenizer=place.path(source.tokenizer),
-    )
-
-
-def _release(model: Gemma, source: ModelSource) -> None:
-    """Let all weights be trained but those whose names hold a frozen part."""
+def freeze_weights(model: Gemma, source: ModelSource) -> None:
+    """Train all weights but those whose names contain a part of `frozen`."""
     names = [name for name, _ in model.named_parameters()]
     for part in source.frozen:
         if not any(part in name for name in names):
@@ -200,136 +108,340 @@ def _release(model: Gemma, source: ModelSource) -> None:
         weight.requires_grad_(not any(part in name for part in source.frozen))
 
 
-def _masters(objective: Objective, optim: OptimSettings, place: Place) -> Masters:
-    """Put the weights where they are trained, and make what moves them."""
-    model = objective.model
-    if place.group.size > 1:
-        if place.device.type == "cuda":
-            compiled_layers(model)
-        shard(objective, model.layers, place.device.type, place.dtype)
-        return Masters(model, optim)
-    return Masters(model.to(place.device), optim, place.dtype)
+def initialize(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Gemma:
+    """Make a float32 model with random weights.
+
+    Every block is between norms, so the scale of its output is the weight of the closing norm:
+    small, so that the residual stream is at first the embedding and each layer adds a little. Each
+    weight is drawn from a seed of its own name.
+    """
+    model = skeleton(config)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        generator = torch.Generator().manual_seed(name_seed(seed, name))
+        mean, deviation = _mean_and_deviation(name, tuple(weight.shape), config)
+        weights[name] = draw(torch.empty(weight.shape), mean, deviation, generator).to(device)
+    return fill(model, weights).requires_grad_(True)
 
 
-def _run(recipe: Recipe, place: Place) -> RunSettings:
-    return RunSettings(
-        directory=place.out,
-        save_every=recipe.run.save_every,
-        report_every=recipe.run.report_every,
-        keep=recipe.run.keep,
-        workers=recipe.run.workers if place.workers is None else place.workers,
-        accumulate=recipe.batch.accumulate,
-        seconds=place.seconds,
-        drift=recipe.run.drift,
+def _mean_and_deviation(
+    name: str, shape: tuple[int, ...], config: ModelConfig
+) -> tuple[float, float]:
+    fan_in = shape[-1]
+    if name.endswith(LAYER_SCALAR):
+        return 1.0, 0.0
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return fan_in**-0.25, 0.0  # attention has no other scale: logits have unit variance
+    if name.endswith(CLOSING_NORMS):
+        return (2 * config.num_hidden_layers) ** -0.5, 0.0
+    if len(shape) == 1:
+        return 1.0, 0.0
+    return 0.0, fan_in**-0.5
+
+
+def add_adapter(model: Gemma, settings: LoRASettings, seed: int, base: str) -> Adapter:
+    """Attach a new adapter, which is zero at first, and train nothing else."""
+    adapter = new_adapter(model, settings.targets, settings.rank, settings.alpha, seed)
+    model.requires_grad_(False)
+    attach(model, adapter)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name.rpartition(".")[2] in ADAPTER_PARAMETERS)
+    return replace(adapter, base_model=base)
+
+
+def trained_adapter(adapter: Adapter, names: Sequence[str], weights: Sequence[Tensor]) -> Adapter:
+    """Return the adapter with these weights in float32; the model may hold them rounded."""
+    by_name = dict(zip(names, weights, strict=True))
+    pairs = {
+        module: LoRAPair(
+            *(by_name[f"{module}.{name}"].detach().float().cpu() for name in ADAPTER_PARAMETERS)
+        )
+        for module in adapter.targets
+    }
+    return replace(adapter, pairs=pairs)
+
+
+# --- the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnvironment:
+    """Paths, device and processes of a run."""
+
+    recipe: Path
+    out: Path
+    device: torch.device
+    dtype: torch.dtype
+    group: Group = SINGLE_PROCESS
+    seconds: float | None = None
+    workers: int | None = None
+    progress: Progress | None = None  # of tokenizing
+
+    def path(self, name: str) -> Path:
+        return recipe_path(self.recipe, name)
+
+    def checkpoint(self, name: str) -> Path:
+        return recipe_checkpoint(self.recipe, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """A run that is ready to start."""
+
+    recipe: Recipe
+    environment: RunEnvironment
+    base: BaseModel
+    trainer: Trainer
+    adapter: Adapter | None
+    warnings: tuple[str, ...]  # about the data
+    heldout_prompts: tuple[tuple[int, ...], ...] = ()  # of chats that are not trained on
+
+    def save(self) -> Path:
+        """Write the trained adapter or checkpoint and return its directory.
+
+        All processes take part.
+        """
+        optimizer, is_main = self.trainer.optimizer, self.environment.group.is_main
+        weights = gather_to_cpu(list(optimizer.weights), keep=is_main)
+        if self.adapter is not None:
+            directory = self.environment.out / "adapter"
+            if is_main:
+                adapter = trained_adapter(self.adapter, optimizer.names, weights)
+                save_adapter(adapter, directory, overwrite=True)
+            return directory
+        directory = self.environment.out / "checkpoint"
+        untrained = gather_to_cpu(dict(self.base.model.state_dict()), keep=is_main)
+        if is_main:
+            trained = dict(zip(optimizer.names, weights, strict=True))
+            self.base.save({**untrained, **trained}, self.environment.dtype, directory)
+        return directory
+
+
+def build(recipe: Recipe, environment: RunEnvironment) -> TrainingJob:
+    base, adapter = load_base_model(recipe, environment), None
+    model, on_gpu = base.model, environment.device.type == "cuda"
+    if recipe.lora is not None:
+        adapter = add_adapter(model, recipe.lora, recipe.seed, str(recipe.model.checkpoint))
+    else:
+        freeze_weights(model, recipe.model)
+    recompute = recipe.run.activation_checkpointing
+    objective = Objective(
+        model.train(),
+        recipe.loss,
+        is_flex=on_gpu,
+        group=environment.group,
+        recompute=recompute,
+        chunk=LOGIT_ROWS if recompute else None,
+    )
+    # An adapter's matrices are too thin to be orthogonalized.
+    optim = recipe.optim if recipe.lora is None else replace(recipe.optim, muon=False)
+    optimizer = _make_optimizer(objective, optim, environment)
+    if on_gpu and environment.group.size == 1:
+        # A recomputed layer is compiled for that layer alone, so such layers share no code.
+        objective.compile_passes("whole_pass" if recompute else recipe.run.compile)
+    builder = MixtureBuilder(recipe, environment, base)
+    mixture, warnings = builder.build(), builder.warnings
+    workers = recipe.run.workers if environment.workers is None else environment.workers
+    run = RunOptions(
+        directory=environment.out,
+        settings=replace(recipe.run, workers=workers),
+        grad_accum_steps=recipe.batch.grad_accum_steps,
+        seconds=environment.seconds,
+        heldout=builder.heldout_mixture(),
+    )
+    return TrainingJob(
+        recipe=recipe,
+        environment=environment,
+        base=base,
+        trainer=Trainer(objective, optimizer, mixture, recipe.schedule, run),
+        adapter=adapter,
+        warnings=tuple(warnings),
+        heldout_prompts=tuple(builder.heldout_prompts()),
     )
 
 
-def build_mixture(recipe: Recipe, place: Place, base: Base) -> tuple[Mixture | Beside, list[str]]:
-    """The data, and what a person should know of it."""
-    # The first process tokenizes what is not tokenized yet, the others find it done.
-    if not place.group.is_first:
-        place.group.wait(place.device)
-    notes: list[str] = []
-    ingredients = [_ingredient(data, recipe, place, base, notes) for data in recipe.data]
-    if place.group.is_first:
-        place.group.wait(place.device)
-    return _mixture(ingredients, recipe), notes
+def load_base_model(recipe: Recipe, environment: RunEnvironment) -> BaseModel:
+    """Load or initialize the model a recipe starts from."""
+    source = recipe.model
+    if source.checkpoint is None:
+        assert source.config is not None and source.tokenizer is not None
+        tokenizer = environment.path(source.tokenizer)
+        return BaseModel.new(environment.path(source.config), tokenizer, recipe.seed)
+    # Frozen weights are only read, trained ones need their exact values; several processes map the
+    # file and read a layer at a time.
+    dtype = torch.float32 if recipe.lora is None else environment.dtype
+    device = environment.device if environment.group.size == 1 else None
+    base = BaseModel.load(environment.checkpoint(source.checkpoint), device, dtype)
+    if source.tokenizer is None:
+        return base
+    return replace(base, tokenizer=environment.path(source.tokenizer))
+
+
+def _make_optimizer(
+    objective: Objective, optim: OptimSettings, environment: RunEnvironment
+) -> MixedPrecisionOptimizer:
+    """Move the weights to where they are trained, and make their optimizer."""
+    model = objective.model
+    if environment.group.size > 1:
+        if environment.device.type == "cuda":
+            compile_sharded_layers(model)
+        shard_model(objective, model.layers, environment.device.type, environment.dtype)
+        return MixedPrecisionOptimizer(model, optim)
+    return MixedPrecisionOptimizer(model.to(environment.device), optim, environment.dtype)
 
 
 @contextmanager
-def opened(
-    path: Path, settings: Sequence[str] = ()
-) -> Iterator[tuple[Recipe, Base, Mixture | Beside]]:
-    """A recipe with its model and data on the CPU, to be looked at and not trained."""
-    recipe = load_recipe(path, settings)
+def open_recipe(
+    path: Path, changes: Sequence[str] = ()
+) -> Iterator[tuple[Recipe, BaseModel, Mixture | MixedBatches]]:
+    """Load a recipe's model and data on the CPU, to inspect and not to train."""
+    recipe = load_recipe(path, changes)
     with tempfile.TemporaryDirectory() as out:
         cpu, dtype = torch.device("cpu"), torch.float32
-        place = Place(recipe=path, out=Path(out), device=cpu, dtype=dtype)
-        base = load_base(recipe, place)
-        mixture, _ = build_mixture(recipe, place, base)
+        environment = RunEnvironment(recipe=path, out=Path(out), device=cpu, dtype=dtype)
+        base = load_base_model(recipe, environment)
+        mixture = MixtureBuilder(recipe, environment, base).build()
         yield recipe, base, mixture
 
 
-def _mixture(ingredients: Sequence[Ingredient], recipe: Recipe) -> Mixture | Beside:
-    shape = recipe.batch
-    whole = Mixture(
-        ingredients=ingredients, sequences=shape.sequences, rows=shape.rows, seed=recipe.seed
-    )
-    if not shape.carried:
-        return whole
-    rolled, others = ([i for i in ingredients if i.corruption.rolls is r] for r in (True, False))
-    return Beside(
-        fresh=replace(whole, ingredients=others, sequences=shape.sequences - shape.carried),
-        newcomers=replace(
-            whole, ingredients=rolled, sequences=shape.carried // shape.carried_steps
-        ),
-        steps=shape.carried_steps,
-    )
+# --- data
 
 
-def _ingredient(
-    data: DataSource, recipe: Recipe, place: Place, base: Base, notes: list[str]
-) -> Ingredient:
-    canvas, config = recipe.canvas, base.model.config
-    given = canvas.lengths if data.lengths is None else data.lengths
-    lengths = _lengths(given, config.canvas_length)
-    copies = canvas.copies if data.copies is None else data.copies
-    source = _source(data, recipe, place, base, notes)
-    if isinstance(source, StoreSource):
-        room = Layout(canvas_length=min(lengths), max_rows=recipe.batch.rows, copies=copies)
-        notes += [f"{data.file}: {note}" for note in room_notes(source.store, room)]
-    return Ingredient(
-        source=source,
-        weight=data.weight,
-        canvas_lengths=lengths,
-        copies=copies,
-        learn_prompt=data.learn_prompt,
-        causal_share=data.causal_share,
-        corruption=Corruption(
-            vocab_size=config.vocab_size,
-            hole_share=canvas.hole_share if data.hole_share is None else data.hole_share,
-            fill_share=canvas.fill_share if data.fill_share is None else data.fill_share,
-            level_power=data.level_power,
-            echo_share=data.echo_share,
-            line_share=data.line_share,
-            canvas_weight=data.canvas_weight,
-            hole_weight=data.hole_weight,
-            lines=LineTokens.of(Tokenizer.load(base.tokenizer)) if data.line_share else None,
-            rolls=data.rollout,
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class MixtureBuilder:
+    """Opens the sources of a recipe; `warnings` and held-out components are collected."""
 
+    recipe: Recipe
+    environment: RunEnvironment
+    base: BaseModel
+    warnings: list[str] = field(default_factory=list)
+    heldout: list[MixtureComponent] = field(default_factory=list)
 
-def _lengths(given: Mapping[str, float], longest: int) -> dict[int, float]:
-    wrong = [name for name in given if not name.isdecimal() or not 0 < int(name) <= longest]
-    if wrong or not given or min(given.values()) <= 0:
-        raise ConfigError(
-            f"lengths is {dict(given)}; it must give canvas lengths of 1 to {longest} tokens, the "
-            "model's own, each with a frequency above 0"
+    def build(self) -> Mixture | MixedBatches:
+        """Open the data."""
+        # The first process tokenizes files, the others find them in the cache.
+        group, device = self.environment.group, self.environment.device
+        if not group.is_main:
+            group.barrier(device)
+        components = [self.component(data) for data in self.recipe.data]
+        if group.is_main:
+            group.barrier(device)
+        return self.mix(components)
+
+    def heldout_mixture(self) -> Mixture | None:
+        """Mix the held-out examples, by the same weights."""
+        return self._whole(self.heldout) if self.heldout else None
+
+    def heldout_prompts(self) -> Iterator[tuple[int, ...]]:
+        for component in self.heldout:
+            assert isinstance(component.source, StoreSource)
+            yield from component.source.prompts()
+
+    def mix(self, components: Sequence[MixtureComponent]) -> Mixture | MixedBatches:
+        shape, whole = self.recipe.batch, self._whole(components)
+        if not shape.persistent_sequences:
+            return whole
+        on_policy, off_policy = (
+            [c for c in components if c.corruption.on_policy is flag] for flag in (True, False)
         )
-    return {int(length): share for length, share in given.items()}
-
-
-def _source(data: DataSource, recipe: Recipe, place: Place, base: Base, notes: list[str]) -> Source:
-    if data.file is not None:
-        shelf = Shelf(
-            directory=place.out / "tokens", tokenizer=base.tokenizer, progress=place.progress
+        num_fresh = shape.sequences - shape.persistent_sequences
+        num_new = shape.persistent_sequences // shape.persistent_steps
+        return MixedBatches(
+            fresh=replace(whole, components=off_policy, sequences=num_fresh),
+            new_sequences=replace(whole, components=on_policy, sequences=num_new),
+            steps=shape.persistent_steps,
         )
-        limit = recipe.batch.rows if data.max_tokens is None else data.max_tokens
-        store, dropped = load_tokens(place.path(data.file), limit, shelf)
-        if dropped:
-            notes.append(f"{data.file}: {dropped} examples over {limit} tokens were left out")
-        if not data.as_fill:
+
+    def _whole(self, components: Sequence[MixtureComponent]) -> Mixture:
+        rows, count = self.recipe.batch.rows, self.recipe.batch.sequences
+        return Mixture(components=components, sequences=count, rows=rows, seed=self.recipe.seed)
+
+    def component(self, data: DataSource) -> MixtureComponent:
+        canvas, rows = self.recipe.canvas, self.recipe.batch.rows
+        lengths = self._canvas_lengths(canvas.lengths if data.lengths is None else data.lengths)
+        copies = canvas.copies if data.copies is None else data.copies
+        source, heldout = self._split(data, self._open_source(data))
+        if isinstance(source, StoreSource):
+            layout = PackingLayout(canvas_length=min(lengths), max_rows=rows, copies=copies)
+            self.warnings.extend(f"{data.file}: {w}" for w in source.length_warnings(layout))
+        component = MixtureComponent(
+            source=source,
+            weight=data.weight,
+            canvas_lengths=lengths,
+            copies=copies,
+            train_on_prompt=data.train_on_prompt,
+            causal_fraction=data.causal_fraction,
+            corruption=self._corruption(data),
+        )
+        if heldout is not None:
+            self.heldout.append(replace(component, source=StoreSource(heldout)))
+        return component
+
+    def _split(self, data: DataSource, source: Source) -> tuple[Source, TokenStore | None]:
+        """Separate the held-out examples of a source."""
+        if data.heldout is not None:
+            return source, self._load_store(data, data.heldout)
+        if not data.heldout_fraction:
+            return source, None
+        assert isinstance(source, StoreSource)
+        if len(source.store) < MIN_SPLIT:
+            self.warnings.append(
+                f"{data.file}: {len(source.store)} examples are too few to hold some out; there is "
+                "no held-out loss without --heldout FILE"
+            )
+            return source, None
+        trained, heldout = source.store.split(data.heldout_fraction, self.recipe.seed)
+        return StoreSource(trained), heldout
+
+    def _corruption(self, data: DataSource) -> Corruption:
+        canvas, has_lines = self.recipe.canvas, data.line_hole_fraction > 0
+        holes, padding = data.hole_fraction, data.padding_loss_fraction
+        return Corruption(
+            vocab_size=self.base.model.config.vocab_size,
+            hole_fraction=canvas.hole_fraction if holes is None else holes,
+            padding_loss_fraction=canvas.padding_loss_fraction if padding is None else padding,
+            noise_level_power=data.noise_level_power,
+            repeat_noise_fraction=data.repeat_noise_fraction,
+            line_hole_fraction=data.line_hole_fraction,
+            canvas_loss_weight=data.canvas_loss_weight,
+            hole_loss_weight=data.hole_loss_weight,
+            lines=LineTokens.of(Tokenizer.load(self.base.tokenizer)) if has_lines else None,
+            on_policy=data.on_policy,
+        )
+
+    def _canvas_lengths(self, lengths: Mapping[str, float] | None) -> dict[int, float]:
+        maximum = self.base.model.config.canvas_length
+        if lengths is None:
+            return {maximum: 1.0}
+        wrong = [name for name in lengths if not name.isdecimal() or not 0 < int(name) <= maximum]
+        if wrong or not lengths or min(lengths.values()) <= 0:
+            raise ConfigError(
+                f"lengths is {dict(lengths)}; it must give canvas lengths of 1 to {maximum} "
+                "tokens, the model's own, each with a frequency above 0"
+            )
+        return {int(length): frequency for length, frequency in lengths.items()}
+
+    def _open_source(self, data: DataSource) -> Source:
+        directory, path = self.base.tokenizer, self.environment.path
+        if data.file is None:
+            assert data.bank is not None
+            return puzzle_source(path(data.bank), directory)
+        store = self._load_store(data, data.file)
+        if not data.as_infill:
             return StoreSource(store)
-    words = Tokenizer.load(base.tokenizer)
-    template = ChatTemplate.load(base.tokenizer, words)
-    if data.as_fill:
-        return FillSource(store, words, template)
-    assert data.bank is not None
-    if data.puzzle == "sudoku":
-        from dgemma.train.puzzles.sudoku import SudokuBank, SudokuSource
+        tokenizer = Tokenizer.load(directory)
+        return InfillSource(store, tokenizer, ChatTemplate.load(directory, tokenizer))
 
-        return SudokuSource(SudokuBank.load(place.path(data.bank)), words, template)
-    from dgemma.train.puzzles.colouring import ColouringBank, ColouringSource
-
-    return ColouringSource(ColouringBank.load(place.path(data.bank)), words, template)
+    def _load_store(self, data: DataSource, file: str) -> TokenStore:
+        """Tokenize a file, or find it in the cache."""
+        out, progress = self.environment.out, self.environment.progress
+        cache = TokenCache(
+            directory=out / "tokens", tokenizer=self.base.tokenizer, progress=progress
+        )
+        max_tokens = self.recipe.batch.rows if data.max_tokens is None else data.max_tokens
+        store, dropped = cache.load(self.environment.path(file), max_tokens)
+        if dropped:
+            self.warnings.append(
+                f"{file}: {dropped} examples over {max_tokens} tokens were dropped"
+            )
+        return store

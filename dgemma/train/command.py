@@ -1,9 +1,10 @@
-"""What both command lines share: from options to a run that is ready, and what is left at its end.
+"""Shared by both command lines: parse options, build or resume a run, report, save.
 
 dgemma train RECIPE             with a progress bar
-python -m dgemma.train RECIPE   where only PyTorch is installed, and under torchrun
+python -m dgemma.train RECIPE   without the terminal libraries, and under torchrun
 """
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -12,31 +13,50 @@ from typing import Any
 
 from dgemma.device import choose_device, choose_dtype
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.train.build import Job, Place, beside, build, find_beside
-from dgemma.train.distributed import join
-from dgemma.train.plot import HOW_TO, plot_losses
-from dgemma.train.recipe import Recipe, load_recipe, reread_recipe
-from dgemma.train.report import Report
-from dgemma.train.state import RECIPE, forget, states
+from dgemma.train.build import (
+    RunEnvironment,
+    TrainingJob,
+    build,
+)
+from dgemma.train.checkpoint import (
+    RECIPE,
+    Report,
+    delete_run,
+    heldout_summary,
+    lock_run,
+    plot_losses,
+    saved_states,
+)
+from dgemma.train.distributed import init_distributed
+from dgemma.train.recipe import (
+    Recipe,
+    find_recipe,
+    load_recipe,
+    recipe_checkpoint,
+    recipe_path,
+    reread_recipe,
+)
 from dgemma.train.tokens import Progress
 
-# Parts of a recipe that may change in the middle of a run.
-FREE = ("name", "run", "schedule", "eval")
+# Tables and keys of a recipe that may change between two parts of a run.
+RESUMABLE_CHANGES = ("name", "run", "schedule", "eval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What was asked for. None: as the recipe says."""
+class TrainArgs:
+    """Command-line options. None: as the recipe says."""
 
-    recipe: Path
+    recipe: Path  # a TOML file, or the bare name of a built-in recipe
     out: Path | None = None
     device: str = "auto"
     dtype: str = "auto"
     seconds: float | None = None
     steps: int | None = None
     changes: tuple[str, ...] = ()  # of the recipe, as key=value
+    data: Path | None = None  # instead of the recipe's only file
+    heldout: Path | None = None  # to compute the held-out loss on, instead of a part of the data
     is_fresh: bool = False
-    is_export: bool = False  # the weights as they are saved, without a step more
+    is_export: bool = False  # write the newest saved weights without another step
     workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,132 +70,156 @@ class Wanted:
                 "is turned into steps"
             )
         if self.is_export and self.is_fresh:
-            raise UsageError("--export and --fresh: what is forgotten cannot be written; give one")
+            raise UsageError(
+                "--export and --fresh: --fresh deletes the saved states that --export writes; "
+                "give one of them"
+            )
         if self.workers is not None and self.workers < 0:
             raise UsageError(f"workers is {self.workers}; it must be 0 or more")
+        # After the numbers: a wrong option is refused whether or not the recipe exists.
+        object.__setattr__(self, "recipe", find_recipe(self.recipe))
 
-    def read(self) -> Recipe:
-        steps = () if self.steps is None else (f"schedule.steps={self.steps}",)
-        return load_recipe(self.recipe, (*self.changes, *steps))
+    def load_recipe(self) -> Recipe:
+        given = [] if self.steps is None else [f"schedule.steps={self.steps}"]
+        if self.data is not None:
+            given.append(f"data.0.file={_own_path(self.data)}")
+        if self.heldout is not None:
+            given += ["data.0.heldout_fraction=0.0", f"data.0.heldout={_own_path(self.heldout)}"]
+        recipe = load_recipe(self.recipe, (*self.changes, *given))
+        if self.data is not None and len(recipe.data) > 1:
+            raise UsageError(
+                f"--data {self.data} for a recipe with {len(recipe.data)} [[data]]; name the one "
+                f"it replaces: --set data.0.file={self.data}"
+            )
+        return recipe
 
     def directory(self, recipe: Recipe) -> Path:
-        """Of the run."""
+        """Return the run's directory."""
         return Path("out/train") / recipe.name if self.out is None else self.out
 
     def check_state(self, recipe: Recipe) -> None:
-        """Refuse to write the weights of a run that has saved none."""
-        if self.is_export and not states(self.directory(recipe)):
+        """Refuse --export for a run without a saved state."""
+        if self.is_export and not saved_states(self.directory(recipe)):
             raise UsageError(
                 f"{self.directory(recipe)} holds no saved state to write the weights of; name the "
                 "directory of a run that was interrupted, or train without --export"
             )
 
     def check_files(self, recipe: Recipe) -> None:
-        """Refuse data that is not there, before anything that takes long is begun."""
+        """Refuse missing data before anything that takes long."""
         for data in recipe.data:
-            path = beside(self.recipe, str(data.file or data.bank))
-            if not path.is_file():
+            names = [str(data.file or data.bank), *([data.heldout] if data.heldout else [])]
+            paths = [recipe_path(self.recipe, name) for name in names]
+            for path in (path for path in paths if not path.is_file()):
                 where = "a recipe's paths are relative to it, or begin with ./"
-                how = "python -m recipes.puzzle_bank makes one" if data.bank else where
+                how = "python -m recipes.nano.bank makes one" if data.bank else where
                 raise UsageError(f"no file {path}; {how}")
 
-    def place_of(self, checkpoint: str) -> Path:
-        """The directory of a recipe's checkpoint."""
-        return find_beside(self.recipe, checkpoint)
+    def checkpoint(self, name: str) -> Path:
+        """Find the directory of a recipe's checkpoint."""
+        return recipe_checkpoint(self.recipe, name)
 
 
-def prepare(wanted: Wanted, progress: Progress | None = None) -> Job:
-    """Build the run and take it up where its newest state stands."""
-    recipe = wanted.read()
-    wanted.check_state(recipe)
-    group, device = join(choose_device(wanted.device))
-    place = Place(
-        recipe=wanted.recipe,
-        out=wanted.directory(recipe),
+def _own_path(path: Path) -> str:
+    """Write a path of the working directory as a recipe's string."""
+    return json.dumps(str(path) if path.is_absolute() else f"./{path}", ensure_ascii=False)
+
+
+def prepare(args: TrainArgs, progress: Progress | None = None) -> TrainingJob:
+    """Build the run and load its newest saved state."""
+    recipe = args.load_recipe()
+    args.check_state(recipe)
+    group, device = init_distributed(choose_device(args.device))
+    environment = RunEnvironment(
+        recipe=args.recipe,
+        out=args.directory(recipe),
         device=device,
-        dtype=choose_dtype(wanted.dtype, device),
+        dtype=choose_dtype(args.dtype, device),
         group=group,
-        seconds=wanted.seconds,
-        workers=wanted.workers,
+        seconds=args.seconds,
+        workers=args.workers,
         progress=progress,
     )
-    if group.is_first and not wanted.is_fresh:
-        note_recipe(place.out, recipe)
-    group.wait(device)
-    job = build(recipe, place)
-    if group.is_first and wanted.is_fresh:
-        # Only now: what the new run is made of is there, and the old one is not lost for nothing.
-        forget(place.out)
-        note_recipe(place.out, recipe)
-    group.wait(device)
+    if group.is_main:
+        lock_run(environment.out)
+    if group.is_main and not args.is_fresh:
+        record_recipe(environment.out, recipe)
+    group.barrier(device)
+    job = build(recipe, environment)
+    if group.is_main and args.is_fresh:
+        # Only now that the new run can be built is the old one deleted.
+        delete_run(environment.out)
+        record_recipe(environment.out, recipe)
+    group.barrier(device)
     job.trainer.resume()
     return job
 
 
-def note_recipe(directory: Path, recipe: Recipe) -> None:
-    """Keep the recipe beside the run; refuse to go on with another than it was begun with."""
+def record_recipe(directory: Path, recipe: Recipe) -> None:
+    """Write the recipe to the run's directory; refuse to resume a run of another recipe."""
     path = directory / RECIPE
-    if states(directory) and path.exists():
-        changed = sorted(_differing(asdict(reread_recipe(path)), asdict(recipe)))
+    if saved_states(directory) and path.exists():
+        changed = sorted(_differing_keys(asdict(reread_recipe(path)), asdict(recipe)))
         if changed:
             raise UsageError(
                 f"{directory} holds a run of another recipe ({', '.join(changed)} differ); choose "
-                "another directory, or begin anew there with --fresh"
+                "another directory, or start over there with --fresh"
             )
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(recipe.to_json(), encoding="utf-8")
 
 
-def _differing(old: dict[str, Any], new: dict[str, Any], place: str = "") -> Iterator[str]:
+def _differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key in old.keys() | new.keys():
+        if key in RESUMABLE_CHANGES and not prefix:
+            continue
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from () if key in FREE and not place else _differing(a, b, f"{place}{key}.")
-        elif a != b and not (key in FREE and not place):
-            yield place + key
+            yield from _differing_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            yield prefix + key
 
 
-def beginning(wanted: Wanted, job: Job) -> list[str]:
-    """What to say before the first step."""
-    trainer, lines = job.trainer, [*job.notes]
-    if wanted.is_export:
+def opening_messages(args: TrainArgs, job: TrainingJob) -> list[str]:
+    """Return warnings about the data, and the step that the run resumes from."""
+    trainer, lines = job.trainer, [*job.warnings]
+    if args.is_export:
         lines.append(f"weights of step {trainer.step} of {trainer.schedule.steps}")
     elif trainer.step:
         lines.append(
-            f"going on from step {trainer.step} of {trainer.schedule.steps} in {job.place.out}; "
-            "--fresh begins anew"
+            f"resuming from step {trainer.step} of {trainer.schedule.steps} in "
+            f"{job.environment.out}; --fresh starts over"
         )
     return lines
 
 
-def reports(wanted: Wanted, job: Job) -> Iterator[Report]:
-    """Train, unless only what is saved was asked for."""
-    if wanted.is_export:
+def reports(args: TrainArgs, job: TrainingJob) -> Iterator[Report]:
+    """Train, unless only an export was requested."""
+    if args.is_export:
         return
     try:
         yield from job.trainer.reports()
     except DgemmaError:
-        # Of a run that went wrong the picture is wanted most.
-        if job.place.group.is_first:
-            plot_losses(job.place.out)
+        # The plot of a run that went wrong is the most useful one.
+        if job.environment.group.is_main:
+            plot_losses(job.environment.out)
         raise
 
 
-def finish(job: Job) -> list[str]:
-    """Save what was trained, and say where everything is. All processes take part."""
+def finish(job: TrainingJob) -> list[str]:
+    """Save the trained weights and say where they are. All processes take part."""
     saved = job.save()
-    if not job.place.group.is_first:
+    if not job.environment.group.is_main:
         return []
     kind = "checkpoint" if job.adapter is None else "adapter"
-    plot = plot_losses(job.place.out)
-    return [f"{kind}: {saved}", HOW_TO if plot is None else f"losses: {plot}"]
+    out = job.environment.out
+    return [f"{kind}: {saved}", f"losses: {plot_losses(out)}", *heldout_summary(out)]
 
 
-def line(report: Report) -> str:
-    """A report for a log."""
+def log_line(report: Report) -> str:
     return (
         f"step {report.step}/{report.steps}  loss {report.total:.4f}  "
         f"denoise {report.denoise:.4f}  causal {report.causal:.4f}  "
-        f"balance {report.balance:.3f}  norm {report.norm:.2f}  rate {report.rate:.3f}  "
-        f"{report.rows_per_second:,.0f} rows/s  {report.seconds:.0f} s"
+        f"balance {report.balance:.3f}  grad norm {report.grad_norm:.2f}  "
+        f"lr {report.lr_scale:.3f}  {report.rows_per_second:,.0f} rows/s  {report.seconds:.0f} s"
     )

@@ -1,15 +1,18 @@
-"""The training loop: batches in, weights moved, the course of the run reported and kept.
+"""The training loop: steps, reports, saved states, and stopping.
 
-A run can be killed at any time and goes on exactly where its last saved state stands. One that
-meets a loss that is not a number, or that drifts away, stops and says where its last good state is.
+A run can be killed at any time and resumes exactly from its last saved state. One whose loss is NaN
+or drifts away stops and names its last good state.
 """
 
 import gc
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,52 +20,114 @@ import torch
 from torch import Tensor
 
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.train.average import Average
-from dgemma.train.carry import Beside, Carry, carried_losses
-from dgemma.train.distributed import check_shares
-from dgemma.train.feed import Feed, Feeding, Loaded
-from dgemma.train.interrupt import Interrupt
-from dgemma.train.mix import Mixture
-from dgemma.train.objective import Losses, Objective
-from dgemma.train.optim import Masters, Schedule
-from dgemma.train.pace import Pace
-from dgemma.train.report import Meter, Metrics, Report
-from dgemma.train.shards import are_finite, gathered
-from dgemma.train.state import load_state, save_state, states
+from dgemma.train.batches import DeviceBatch, LoaderConfig, MixedBatches, Mixture, Prefetcher
+from dgemma.train.checkpoint import (
+    HELDOUT,
+    Meter,
+    MetricsFile,
+    Report,
+    load_state,
+    save_state,
+    saved_states,
+)
+from dgemma.train.distributed import all_finite, check_batch_split, gather_to_cpu
+from dgemma.train.objective import LossCounts, Losses, Objective
+from dgemma.train.onpolicy import PersistentCanvases, restart_noise
+from dgemma.train.optim import MixedPrecisionOptimizer, Schedule
+from dgemma.train.recipe import RunSettings
+
+HELDOUT_BATCHES = 4  # the same ones, with the same noise, at each measurement
+LOSS_SMOOTHING_STEPS = 20  # for the drift test: batches differ
+COMPILE_STEPS = 5  # after which all code is compiled
+MIN_UNFITTED_STEPS = 400  # of a run with a time budget, until its number of steps is known
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Steps before a time budget's clock starts and while it runs; fewer if they take long, since the
+# number of steps should be known while most of the time is left.
+WARMUP_STEPS, TIMED_STEPS, MIN_TIMED_STEPS = 30, 60, 2
+WARMUP_FRACTION, TIMED_FRACTION = 0.05, 0.1
 
 
 class TrainingStopped(DgemmaError):
-    """The run cannot go on; the message says why and where its last good state is."""
+    """The run cannot continue; the message says why and names its last good state."""
 
 
 class TrainingInterrupted(DgemmaError):
-    """The run was asked to stop, and its state is saved."""
+    """The run was interrupted, and its state is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
+class RunOptions:
     directory: Path
-    save_every: int = 1000
-    report_every: int = 20
-    keep: int = 2
-    workers: int = 0  # processes that make batches
-    accumulate: int = 1  # parts a batch is worked through in
-    seconds: float | None = None  # length of the run, as the schedule is fitted to it
-    drift: float = 1.5  # how far, in nats, the loss may rise above its best before the run stops
+    settings: RunSettings = field(default_factory=RunSettings)
+    grad_accum_steps: int = 1
+    seconds: float | None = None  # time budget, which the number of steps is fitted to
+    heldout: Mixture | None = None  # examples that are not trained on
 
 
-MEMORY = 20  # steps over which the loss is smoothed when it is watched for drift: batches differ
+class TimeBudget:
+    """Fits the number of steps to a time, measured once; `first` and `mark` change."""
+
+    def __init__(
+        self, seconds: float, spent: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`spent`: seconds that the run has taken before now."""
+        self.seconds, self.clock = seconds, clock
+        self.began = clock() - spent
+        self.first: tuple[int, float] | None = None
+        self.mark: tuple[int, float] | None = None
+
+    def fit(self, step: int, synchronize: Callable[[], None]) -> int:
+        """Return the steps of the whole run, once they are known; 0 before. Called after each step.
+
+        `synchronize` waits for the device.
+        """
+        if self.first is None:
+            self.first = step, self.clock()
+        elif self.mark is None:
+            if self._is_due(step, self.first, WARMUP_STEPS, WARMUP_FRACTION):
+                synchronize()
+                self.mark = step, self.clock()
+        elif self._is_due(step, self.mark, TIMED_STEPS, TIMED_FRACTION):
+            synchronize()
+            seconds_per_step = (self.clock() - self.mark[1]) / (step - self.mark[0])
+            left = self.seconds - (self.clock() - self.began)
+            return step + max(1, int(left / seconds_per_step))
+        return 0
+
+    def _is_due(self, step: int, since: tuple[int, float], steps: int, fraction: float) -> bool:
+        count, elapsed = step - since[0], self.clock() - since[1]
+        is_slow = count >= MIN_TIMED_STEPS and elapsed > fraction * self.seconds
+        return count >= steps or is_slow
 
 
-SETTLED = 5  # steps after which all code is compiled
-UNCOUNTED = 400  # steps, at least, of a run that is given a time, until they are counted
+class Interrupt:
+    """While open, the first Ctrl-C or SIGTERM only sets `is_set`; a second one acts as usual."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        # Python allows handlers only in the main thread.
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {number: signal.signal(number, self._set) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.handlers = {}
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        self.is_set = True
+        self.__exit__()
 
 
 @contextmanager
-def sparing_host(device: torch.device) -> Iterator[None]:
-    """Where a GPU does the work: one thread for what little is computed here.
+def single_host_thread(device: torch.device) -> Iterator[None]:
+    """Use one CPU thread while a GPU trains.
 
-    Many would spend their time waiting for one another, on the cores that feed the GPU.
+    More would mostly wait for each other, on the cores that feed the GPU.
     """
     threads = torch.get_num_threads()
     if device.type == "cuda":
@@ -75,194 +140,233 @@ def sparing_host(device: torch.device) -> Iterator[None]:
             gc.unfreeze()
 
 
+def persistent_losses(
+    objective: Objective, batch: DeviceBatch, persistent: PersistentCanvases, step: int
+) -> Losses:
+    """Compute the losses of fresh and persistent sequences, and advance the latter.
+
+    The last sequences of `batch` replace the oldest persistent ones first.
+    """
+    (rows,), num_fresh = batch.micro_batches, len(batch.real_rows) - persistent.num_evicted
+    fresh, new = rows.split(num_fresh)
+    persistent.replace_oldest(new, batch.real_rows[num_fresh:])
+    whole = fresh.concat(persistent.batch)
+    losses, hidden_TD = objective.with_persistent(
+        whole, persistent.self_cond_TD, LossCounts.on_device(whole)
+    )
+    number = torch.full((), step, device=hidden_TD.device)
+    with torch.no_grad():
+        stats = objective.read(persistent.batch, hidden_TD, number, 1.0)
+        noise_T = restart_noise(persistent.batch, objective.model.config.vocab_size, number)
+        persistent.advance(stats, noise_T)
+    return losses
+
+
 class Trainer:
-    """A run. `step`, `schedule`, `best`, the clocks and what it holds of weights change."""
+    """A run. `step`, `schedule`, `best_loss`, clocks, weights and persistent sequences change."""
 
     def __init__(
         self,
         objective: Objective,
-        masters: Masters,
-        mixture: Mixture | Beside,
+        optimizer: MixedPrecisionOptimizer,
+        mixture: Mixture | MixedBatches,
         schedule: Schedule,
-        run: RunSettings,
-        average: Average | None = None,
+        run: RunOptions,
     ) -> None:
-        check_shares(mixture.sequences, run.accumulate, objective.group)
-        self.objective, self.masters, self.mixture = objective, masters, mixture
-        self.schedule, self.run, self.average = schedule, run, average
+        check_batch_split(mixture.sequences, run.grad_accum_steps, objective.group)
+        self.objective, self.optimizer, self.mixture = objective, optimizer, mixture
+        self.schedule, self.run = schedule, run
         self.group, self.device = objective.group, next(objective.parameters()).device
         self.step, self.began = 0, time.perf_counter()
-        self.smooth: float | None = None  # the loss, as it is watched for drift
-        self.best = float("inf")  # the least that it was
-        self.spent = 0.0  # seconds, before this process took the run up
-        self.is_fitted = False  # whether the number of steps was found from a time
-        self.meter, self.metrics = Meter(), Metrics(run.directory)
-        self.feed: Feed | None = None  # while it runs
-        self.carry = self._first_carry()
+        self.smooth_loss: float | None = None
+        self.best_loss = float("inf")  # lowest smoothed loss
+        self.spent = 0.0  # seconds, before this process resumed the run
+        self.is_fitted = False  # whether the number of steps was fitted to a time budget
+        self.meter, self.metrics = Meter(), MetricsFile(run.directory)
+        self.heldout_metrics = MetricsFile(run.directory, HELDOUT)
+        self.prefetcher: Prefetcher | None = None  # while the run is going
+        self.persistent = self._initial_persistent()
 
     def resume(self) -> int:
-        """Go on from the newest saved state, if there is one; the steps already taken."""
-        found = states(self.run.directory)
-        if found:
-            state = load_state(found[-1][1])
-            self.masters.restore(state["masters"])
-            if self.average is not None:
-                if state["average"] is None:
-                    raise UsageError("the run so far kept no mean of its weights; set average to 0")
-                self.average.restore(state["average"])
-            self.step, self.best = int(state["step"]), float(state["best"])
-            self.spent, self.smooth = state["seconds"], state["smooth"]
+        """Load the newest saved state, if there is one; returns the steps already taken."""
+        states = saved_states(self.run.directory)
+        if states:
+            state = load_state(states[-1][1])
+            self.optimizer.restore(state["optimizer"])
+            self.step, self.best_loss = int(state["step"]), float(state["best_loss"])
+            self.spent, self.smooth_loss = state["seconds"], state["smooth_loss"]
             self.is_fitted = state["is_fitted"]
             self.meter.restore(state["meter"], self.device)
-            if self.carry is not None:
-                self.carry.restore(state["carry"])
+            if self.persistent is not None:
+                self.persistent.restore(state["persistent"])
             if self.is_fitted:
                 self.schedule = replace(self.schedule, steps=int(state["steps"]))
         # Without a state, too: a run that was killed before its first one has left lines.
-        if self.group.is_first:
-            self.metrics.cut(self.step)
+        if self.group.is_main:
+            self.metrics.drop_after(self.step)
+            self.heldout_metrics.drop_after(self.step)
         return self.step
 
     def reports(self) -> Iterator[Report]:
         """Train to the end of the schedule."""
-        pace = self._pace()
+        budget = self._time_budget()
         if self.step >= self.schedule.steps:
             return
         self.meter.began = time.perf_counter()
         self.began = self.meter.began - self.spent
         try:
-            with sparing_host(self.device), Interrupt() as interrupt:
-                yield from self._steps(pace, interrupt)
+            with single_host_thread(self.device), Interrupt() as interrupt:
+                yield from self._run_steps(budget, interrupt)
         finally:
-            self.feed = None  # ends its processes
+            self.prefetcher = None  # ends its processes
 
-    def _steps(self, pace: Pace | None, interrupt: Interrupt) -> Iterator[Report]:
-        self.feed = Feed(self.mixture, self.step, self._feeding())
-        settled = self.step + SETTLED
+    def _run_steps(self, budget: TimeBudget | None, interrupt: Interrupt) -> Iterator[Report]:
+        self.prefetcher = Prefetcher(self.mixture, self.step, self.loader_config())
+        compiled_at = self.step + COMPILE_STEPS
+        if self.step == 0:
+            self.measure_heldout()
         while True:
-            loaded = self.feed.take()
-            losses, norm = self._move(loaded)
-            self.meter.add(losses, norm, self._rows(loaded))
-            self.step += 1
+            self.train_step(self.prefetcher.take())
             is_last = self.step == self.schedule.steps
-            is_saving = is_last or self.step % self.run.save_every == 0
-            is_reporting = is_saving or self.step % self.run.report_every == 0
+            is_saving = is_last or self.step % self.run.settings.save_every == 0
+            is_reporting = is_saving or self.step % self.run.settings.report_every == 0
             if is_reporting:
                 yield self._report()
             if is_saving:
+                self.measure_heldout()
                 self.save()
             if is_last:
                 return
             self._stop_if(interrupt, is_reporting=is_reporting)
-            if pace is not None and self._fit(pace):
-                pace = None
-            if self.step == settled and self.device.type == "cuda":
+            if budget is not None and self._fit_steps(budget):
+                budget = None
+            if self.step == compiled_at and self.device.type == "cuda":
                 # The compiler leaves millions of objects, which need not be looked through again.
                 gc.collect()
                 gc.freeze()
 
     def save(self) -> Path:
-        """Write the state of the run, once it is sure to be good."""
+        """Write the state of the run, after a check that the weights are finite."""
         self._check_weights()
         state: dict[str, Any] = {
-            "masters": self.masters.state(),
-            "average": None if self.average is None else self.average.weights,
-            "best": self.best,
-            "smooth": self.smooth,
+            "optimizer": self.optimizer.state(),
+            "best_loss": self.best_loss,
+            "smooth_loss": self.smooth_loss,
             "steps": self.schedule.steps,
             "is_fitted": self.is_fitted,
             "seconds": time.perf_counter() - self.began,
             "meter": self.meter.state(),
-            "carry": None if self.carry is None else self.carry.state(),
+            "persistent": None if self.persistent is None else self.persistent.state(),
         }
         if self.group.size > 1:
-            state = gathered(state, keep=self.group.is_first)
-        return save_state(
-            self.run.directory, self.step, state, keep=self.run.keep, is_writer=self.group.is_first
+            state = gather_to_cpu(state, keep=self.group.is_main)
+        directory, keep = self.run.directory, self.run.settings.keep
+        return save_state(directory, self.step, state, keep=keep, is_writer=self.group.is_main)
+
+    @torch.no_grad()
+    def measure_heldout(self) -> None:
+        """Compute the losses of held-out examples, and add them to their file."""
+        if self.run.heldout is None:
+            return
+        began = time.perf_counter()
+        batches = Prefetcher(self.run.heldout, 0, replace(self.loader_config(), workers=0))
+        sums = torch.zeros(len(Losses._fields), device=self.device)
+        for _ in range(HELDOUT_BATCHES):
+            batch = batches.take()
+            for micro_batch in batch.micro_batches:
+                sums += torch.stack([*self.objective(micro_batch, batch.counts)])
+        means = (self.group.all_reduce(sums) / HELDOUT_BATCHES).tolist()
+        if self.group.is_main:
+            self.heldout_metrics.add({"step": self.step, "denoise": means[1], "causal": means[2]})
+        self.meter.began += time.perf_counter() - began  # it is no training
+
+    def loader_config(self) -> LoaderConfig:
+        return LoaderConfig(
+            workers=self.run.settings.workers,
+            grad_accum_steps=self.run.grad_accum_steps,
+            group=self.group,
+            device=self.device,
         )
 
-    def _feeding(self) -> Feeding:
-        run = self.run
-        return Feeding(
-            workers=run.workers, parts=run.accumulate, group=self.group, device=self.device
-        )
-
-    def _first_carry(self) -> Carry | None:
-        if not isinstance(self.mixture, Beside):
+    def _initial_persistent(self) -> PersistentCanvases | None:
+        if not isinstance(self.mixture, MixedBatches):
             return None
-        if self.group.size > 1 or self.run.accumulate > 1:
+        if self.group.size > 1 or self.run.grad_accum_steps > 1:
             raise UsageError(
-                f"[batch] carried with {self.group.size} processes and {self.run.accumulate} parts "
-                "of a batch: sequences are carried by one process that learns from all at once; "
-                "leave carried out"
+                f"[batch] persistent_sequences with {self.group.size} processes and "
+                f"{self.run.grad_accum_steps} micro-batches: persistent sequences need one process "
+                "and whole batches; leave persistent_sequences out"
             )
         like = self.objective.model.embed_tokens.weight
-        return Carry(self.mixture.first(), self.mixture.newcomers.sequences, like)
+        num_evicted = self.mixture.new_sequences.sequences
+        return PersistentCanvases(self.mixture.initial(), num_evicted, like)
 
-    def _rows(self, loaded: Loaded) -> int:
-        """That belong to an example, of those that were just learned from."""
-        if self.carry is None:
-            return sum(loaded.real)
-        return sum(loaded.real[: -self.carry.leaving]) + sum(self.carry.real)
-
-    def _losses(self, loaded: Loaded) -> Iterator[Losses]:
-        """Of each part of a batch."""
-        if self.carry is not None:
-            yield carried_losses(self.objective, loaded, self.carry, self.step)
-            return
-        depths = self.objective.weighting.depths
-        for part in loaded.parts:
-            yield self.objective(part, loaded.counts, depths[self.step % len(depths)])
-
-    def _move(self, loaded: Loaded) -> tuple[Losses, Tensor]:
-        """One step of the weights."""
+    def train_step(self, batch: DeviceBatch) -> None:
+        """Update the weights once, and add the losses to the meter."""
         sums: list[Tensor] | None = None
-        for losses in self._losses(loaded):
-            # Sharded gradients are means over the processes; what is wanted is their sum.
+        for losses in self._losses(batch):
+            # Sharded gradients are means over the processes; the sum is needed.
             torch.autograd.backward(losses.total * self.group.size)
-            own = [loss.detach() for loss in losses]
-            sums = own if sums is None else [a + b for a, b in zip(sums, own, strict=True)]
+            detached = [loss.detach() for loss in losses]
+            sums = (
+                detached if sums is None else [a + b for a, b in zip(sums, detached, strict=True)]
+            )
         assert sums is not None
-        # A GPU is now busy with the backward for a while. What follows is short work for it, and
-        # would be done before the next batch is here.
-        if self.feed is not None and self.step + 1 < self.schedule.steps:
-            self.feed.look_ahead()
-        norm = self.masters.step(self.schedule.scale(self.step))
-        if self.average is not None:
-            self.average.update(self.masters.weights, self.step)
-        return Losses(*sums), norm
+        # A GPU is busy with the backward for a while now. The optimizer step is short, and would be
+        # done before the next batch is copied.
+        if self.prefetcher is not None and self.step + 1 < self.schedule.steps:
+            self.prefetcher.prefetch()
+        grad_norm = self.optimizer.step(self.schedule.scale(self.step))
+        self.meter.add(Losses(*sums), grad_norm, self._num_rows(batch))
+        self.step += 1
 
-    def _pace(self) -> Pace | None:
-        """What counts the steps, where the run is given a time and they are not counted yet."""
+    def _losses(self, batch: DeviceBatch) -> Iterator[Losses]:
+        """Compute the losses of each micro-batch."""
+        if self.persistent is not None:
+            yield persistent_losses(self.objective, batch, self.persistent, self.step)
+            return
+        depth = self.objective.settings.rollout_steps(self.step)
+        for micro_batch in batch.micro_batches:
+            yield self.objective(micro_batch, batch.counts, depth)
+
+    def _num_rows(self, batch: DeviceBatch) -> int:
+        """Count the rows of examples that were trained on."""
+        if self.persistent is None:
+            return sum(batch.real_rows)
+        num_fresh = len(batch.real_rows) - self.persistent.num_evicted
+        return sum(batch.real_rows[:num_fresh]) + sum(self.persistent.real_rows)
+
+    def _time_budget(self) -> TimeBudget | None:
+        """Start the clock of a run with a time budget whose steps are not fitted yet."""
         if self.run.seconds is None or self.is_fitted:
             return None
-        # The recipe's own number is no end then: counting may take longer.
-        self.schedule = replace(self.schedule, steps=max(UNCOUNTED, self.schedule.steps))
-        return Pace(self.run.seconds, self.spent)
+        # The recipe's number of steps is not the end then: fitting may take longer.
+        self.schedule = replace(self.schedule, steps=max(MIN_UNFITTED_STEPS, self.schedule.steps))
+        return TimeBudget(self.run.seconds, self.spent)
 
-    def _fit(self, pace: Pace) -> bool:
-        """Where the run is given a time instead of a number of steps: whether they are counted."""
-        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
-        steps = self.group.said_by_first(pace.steps(self.step, wait), self.device)
+    def _fit_steps(self, budget: TimeBudget) -> bool:
+        """Fit the number of steps, if enough of them were timed; returns whether it is fitted."""
+        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        steps = self.group.broadcast(budget.fit(self.step, synchronize), self.device)
         if steps:
             self.schedule, self.is_fitted = replace(self.schedule, steps=steps), True
         return self.is_fitted
 
     def _stop_if(self, interrupt: Interrupt, *, is_reporting: bool) -> None:
-        """Save and stop if asked to; several processes agree on it when they report."""
+        """Save and stop if interrupted; several processes agree on it when they report."""
         if self.group.size > 1 and not is_reporting:
             return
-        if self.group.any(interrupt.is_asked, self.device):
+        if self.group.any(interrupt.is_set, self.device):
             path = self.save()
             raise TrainingInterrupted(
-                f"interrupted after {self.step} steps; {path} holds the run, and the same command "
-                "goes on from there (or, with --export, makes a model of it as it is)"
+                f"interrupted after {self.step} steps; the state is saved in {path}. The same "
+                "command resumes the run; with --export it writes the model as it is"
             )
 
     def _report(self) -> Report:
-        taken = len(self.meter.losses)
-        (total, denoise, causal, balance, norm), speed = self.meter.read(self.group)
-        self._watch(total, norm, taken)
+        num_steps = len(self.meter.losses)
+        (total, denoise, causal, balance, norm), rows_per_second = self.meter.read(self.group)
+        self._check_loss(total, norm, num_steps)
         report = Report(
             step=self.step,
             steps=self.schedule.steps,
@@ -270,41 +374,44 @@ class Trainer:
             denoise=denoise,
             causal=causal,
             balance=balance,
-            norm=norm,
-            rate=self.schedule.scale(self.step - 1),
-            rows_per_second=speed,
+            grad_norm=norm,
+            lr_scale=self.schedule.scale(self.step - 1),
+            rows_per_second=rows_per_second,
             seconds=time.perf_counter() - self.began,
         )
-        if self.group.is_first:
-            self.metrics.add(report)
+        if self.group.is_main:
+            self.metrics.add(asdict(report))
         return report
 
-    def _watch(self, total: float, norm: float, taken: int) -> None:
-        """Stop if the mean loss of the steps just taken is no number or has drifted away."""
+    def _check_loss(self, total: float, norm: float, num_steps: int) -> None:
+        """Stop if the mean loss of the last steps is not finite or has drifted away."""
         if not np.isfinite([total, norm]).all():
             raise self._stopped(f"the loss is {total} and the gradient's norm {norm}")
-        share = 1.0 if self.smooth is None else 1 - (1 - 1 / MEMORY) ** taken
-        self.smooth = share * total + (1 - share) * (self.smooth or 0.0)
-        if self.smooth > self.best + self.run.drift:
-            raise self._stopped(f"the loss rose to {self.smooth:.3f} from {self.best:.3f}")
-        self.best = min(self.best, self.smooth)
+        is_first = self.smooth_loss is None
+        weight = 1.0 if is_first else 1 - (1 - 1 / LOSS_SMOOTHING_STEPS) ** num_steps
+        self.smooth_loss = weight * total + (1 - weight) * (self.smooth_loss or 0.0)
+        if self.smooth_loss > self.best_loss + self.run.settings.max_loss_rise:
+            raise self._stopped(
+                f"the loss rose to {self.smooth_loss:.3f} from {self.best_loss:.3f}"
+            )
+        self.best_loss = min(self.best_loss, self.smooth_loss)
 
     def _check_weights(self) -> None:
-        """The last step's loss was that of the weights before it; these may be broken."""
-        is_good = are_finite(self.masters.weights)
-        broken = self.group.sum((~is_good).float()).nonzero().flatten().tolist()
+        """Stop if the last step broke the weights; its loss was that of the weights before it."""
+        is_finite = all_finite(self.optimizer.weights)
+        broken = self.group.all_reduce((~is_finite).float()).nonzero().flatten().tolist()
         if broken:
-            names = ", ".join(self.masters.names[i] for i in broken[:3])
+            names = ", ".join(self.optimizer.names[i] for i in broken[:3])
             more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-            raise self._stopped(f"the last step made {names}{more} infinite or no number")
+            raise self._stopped(f"the last step made {names}{more} infinite or NaN")
 
     def _stopped(self, reason: str) -> TrainingStopped:
-        found = states(self.run.directory)
-        good = "no state was saved yet"
-        if found:
+        states = saved_states(self.run.directory)
+        last_good = "no state was saved yet"
+        if states:
             # The same command would go the same way again, and another rate is another run.
-            good = f"the last good state is {found[-1][1]}, of which --export makes a model"
+            last_good = f"the last good state is {states[-1][1]}, of which --export makes a model"
         return TrainingStopped(
-            f"training stopped after {self.step} steps: {reason}; {good}. Begin anew with a lower "
-            "learning rate (--fresh), or look at the data of these steps"
+            f"training stopped after {self.step} steps: {reason}; {last_good}. Start again with a "
+            "lower learning rate (--fresh), or look at the data of these steps"
         )

@@ -1,39 +1,76 @@
-"""The published objective: name the clean token at every row of noised canvases, and the next token
-at every row of the clean text, in one pass over both. Rows without a target are asked for nothing.
+"""The published objective: predict the clean token at every row of noised canvases, and the next
+token at every row of the clean text, in one pass over both. Rows without a target have no loss.
 
     x0 the text, t ~ U(0, 1) for each canvas, x_t each token replaced by a uniform one with chance t
-    loss = CE(denoise(x_t, soft), x0) over all canvas rows  +  CE(encode(x0), next)
-    soft = for every second sequence the mean token of the model's own guess without soft, a guess
-           that has no gradient; else zero
+    loss = CE(denoise(x_t, self_cond), x0) over all canvas rows  +  CE(encode(x0), next)
+    self_cond = for every second sequence the soft embedding of a first pass without
+                self-conditioning and without gradient; else zero
 
-With `rollout`, some canvases that are told a guess are first brought a step further by it; with a
-depth of more than one, guess and step are taken so many times, each told of the one before. With
-sequences that are carried from step to step (`train/carry.py`), those are told their last guess.
+With `rollout_fraction`, sampler steps change some of the self-conditioned canvases first, and
+persistent sequences keep their self-conditioning from step to step (`train/onpolicy.py`).
 
-T rows of all packed sequences, D width, V vocabulary, E experts.
+T rows of all packed sequences, D width, V vocabulary, E experts, K of them per token.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint
 
-from dgemma.model.gemma import Gemma, Router
-from dgemma.train import rollout as rolling
-from dgemma.train.context import Batch, PackedContext, contexts
-from dgemma.train.distributed import ALONE, Group
-from dgemma.train.rows import NOTHING, Tally
-from dgemma.train.weighting import Weighting
+from dgemma.diffusion.denoise import denoise_step
+from dgemma.errors import ConfigError
+from dgemma.model.gemma import Gemma
+from dgemma.train.corruption import NONE
+from dgemma.train.distributed import SINGLE_PROCESS, Group
+from dgemma.train.layers import CompileMode, LayerStack, RouterOutput, compiled
+from dgemma.train.masks import PackedContext, make_contexts
+from dgemma.train.onpolicy import PackedStepStats, RolloutDraws, rollout_draws, rollout_step
+from dgemma.train.packing import Batch, RowCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """Weights of the losses, and rollouts."""
+
+    causal_weight: float = 1.0  # weight of the next-token loss; the denoising loss has 1
+    balance_weight: float = 0.01  # weight of the experts' load-balancing loss
+    # fraction of the self-conditioned canvases that sampler steps change first
+    rollout_fraction: float = 0.0
+    max_rollout_steps: int = 1  # sampler steps; batches take 1, 2, ... up to this number in turn
+
+    def __post_init__(self) -> None:
+        for name in ("causal_weight", "balance_weight"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"[loss] {name} is {getattr(self, name)}; it must be 0 or more")
+        if not 0 <= self.rollout_fraction <= 1:
+            raise ConfigError(
+                f"[loss] rollout_fraction is {self.rollout_fraction}; it must be from 0 to 1"
+            )
+        if self.max_rollout_steps < 1:
+            raise ConfigError(
+                f"[loss] max_rollout_steps is {self.max_rollout_steps}; it must be 1 or more"
+            )
+        if self.max_rollout_steps > 1 and self.rollout_fraction == 0:
+            # Repeated self-conditioning of tokens that stay: a sampler never gives such canvases.
+            raise ConfigError(
+                f"[loss] max_rollout_steps is {self.max_rollout_steps}, but rollout_fraction is 0: "
+                "no canvas would take these steps; set rollout_fraction above 0, or leave "
+                "max_rollout_steps out"
+            )
+
+    def rollout_steps(self, step: int) -> int:
+        """Return the self-conditioning passes of a training step."""
+        return 1 + step % self.max_rollout_steps
 
 
 class Losses(NamedTuple):
-    """Means over the rows of the whole batch; `total` is what is minimised.
+    """Means over the rows of the whole batch; `total` is minimized.
 
-    A part of a batch, or a process with its share of one, has its share of the means: they add up.
+    A micro-batch, or a process with some of the sequences, has its part of the means: they add up.
     """
 
     total: Tensor
@@ -42,243 +79,245 @@ class Losses(NamedTuple):
     balance: Tensor
 
 
-class Counts(NamedTuple):
-    """Rows that are asked for something, with their weights, in the whole batch, however many
-    processes share it.
+class LossCounts(NamedTuple):
+    """Denominators of the losses, of the whole batch over all processes.
 
-    Tensors of no dimension: whole numbers would be compiled in.
+    Scalar tensors: Python numbers would be compiled in.
     """
 
     canvas: Tensor
     clean: Tensor
-    parts: Tensor  # that the batch is worked through in
+    micro_batches: Tensor
 
     @classmethod
-    def of(cls, tally: Tally, device: torch.device, parts: int = 1) -> "Counts":
-        three = torch.tensor(
-            [max(1, tally.canvas), max(1, tally.clean), parts], dtype=torch.float32
-        )
-        return cls(*to_device(three, device))
+    def of(cls, counts: RowCounts, device: torch.device, micro_batches: int = 1) -> "LossCounts":
+        numbers = [max(1, counts.canvas), max(1, counts.clean), micro_batches]
+        return cls(*to_device(torch.tensor(numbers, dtype=torch.float32), device))
 
     @classmethod
-    def counted(cls, batch: Batch) -> "Counts":
-        """Where the batch is put together on the device, which counts it."""
-        is_asked, is_canvas = batch.target > NOTHING, batch.is_canvas
-        canvas = torch.where(is_asked & is_canvas, batch.weight, 0).sum()
-        clean = (is_asked & ~is_canvas).sum()
-        three = torch.stack([canvas, clean, torch.ones_like(clean)])
-        return cls(*three.clamp(min=1).float())
+    def on_device(cls, batch: Batch) -> "LossCounts":
+        """Count on the device, for a batch that was assembled there."""
+        has_target, is_canvas = batch.target > NONE, batch.is_canvas
+        canvas = torch.where(has_target & is_canvas, batch.weight, 0).sum()
+        clean = (has_target & ~is_canvas).sum()
+        numbers = torch.stack([canvas, clean, torch.ones_like(clean)])
+        return cls(*numbers.clamp(min=1).float())
 
 
-def to_device(made: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy without waiting."""
     if device.type == "cuda":
-        made = made.contiguous().pin_memory()
-    return made.to(device, non_blocking=True)
+        tensor = tensor.contiguous().pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
-def to_every_second(told_TD: Tensor, sequences: int) -> Tensor:
-    """What rows of all sequences are told: those between nothing."""
-    told_BTD = told_TD.view(sequences // 2, -1, told_TD.shape[-1])
-    return torch.stack([told_BTD, torch.zeros_like(told_BTD)], dim=1).flatten(0, 2)
-
-
-class Guess(NamedTuple):
-    """What the model made of every second sequence."""
-
-    told: Tensor  # as their rows are told it; probabilities where they have a gradient
-    token: Tensor | None  # of their rows after a step of the sampler; None: as they are
-    top: Tensor | None = None  # the likeliest, where there is a step
-
-
-Route = tuple[Tensor, Tensor]  # how likely each expert was, and which were chosen
-
-
-class NotingRouter(Router):
-    """A router that notes what it said last: `noted` changes."""
-
-    noted: Route | None = None
-
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        ids_TK, share_TK = super().forward(x_TD)
-        # Where activations are recomputed this runs again, when its result is no longer read.
-        self.noted = (self.likelihood(x_TD), ids_TK)
-        return ids_TK, share_TK
+def interleave_self_cond(self_cond_TD: Tensor, sequences: int) -> Tensor:
+    """Spread the even sequences' self-conditioning over all; zeros for the odd ones."""
+    self_cond_BTD = self_cond_TD.view(sequences // 2, -1, self_cond_TD.shape[-1])
+    return torch.stack([self_cond_BTD, torch.zeros_like(self_cond_BTD)], dim=1).flatten(0, 2)
 
 
 class Objective(nn.Module):
-    """The model, whose routers take notes from now on, and what it is asked."""
+    """The model and its losses. `model` gets routers that record their outputs."""
 
     def __init__(
         self,
         model: Gemma,
-        weighting: Weighting,
+        settings: LossSettings,
         *,
         is_flex: bool = False,
-        group: Group = ALONE,
-        piece: int | None = None,
+        group: Group = SINGLE_PROCESS,
+        recompute: bool = False,
+        chunk: int | None = None,
     ) -> None:
-        """`piece`: rows whose scores of the whole vocabulary exist at once; None: all of them."""
-        super().__init__()
-        self.model, self.weighting, self.is_flex, self.group = model, weighting, is_flex, group
-        self.piece = piece
-        self.routers: list[NotingRouter] = []
-        for layer in model.layers:
-            router = layer.get_submodule("router")
-            # Hooks would do as well, but are told apart by numbers that compiled code looks at.
-            router.__class__ = NotingRouter
-            assert isinstance(router, NotingRouter)
-            self.routers.append(router)
+        """`recompute`: keep only the layers' inputs, and run layers again in the backward.
 
-    def forward(self, batch: Batch, counts: Counts, depth: int = 1) -> Losses:
-        """`depth`: guesses before the one that counts, where a sequence is told any."""
-        half, first, second = contexts(self.model.config, batch, is_flex=self.is_flex)
-        guess = self.first_pass(half, first, depth)
-        del half, first
-        losses, _ = self.losses(batch, guess, second, counts)
+        `chunk`: rows whose logits exist at once; None: all of them.
+        """
+        super().__init__()
+        self.model, self.settings, self.is_flex, self.group = model, settings, is_flex, group
+        self.chunk = chunk
+        self.run_layers = LayerStack(model, recompute=recompute)
+        # `compile_passes` replaces them by compiled functions.
+        self.denoise_step, self.losses = denoise_step, self._losses
+        self.embed, self.read, self.score = self._embed, self._read, self._score
+
+    def compile_passes(self, mode: CompileMode) -> None:
+        """Compile the passes, each as a whole (minutes), or layer by layer.
+
+        In the latter case layers of one type share their code: the compiler then has two layers to
+        work on instead of all of them.
+        """
+        if mode == "whole_pass":
+            self.denoise_step, self.losses = compiled(denoise_step), compiled(self._losses)
+            return
+        self.run_layers.compile_layer_types(self.model.config.layer_types)
+        self.embed, self.read = compiled(self._embed), compiled(self._read)
+        self.score = compiled(self._score)
+
+    def forward(self, batch: Batch, counts: LossCounts, depth: int = 1) -> Losses:
+        """Compute the losses of a batch; `depth`: self-conditioning passes before the loss."""
+        even, context, whole = make_contexts(self.model.config, batch, is_flex=self.is_flex)
+        stats = self.self_cond_pass(even, context, depth)
+        del even, context
+        losses, _ = self.losses(batch, stats, whole, counts)
         return losses
 
-    def carried(self, batch: Batch, carried_TD: Tensor, counts: Counts) -> tuple[Losses, Tensor]:
-        """Losses where the last sequences are told what is given, and the hidden states of these.
+    def with_persistent(
+        self, batch: Batch, self_cond_TD: Tensor, counts: LossCounts
+    ) -> tuple[Losses, Tensor]:
+        """Compute the losses where the last sequences have the given self-conditioning.
 
-        Of the others every second one is told a guess, as always.
+        Returns their hidden states too, without a gradient. Of the other sequences every second one
+        is self-conditioned as always.
         """
-        rows = len(carried_TD)
-        among = len(batch.token) - rows // batch.token.shape[1]
-        half, first, second = contexts(self.model.config, batch, is_flex=self.is_flex, among=among)
-        guess = self.first_pass(half, first)
-        del half, first
-        losses, hidden_TD = self.losses(batch, guess, second, counts, carried_TD)
+        rows = len(self_cond_TD)
+        limit = len(batch.token) - rows // batch.token.shape[1]
+        even, context, whole = make_contexts(
+            self.model.config, batch, is_flex=self.is_flex, limit=limit
+        )
+        stats = self.self_cond_pass(even, context)
+        del even, context
+        losses, hidden_TD = self.losses(batch, stats, whole, counts, self_cond_TD)
         return losses, hidden_TD[-rows:]
 
     @torch.no_grad()
-    def first_pass(self, half: Batch, context: PackedContext, depth: int = 1) -> Guess:
-        """The model's own guess of every second sequence."""
-        steps = torch.arange(depth, device=half.token.device)
-        guess = self.guess(half, None, context, steps[0])
-        for step in steps[1:]:
-            half = half if guess.token is None else replace(half, token=guess.token)
-            told_TD = guess.told
-            if self.weighting.guess_gradient:
-                told_TD = self.told(half, self.model.embed_soft(told_TD))
-            guess = self.guess(half, told_TD, context, step)
-        return guess
+    def self_cond_pass(
+        self, batch: Batch, context: PackedContext, depth: int = 1
+    ) -> PackedStepStats:
+        """Take `depth` denoising steps of the even sequences; the last one's stats."""
+        step = torch.zeros((), dtype=torch.long, device=batch.token.device)
+        ops = SelfCondPass(self, batch, context, step)
+        for _ in range(depth):
+            stats = self.denoise_step(ops)
+        return stats
 
-    def guess(
-        self, half: Batch, told_TD: Tensor | None, context: PackedContext, step: Tensor
-    ) -> Guess:
-        hidden_TD = self._hidden(half, told_TD, context)
-        self._routes()
-        return self.read(half, hidden_TD, step, self.weighting.rollout)
+    def _read(
+        self, batch: Batch, hidden_TD: Tensor, step: Tensor, rollout_fraction: float
+    ) -> PackedStepStats:
+        """Read the LM head: soft embeddings, and a sampler step of some canvases."""
+        size = self.chunk or len(hidden_TD)
+        draws = rollout_draws(batch, rollout_fraction, self.model.config.vocab_size, step)
+        embeds, tokens, argmaxes = [], [], []
+        for chunk_TD, *fields in zip(
+            *(torch.split(x, size) for x in (hidden_TD, *draws)), strict=True
+        ):
+            chunk_draws = RolloutDraws(*fields)
+            logits_TV = self.model.logits(chunk_TD)
+            p_TV = (logits_TV / chunk_draws.temperature_T[:, None]).softmax(-1)
+            if rollout_fraction:
+                tokens.append(rollout_step(p_TV, chunk_draws))
+                argmaxes.append(p_TV.argmax(-1))
+            embeds.append(self.model.soft_embed(p_TV))
+        # As in the sampler, a pinned position is conditioned on its token.
+        is_pinned_T1 = batch.pinned.flatten()[:, None] > 0
+        token_embeds_TD = self.model.embed(batch.token.flatten())
+        self_cond_TD = torch.where(is_pinned_T1, token_embeds_TD, torch.cat(embeds))
+        if not rollout_fraction:
+            return PackedStepStats(self_cond_TD)
+        token, argmax = (torch.cat(x).view_as(batch.token) for x in (tokens, argmaxes))
+        return PackedStepStats(self_cond_TD, token, argmax)
 
-    def read(self, half: Batch, hidden_TD: Tensor, step: Tensor, rollout: float) -> Guess:
-        """The guess that hidden states are; `rollout`: of the canvases, those it takes a step."""
-        size = self.piece or len(hidden_TD)
-        lots = rolling.lots(half, rollout, self.model.config.vocab_size, step)
-        parts, tokens, tops = [], [], []
-        for piece_TD, *own in zip(*(torch.split(x, size) for x in (hidden_TD, *lots)), strict=True):
-            lot = rolling.Lots(*own)
-            p_TV = (self.model.logits(piece_TD) / lot.heat[:, None]).softmax(-1)
-            if rollout:
-                tokens.append(rolling.roll(p_TV, lot))
-                tops.append(p_TV.argmax(-1))
-            if self.weighting.guess_gradient:
-                parts.append(p_TV.to(self.model.embed_tokens.weight.dtype))
-            else:
-                parts.append(self.model.embed_soft(p_TV))
-        told = torch.cat(parts)
-        if not self.weighting.guess_gradient:
-            told = self.told(half, told)
-        if not rollout:
-            return Guess(told, None)
-        return Guess(told, *(torch.cat(x).view_as(half.token) for x in (tokens, tops)))
-
-    def told(self, half: Batch, soft_TD: Tensor) -> Tensor:
-        """What rows are told: soft embeddings, or their token where it is given, as sampled."""
-        own_TD = self.model.embed(half.token.flatten())
-        return torch.where(half.pinned.flatten()[:, None] > 0, own_TD, soft_TD)
-
-    def losses(
+    def _losses(
         self,
         batch: Batch,
-        guess: Guess,
+        stats: PackedStepStats,
         context: PackedContext,
-        counts: Counts,
-        carried_TD: Tensor | None = None,
+        counts: LossCounts,
+        persistent_TD: Tensor | None = None,
     ) -> tuple[Losses, Tensor]:
-        """Losses and, without a gradient, hidden states; see `carried`."""
-        told_TD = guess.told
-        if self.weighting.guess_gradient:
-            told_TD = self.told(batch.every_second(), self.model.embed_soft(told_TD))
-        if guess.token is not None:
-            token = torch.stack([guess.token, batch.token[1::2]], dim=1).flatten(0, 1)
+        """Compute the losses and, without a gradient, hidden states; see `with_persistent`."""
+        if stats.token is not None:
+            token = torch.stack([stats.token, batch.token[1::2]], dim=1).flatten(0, 1)
             batch = replace(batch, token=token)
-        told_TD = to_every_second(told_TD, 2 * len(told_TD) // batch.token.shape[1])
-        if carried_TD is not None:
-            told_TD = torch.cat([told_TD, carried_TD])
-        hidden_TD = self._hidden(batch, told_TD, context)
-        return self.score(batch, hidden_TD, self._routes(), counts), hidden_TD.detach()
+        num_even = len(stats.self_cond_TD) // batch.token.shape[1]
+        self_cond_TD = interleave_self_cond(stats.self_cond_TD, 2 * num_even)
+        if persistent_TD is not None:
+            self_cond_TD = torch.cat([self_cond_TD, persistent_TD])
+        hidden_TD, routers = self.run_layers(self.embed(batch, self_cond_TD), context)
+        return self.score(batch, hidden_TD, routers, counts), hidden_TD.detach()
 
-    def score(
-        self, batch: Batch, hidden_TD: Tensor, routes: Sequence[Route], counts: Counts
+    def _score(
+        self, batch: Batch, hidden_TD: Tensor, routers: Sequence[RouterOutput], counts: LossCounts
     ) -> Losses:
-        """What hidden states lose."""
+        """Compute the losses from the hidden states."""
         loss_T = self._row_losses(hidden_TD, batch.target.flatten()) * batch.weight.flatten()
         is_canvas_T = batch.is_canvas.flatten()
         denoise = torch.where(is_canvas_T, loss_T, 0.0).sum() / counts.canvas
         causal = torch.where(is_canvas_T, 0.0, loss_T).sum() / counts.clean
-        balance = self.balance(batch, routes) / counts.parts
-        total = denoise + self.weighting.causal * causal + self.weighting.balance * balance
+        balance = self.balance(batch, routers) / counts.micro_batches
+        weights = self.settings
+        total = denoise + weights.causal_weight * causal + weights.balance_weight * balance
         return Losses(total, denoise, causal, balance)
 
     def _row_losses(self, hidden_TD: Tensor, target_T: Tensor) -> Tensor:
-        if self.piece is None:
+        if self.chunk is None:
             return self._cross_entropy(hidden_TD, target_T)
-        pieces = zip(*(torch.split(x, self.piece) for x in (hidden_TD, target_T)), strict=True)
-        # Scores are computed again in the backward, a piece at a time.
-        return torch.cat([recompute(self._cross_entropy, *p, use_reentrant=False) for p in pieces])
+        chunks = zip(*(torch.split(x, self.chunk) for x in (hidden_TD, target_T)), strict=True)
+        # Logits are computed again in the backward, a chunk at a time.
+        return torch.cat([checkpoint(self._cross_entropy, *c, use_reentrant=False) for c in chunks])
 
     def _cross_entropy(self, hidden_TD: Tensor, target_T: Tensor) -> Tensor:
         logits_TV = self.model.logits(hidden_TD)
-        return F.cross_entropy(logits_TV, target_T, ignore_index=NOTHING, reduction="none")
+        return F.cross_entropy(logits_TV, target_T, ignore_index=NONE, reduction="none")
 
-    def _hidden(self, batch: Batch, soft_TD: Tensor | None, context: PackedContext) -> Tensor:
-        return self.model.stack(self.enter(batch, soft_TD), context, context.cos_sin)
-
-    def enter(self, batch: Batch, soft_TD: Tensor | None) -> Tensor:
-        """How the rows of a batch enter the stack."""
+    def _embed(self, batch: Batch, self_cond_TD: Tensor | None) -> Tensor:
+        """Embed the rows of a batch; canvas rows with their self-conditioning."""
         tokens_T = batch.token.flatten()
-        entered_TD = self.model.enter(tokens_T, soft_TD)
+        canvas_TD = self.model.embed_canvas(tokens_T, self_cond_TD)
         is_canvas_T1 = batch.is_canvas.flatten()[:, None]
-        return torch.where(is_canvas_T1, entered_TD, self.model.embed(tokens_T))
+        return torch.where(is_canvas_T1, canvas_TD, self.model.embed(tokens_T))
 
-    def _routes(self) -> list[Route]:
-        """What the routers have noted in a pass; forgotten, so that the next one finds nothing."""
-        found = []
-        for router in self.routers:
-            assert router.noted is not None, "a layer has not run"
-            found.append(router.noted)
-            router.noted = None
-        return found
+    def balance(self, batch: Batch, routers: Sequence[RouterOutput]) -> Tensor:
+        """Compute the load-balancing loss, a mean over layers: 1 is even, E the worst.
 
-    def balance(self, batch: Batch, routes: Sequence[Route]) -> Tensor:
-        """How unevenly the experts are used, over all layers: 1 is even, their number the worst.
-
-        For each expert the share of choices times its mean likelihood. The choices of all processes
-        count; the likelihood is this one's share of the mean.
+        For each expert the fraction of tokens routed to it times its mean probability. Tokens of
+        all processes count; the probability is this process's part of the mean.
         """
-        is_real_T1 = (batch.example.flatten() > NOTHING)[:, None]
-        likely_LE = torch.stack([torch.where(is_real_T1, p_TE, 0.0).sum(0) for p_TE, _ in routes])
-        chosen_LE = torch.stack([_chosen(p_TE, ids_TK, is_real_T1) for p_TE, ids_TK in routes])
-        # Every row chooses equally many experts.
-        chosen_LE = self.group.sum(chosen_LE)
-        choices, (_, ids_TK) = chosen_LE[0].sum(), routes[0]
-        real = choices / ids_TK.shape[1]
-        return likely_LE.shape[1] * (chosen_LE / choices * likely_LE / real).sum(1).mean()
+        is_real_T1 = (batch.example.flatten() > NONE)[:, None]
+        probs_LE = torch.stack([torch.where(is_real_T1, p_TE, 0.0).sum(0) for p_TE, _ in routers])
+        routed_LE = torch.stack([_num_routed(*router, is_real_T1) for router in routers])
+        routed_LE = self.group.all_reduce(routed_LE)
+        # Every row is routed to K experts.
+        num_assignments, (_, topk_ids_TK) = routed_LE[0].sum(), routers[0]
+        num_real = num_assignments / topk_ids_TK.shape[1]
+        return probs_LE.shape[1] * (routed_LE / num_assignments * probs_LE / num_real).sum(1).mean()
 
 
-def _chosen(p_TE: Tensor, ids_TK: Tensor, is_real_T1: Tensor) -> Tensor:
-    """How often each expert is chosen."""
-    experts_E = torch.arange(p_TE.shape[1], device=ids_TK.device)
-    is_chosen_TE = (ids_TK[:, :, None] == experts_E).any(1)
-    return (is_chosen_TE & is_real_T1).float().sum(0)
+def _num_routed(p_TE: Tensor, topk_ids_TK: Tensor, is_real_T1: Tensor) -> Tensor:
+    """Count the real tokens routed to each expert."""
+    experts_E = torch.arange(p_TE.shape[1], device=topk_ids_TK.device)
+    is_routed_TE = (topk_ids_TK[:, :, None] == experts_E).any(1)
+    return (is_routed_TE & is_real_T1).float().sum(0)
+
+
+class SelfCondPass:
+    """The operations of `denoise_step` over packed rows; `batch`, `step` and `self_cond_TD` change.
+
+    Logits are read by `Objective.read` rather than by `position_stats`, which works in place in
+    float64 and in groups that fit a CPU's cache: training compiles its reading.
+    """
+
+    def __init__(
+        self, objective: Objective, batch: Batch, context: PackedContext, step: Tensor
+    ) -> None:
+        self.objective, self.context = objective, context
+        self.batch, self.step = batch, step
+        self.self_cond_TD: Tensor | None = None
+
+    def embed(self) -> Tensor:
+        return self.objective.embed(self.batch, self.self_cond_TD)
+
+    def forward(self, embeds_TD: Tensor) -> Tensor:
+        hidden_TD, _ = self.objective.run_layers(embeds_TD, self.context)
+        return hidden_TD
+
+    def logit_stats(self, hidden_TD: Tensor) -> PackedStepStats:
+        objective = self.objective
+        fraction = objective.settings.rollout_fraction
+        return objective.read(self.batch, hidden_TD, self.step, fraction)
+
+    def advance(self, stats: PackedStepStats) -> None:
+        if stats.token is not None:
+            self.batch = replace(self.batch, token=stats.token)
+        self.self_cond_TD, self.step = stats.self_cond_TD, self.step + 1

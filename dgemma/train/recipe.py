@@ -1,15 +1,6 @@
 """A recipe: one TOML file that says what is trained, on what, and how. Read strictly.
 
-    name, seed
-    [model]     config: shape of a new model, or checkpoint: one to go on from; tokenizer; frozen
-    [batch]     sequences, rows, accumulate, carried, carried_steps
-    [canvas]    lengths with their frequencies, copies, hole_share, fill_share
-    [[data]]    file (.npz tokens, .jsonl) or puzzle with its bank; weight; learn_prompt, ...
-    [loss] [optim] [schedule] [run]     settings that differ from their defaults
-    [lora]      train an adapter beside the weights, which stay as they are
-    [eval]      tasks that the command line runs before and after
-
-Paths are relative to the recipe, or to where the command runs if they begin with `./`.
+The comment of each field is its description in docs/training.md (docs/make_training.py).
 """
 
 import json
@@ -21,20 +12,25 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from dgemma.errors import ConfigError, UsageError
+from dgemma.train.layers import CompileMode
+from dgemma.train.objective import LossSettings
 from dgemma.train.optim import OptimSettings, Schedule
-from dgemma.train.weighting import Weighting
+from dgemma.weights.hub import NANO, find_checkpoint
 
 T = TypeVar("T")
+
+RECIPES = Path(__file__).parent / "recipes"  # of the package
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A new model of a shape, or an existing one."""
+    """A new model, or a checkpoint to continue from."""
 
-    config: str | None = None
-    checkpoint: str | None = None
-    tokenizer: str | None = None  # a directory; None: the checkpoint's own
-    frozen: tuple[str, ...] = ()  # parts of weights' names that are not trained, such as "router"
+    config: str | None = None  # `config.json` of a new model
+    checkpoint: str | None = None  # directory, `nano` or downloaded hub id, instead of `config`
+    # directory with `tokenizer.json`, needed with `config`; default: the checkpoint's own
+    tokenizer: str | None = None
+    frozen: tuple[str, ...] = ()  # parts of names of weights that are not trained: `["router"]`
 
     def __post_init__(self) -> None:
         if (self.config is None) == (self.checkpoint is None):
@@ -45,142 +41,177 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    sequences: int = 8
-    rows: int = 2048  # of each sequence; clean and canvas rows are both counted
-    accumulate: int = 1  # parts that a batch is worked through in
-    carried: int = 0  # of the sequences, those that go on from step to step (`train/carry.py`)
-    carried_steps: int = 16  # for which they stay
+    """Packed sequences of a step."""
+
+    sequences: int = 8  # packed sequences; an even number in each micro-batch and process
+    rows: int = 2048  # rows of a sequence; a text takes one per token, each copy of a canvas too
+    # micro-batches per batch: less memory, same gradients; the balance loss is per micro-batch
+    grad_accum_steps: int = 1
+    # sequences, out of `sequences`, that persist over training steps as on-policy canvases; needs a
+    # single process, and excludes `grad_accum_steps` and `rollout_fraction`
+    persistent_sequences: int = 0
+    persistent_steps: int = 16  # training steps for which such a sequence persists
 
     def __post_init__(self) -> None:
-        if min(self.sequences, self.rows, self.accumulate, self.carried_steps) < 1:
+        counts = {name: getattr(self, name) for name in ("sequences", "rows", "grad_accum_steps")}
+        _check_counts("[batch]", 1, **counts, persistent_steps=self.persistent_steps)
+        count, fresh = self.persistent_sequences, self.sequences - self.persistent_sequences
+        if count and (count < 0 or count % self.persistent_steps or fresh < 2 or fresh % 2):
             raise ConfigError(
-                "[batch] sequences, rows, accumulate and carried_steps must be 1 or more"
-            )
-        if self.carried:
-            self._check_carried()
-
-    def _check_carried(self) -> None:
-        others = self.sequences - self.carried
-        if self.carried < 0 or self.carried % self.carried_steps or others < 2 or others % 2:
-            raise ConfigError(
-                f"[batch] carried is {self.carried} of {self.sequences} sequences, for "
-                f"{self.carried_steps} steps; it must be 0 or a multiple of carried_steps, and "
-                "leave an even number of sequences for what is not carried"
+                f"[batch] persistent_sequences is {count} of {self.sequences} sequences, for "
+                f"{self.persistent_steps} steps; it must be 0 or a multiple of persistent_steps, "
+                "and leave an even number of other sequences"
             )
 
 
-def _check_shares(table: str, **shares: float | None) -> None:
-    for name, share in shares.items():
-        if share is not None and not 0 <= share <= 1:
-            raise ConfigError(f"{table} {name} is {share}; it is a share, from 0 to 1")
+def _check_fractions(table: str, **fractions: float | None) -> None:
+    for name, fraction in fractions.items():
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ConfigError(f"{table} {name} is {fraction}; it must be from 0 to 1")
 
 
-def _check_counts(table: str, least: int, **counts: int | None) -> None:
+def _check_counts(table: str, minimum: int, **counts: int | None) -> None:
     for name, count in counts.items():
-        if count is not None and count < least:
-            raise ConfigError(f"{table} {name} is {count}; it must be {least} or more".lstrip())
+        if count is not None and count < minimum:
+            raise ConfigError(f"{table} {name} is {count}; it must be {minimum} or more".lstrip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasSettings:
-    lengths: Mapping[str, float] = field(default_factory=lambda: {"256": 1.0})
-    copies: int = 1  # of each canvas in a pass, noised apart
-    hole_share: float = 0.2
-    fill_share: float = 1.0  # of what fills a text's last canvas, that is asked for
+    """Canvases of all sources."""
+
+    # canvas lengths with their relative frequencies; default: the model's own length only
+    lengths: Mapping[str, float] | None = None
+    copies: int = 1  # copies of each canvas in a pass, noised independently
+    hole_fraction: float = 0.2  # fraction of canvases noised in spans only, the rest pinned
+    # fraction of the `<eos>` padding of a last canvas that has a target; it is soon learned
+    padding_loss_fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_shares("[canvas]", hole_share=self.hole_share, fill_share=self.fill_share)
+        names = ("hole_fraction", "padding_loss_fraction")
+        _check_fractions("[canvas]", **{name: getattr(self, name) for name in names})
         _check_counts("[canvas]", 1, copies=self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    file: str | None = None  # tokens (.npz), or text, pairs or chats (.jsonl)
-    puzzle: Literal["sudoku", "colouring"] | None = None
-    bank: str | None = None  # of a puzzle
-    as_fill: bool = False  # plain texts shown with holes and then told: see train/fill_source.py
-    weight: float = 1.0
-    learn_prompt: bool = True
-    causal_share: float = 1.0  # of its examples, those that the causal pass is asked for
-    # None here and below: as [canvas] says; 0 copies: no canvases, the causal pass alone learns it
+    """One table for each source."""
+
+    file: str | None = None  # tokens (`.npz`), or texts or chats (`.jsonl`, `.json`)
+    puzzle: Literal["sudoku"] | None = None  # instead of `file`
+    bank: str | None = None  # puzzle bank, made by `python -m recipes.nano.bank`
+    # plain texts as infill prompts: `<|fill|>` in the place of one code line, or of up to half of
+    # them, and the whole text as reply; lines are opened anew at each draw
+    as_infill: bool = False
+    weight: float = 1.0  # fraction of the rows, relative to the other sources
+    train_on_prompt: bool = True  # whether the prompt's tokens have a causal loss
+    # fraction of its examples with a causal loss; lower where left-to-right prediction is hopeless
+    causal_fraction: float = 1.0
+    # default: as `[canvas]`; 0: no canvases, the causal loss only
     copies: int | None = None
-    hole_share: float | None = None
-    fill_share: float | None = None
-    lengths: Mapping[str, float] | None = None
-    line_share: float = 0.0  # of the canvases with holes, those whose holes are lines
-    canvas_weight: int = 1  # rows that one of its canvases counts for, beside other sources'
-    hole_weight: int = 1  # times that, of one in a hole: a canvas with holes asks few
-    level_power: float = 1.0  # of noise levels; below 1 a canvas is oftener almost all noise
-    echo_share: float = 0.0  # of its noise, tokens that stand near it instead of any at all
-    rollout: bool = True  # whether [loss] rollout is for it: where one reply alone is right
-    max_tokens: int | None = None  # of a .jsonl example, longer ones left out; None: [batch] rows
+    hole_fraction: float | None = None  # default: as `[canvas]`
+    padding_loss_fraction: float | None = None  # default: as `[canvas]`
+    lengths: Mapping[str, float] | None = None  # default: as `[canvas]`
+    # fraction of its canvases with holes whose holes are whole code lines, one to two thirds of
+    # them, without docstrings, headers and comments. Half of its texts are split at a line then
+    line_hole_fraction: float = 0.0
+    # weight of its canvas rows in the loss, against other sources' that are further from learned
+    canvas_loss_weight: int = 1
+    # further weight of canvases with holes, which have few targets
+    hole_loss_weight: int = 1
+    noise_level_power: float = 1.0  # noise levels are u^power, u ~ U(0, 1); 0.5: mostly high levels
+    # fraction of its noise that copies a clean token up to four positions away
+    repeat_noise_fraction: float = 0.0
+    # whether `rollout_fraction` and `persistent_sequences` are for it; false where more than one
+    # reply is right, or the model learns to distrust its own samples
+    on_policy: bool = True
+    # examples to compute the held-out loss on, as `file`; never trained on
+    heldout: str | None = None
+    # fraction of the examples of `file` that is held out instead, if there are ten or more
+    heldout_fraction: float = 0.0
+    max_tokens: int | None = None  # longer examples of such a file are dropped; default: `rows`
 
     def __post_init__(self) -> None:
         if (self.file is None) == (self.puzzle is None) or (self.puzzle is None) != (
             self.bank is None
         ):
             raise ConfigError("[[data]] needs either file, or puzzle with its bank")
-        if self.as_fill and self.file is None:
-            raise ConfigError("[[data]] as_fill opens lines of a file's texts; a puzzle has none")
-        if self.max_tokens is not None and not (self.file or "").endswith(".jsonl"):
+        if self.as_infill and self.file is None:
+            raise ConfigError("[[data]] as_infill opens lines of a file's texts; a puzzle has none")
+        if self.max_tokens is not None and not (self.file or "").endswith((".jsonl", ".json")):
             raise ConfigError(
-                f"[[data]] max_tokens is {self.max_tokens}; it is for a .jsonl file, the only data "
-                "that is tokenized here; leave it out"
+                f"[[data]] max_tokens is {self.max_tokens}; it is for a .jsonl or .json file, the "
+                "only data that is tokenized here; leave it out"
             )
-        if self.level_power <= 0:
-            raise ConfigError(f"[[data]] level_power is {self.level_power}; it must be above 0")
-        weights = {"canvas_weight": self.canvas_weight, "hole_weight": self.hole_weight}
-        _check_counts("[[data]]", 1, **weights)
+        if (self.heldout or self.heldout_fraction) and (self.file is None or self.as_infill):
+            raise ConfigError("[[data]] heldout is for a file of chats or texts; leave it out")
+        if self.heldout and self.heldout_fraction:
+            raise ConfigError(
+                f"[[data]] heldout is {self.heldout} and heldout_fraction {self.heldout_fraction}; "
+                "give one of them"
+            )
+        if self.noise_level_power <= 0:
+            power = self.noise_level_power
+            raise ConfigError(f"[[data]] noise_level_power is {power}; it must be above 0")
+        names = ("canvas_loss_weight", "hole_loss_weight")
+        _check_counts("[[data]]", 1, **{name: getattr(self, name) for name in names})
         _check_counts("[[data]]", 0, copies=self.copies)
-        names = ("causal_share", "hole_share", "fill_share", "line_share", "echo_share")
-        _check_shares("[[data]]", **{name: getattr(self, name) for name in names})
+        fractions = [f.name for f in fields(self) if f.name.endswith("_fraction")]
+        _check_fractions("[[data]]", **{name: getattr(self, name) for name in fractions})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunShape:
-    save_every: int = 1000
-    report_every: int = 20
-    keep: int = 2
-    workers: int = 0
-    average: float = 0.0  # decay of a running mean of the weights, which is what is saved; 0: none
-    checkpointing: bool = False  # recompute activations instead of keeping them
-    drift: float = 1.5  # nats that the loss may rise above its best before the run is stopped
-    # On a GPU: code for each kind of layer, soon ready, or for a pass as a whole.
-    compile: Literal["kinds", "whole"] = "kinds"
+class RunSettings:
+    """States, reports and how the passes run."""
+
+    save_every: int = 1000  # steps between saved states
+    report_every: int = 20  # steps between lines of `metrics.jsonl`
+    keep: int = 2  # number of saved states
+    workers: int = 0  # processes that make batches
+    # keep only the inputs of layers, and compute activations and logits again in the backward
+    activation_checkpointing: bool = False
+    max_loss_rise: float = 1.5  # nats of the smoothed loss above its best at which the run stops
+    # unit of compilation on a GPU: one function per layer type, ready sooner, or each pass, as
+    # always with `activation_checkpointing`
+    compile: CompileMode = "layer_types"
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in ("save_every", "report_every", "keep")}
         _check_counts("[run]", 1, **counts)
         _check_counts("[run]", 0, workers=self.workers)
-        if not 0 <= self.average < 1:
-            raise ConfigError(f"[run] average is {self.average}; it must be 0 or more, below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRASettings:
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Train a low-rank adapter; the checkpoint's weights stay as they are."""
+
+    rank: int = 16  # of the two matrices
+    alpha: float = 32.0  # the change is scaled by alpha / rank
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # ends of module names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    tasks: tuple[str, ...] = ()  # names as `dgemma eval` knows them
-    limit: int | None = None  # most cases of each set
+    """Evaluation before and after, by `dgemma train`."""
+
+    tasks: tuple[str, ...] = ()  # tasks of `dgemma eval`
+    limit: int | None = None  # maximum cases of each set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    name: str
-    seed: int = 0
+    """A whole recipe."""
+
+    name: str  # the run's directory is `out/train/NAME` unless `--out` says otherwise
+    seed: int = 0  # of new weights, batches and noise
     model: ModelSource
     batch: BatchShape = field(default_factory=BatchShape)
     canvas: CanvasSettings = field(default_factory=CanvasSettings)
     data: tuple[DataSource, ...]
-    loss: Weighting = field(default_factory=Weighting)
+    loss: LossSettings = field(default_factory=LossSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     schedule: Schedule
-    run: RunShape = field(default_factory=RunShape)
+    run: RunSettings = field(default_factory=RunSettings)
     lora: LoRASettings | None = None
     eval: EvalSettings = field(default_factory=EvalSettings)
 
@@ -192,33 +223,60 @@ class Recipe:
             raise ConfigError("[lora] needs [model] checkpoint: an adapter is for a trained model")
         if self.lora is not None and self.model.frozen:
             raise ConfigError(
-                f"[model] frozen is {list(self.model.frozen)} beside [lora], which freezes all but "
-                "its targets; leave frozen out, or what is to stay out of targets"
+                f"[model] frozen is {list(self.model.frozen)} with [lora], which trains only its "
+                "targets; leave frozen out"
             )
-        self._check_carried()
+        if self.batch.persistent_sequences:
+            self._check_persistent()
 
-    def _check_carried(self) -> None:
-        if self.batch.carried == 0:
-            return
-        if self.loss.rollout or self.loss.guess_gradient:
+    def _check_persistent(self) -> None:
+        if self.loss.rollout_fraction:
             raise ConfigError(
-                "[batch] carried takes the place of [loss] rollout and has no guess_gradient; "
-                "leave them out, or carried"
+                "[batch] persistent_sequences and [loss] rollout_fraction exclude each other; "
+                "leave one of them out"
             )
-        kinds = {data.rollout for data in self.data}
-        if kinds != {False, True}:
+        values = {data.on_policy for data in self.data}
+        if values != {False, True}:
             raise ConfigError(
-                "[batch] carried needs [[data]] with rollout = true, which is carried, and some "
-                f"with false, which is not; here all have {str(*kinds).lower()}"
+                "[batch] persistent_sequences needs [[data]] with on_policy = true, which persist, "
+                f"and some with false, which do not; here all have {str(*values).lower()}"
             )
 
     def to_json(self) -> str:
-        """The whole recipe, defaults written out."""
+        """Return the whole recipe, defaults included."""
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
 
+def find_recipe(recipe: Path) -> Path:
+    """Return the path of a recipe: a file, or one of the package by its name alone."""
+    built_in = RECIPES / f"{recipe}.toml"
+    if recipe.name == str(recipe) and built_in.is_file():
+        return built_in
+    if not recipe.is_file():
+        names = ", ".join(sorted(path.stem for path in RECIPES.glob("*.toml")))
+        raise UsageError(f"no recipe {recipe}; give a TOML file, or one that is built in: {names}")
+    return recipe
+
+
+def recipe_path(recipe: Path, name: str) -> Path:
+    """Resolve a path relative to its recipe, or to the working directory if it begins with `./`."""
+    return Path(name) if name.startswith("./") else recipe.parent / name
+
+
+def recipe_checkpoint(recipe: Path, name: str) -> Path:
+    """Find the directory of a checkpoint, or of a model that this machine has by that name."""
+    path = recipe_path(recipe, name)
+    found = path if name != NANO and path.is_dir() else find_checkpoint(name)
+    if not found.is_dir():
+        raise UsageError(
+            f"{found} is a GGUF file, and training starts from a directory; write one with "
+            f"`dgemma export {found} DIRECTORY`"
+        )
+    return found
+
+
 def load_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; `changes` such as `optim.adam_lr=1e-4` go before what the file says.
+    """Read a recipe; `changes` such as `optim.adam_lr=1e-4` override the file.
 
     Unknown keys are refused by name.
     """
@@ -234,7 +292,7 @@ def load_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
 
 
 def reread_recipe(path: Path) -> Recipe:
-    """A recipe that `to_json` wrote; what was not known when it did has its default."""
+    """Read a recipe that `to_json` wrote; keys added since have their defaults."""
     return _read(Recipe, json.loads(path.read_text(encoding="utf-8")), str(path))
 
 
@@ -244,80 +302,79 @@ def _change(raw: dict[str, Any], change: str) -> None:
     *tables, last = (part.strip() for part in key.split("."))
     if not equals or not last:
         raise UsageError(f"{change!r} sets nothing; write key=value, such as schedule.steps=500")
-    place: Any = raw
+    table: Any = raw
     for name in tables:
-        if isinstance(place, dict):
-            place = place.setdefault(name, {})
+        if isinstance(table, dict):
+            table = table.setdefault(name, {})
         else:
-            place = place[_index(place, name, change)]
+            table = table[_index(table, name, change)]
     value = _toml_value(text.strip())
-    if isinstance(place, dict):
-        place[last] = value
+    if isinstance(table, dict):
+        table[last] = value
     else:
-        place[_index(place, last, change)] = value
+        table[_index(table, last, change)] = value
 
 
-def _index(place: Any, name: str, change: str) -> int:
-    """The number of an item of a list."""
-    if not isinstance(place, list):
-        raise UsageError(f"{change!r}: what stands before {name} is no table")
-    if not name.isdecimal() or int(name) >= len(place):
-        raise UsageError(f"{change!r}: {name!r} must be a number from 0 to {len(place) - 1}")
+def _index(table: Any, name: str, change: str) -> int:
+    if not isinstance(table, list):
+        raise UsageError(f"{change!r}: the key before {name} is no table")
+    if not name.isdecimal() or int(name) >= len(table):
+        raise UsageError(f"{change!r}: {name!r} must be a number from 0 to {len(table) - 1}")
     return int(name)
 
 
 def _toml_value(text: str) -> Any:
-    """A value as TOML has it; what is none is a string, so that paths need no quotes."""
+    """Parse a TOML value; anything else is a string, so that paths need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
 
-def _read(kind: type[T], raw: Any, place: str) -> T:
+def _read(kind: type[T], raw: Any, path: str) -> T:
     if not isinstance(raw, dict):
-        raise ConfigError(f"{place} must be a table, not {raw!r}")
+        raise ConfigError(f"{path} must be a table, not {raw!r}")
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(raw.keys() - known.keys())
     if unknown:
-        raise ConfigError(f"{place}: {', '.join(unknown)} not known; use {', '.join(known)}")
+        raise ConfigError(f"{path}: {', '.join(unknown)} not known; use {', '.join(known)}")
     missing = [
         name
         for name, f in known.items()
         if name not in raw and f.default is MISSING and f.default_factory is MISSING
     ]
     if missing:
-        raise ConfigError(f"{place} lacks {', '.join(missing)}")
+        raise ConfigError(f"{path} lacks {', '.join(missing)}")
     hints = get_type_hints(kind)
-    return kind(**{name: _value(hints[name], raw[name], f"{place}: {name}") for name in raw})
+    return kind(**{name: _value(hints[name], raw[name], f"{path}: {name}") for name in raw})
 
 
-def _value(hint: Any, raw: Any, place: str) -> Any:
-    """A value of a field's type: tables become dataclasses, lists tuples."""
-    if raw != raw:  # TOML has nan, which no comparison with a bound refuses
-        raise ConfigError(f"{place} is nan; it must be a number")
+def _value(hint: Any, raw: Any, path: str) -> Any:
+    """Check a value against a field's type; tables become dataclasses, lists tuples."""
+    if raw != raw:  # TOML has nan, which passes every comparison with a bound
+        raise ConfigError(f"{path} is nan; it must be a number")
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
         if is_dataclass(kind) and isinstance(raw, dict):
-            return _read(cast(type[Any], kind), raw, place)
+            return _read(cast(type[Any], kind), raw, path)
         if get_origin(kind) is tuple and isinstance(raw, list):
             inner, *others = get_args(kind)
             if others != [...] and len(raw) != 1 + len(others):
-                raise ConfigError(f"{place} has {len(raw)} values, not {1 + len(others)}")
-            return tuple(_value(inner, item, f"{place}[{i}]") for i, item in enumerate(raw))
+                raise ConfigError(f"{path} has {len(raw)} values, not {1 + len(others)}")
+            return tuple(_value(inner, item, f"{path}[{i}]") for i, item in enumerate(raw))
         if get_origin(kind) is Mapping and isinstance(raw, dict):
             inner = get_args(kind)[1]
-            return {key: _value(inner, item, f"{place}: {key}") for key, item in raw.items()}
+            return {key: _value(inner, item, f"{path}: {key}") for key, item in raw.items()}
         if get_origin(kind) is Literal and raw in get_args(kind):
             return raw
         if kind is float and type(raw) is int:
             return float(raw)
         if isinstance(kind, type) and type(raw) is kind:
             return raw
-    raise ConfigError(f"{place} is {raw!r}; it must be {' or '.join(map(_spelled, kinds))}")
+    raise ConfigError(f"{path} is {raw!r}; it must be {' or '.join(map(_type_name, kinds))}")
 
 
-def _spelled(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if is_dataclass(kind) or get_origin(kind) is Mapping:

@@ -1,252 +1,146 @@
-"""Files of text, pairs or chats to token stores, in parallel and always in file order.
+"""Sources of training examples: token stores, infill prompts made from plain texts, puzzles.
 
-A source is a JSONL file; each line is one of
-- `{"text": ...}`: plain text, cut into pieces of at most `max_tokens`;
-- `{"prompt": ..., "reply": ...}`: a user turn and the model's turn;
-- `{"messages": [...]}`: a conversation whose last message, the assistant's, is the reply; `tools`
-  beside it are told in its prompt.
-Pairs and chats over `max_tokens` are left out and counted: half a reply teaches a wrong end.
-
-Owns the way from a line to ids. Knows nothing of mixing or of what the lines say.
+N tokens of a text, E examples.
 """
 
-from __future__ import annotations
-
-import json
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dgemma.errors import CheckpointError, UsageError
-from dgemma.text.chat import ChatTemplate, Message, Tool
-from dgemma.text.messages import check_conversation, read_tools
+from dgemma.errors import UsageError
+from dgemma.programs.infill.document import REQUEST
+from dgemma.text.chat import ChatTemplate, Message
+from dgemma.text.control_tokens import FILL_MARK, TURN_END
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.train.store import Store
+from dgemma.train.corruption import LineTokens, Span
+from dgemma.train.packing import Example, PackingLayout
+from dgemma.train.sudoku import SudokuBank, SudokuSource
+from dgemma.train.tokens import TokenStore
 
-Example = tuple[Sequence[int], Sequence[int]]
-Progress = Callable[[int, int], None]  # lines done, lines in all
-
-LINES_PER_TASK = 512
-FORMS = '"text", "prompt" and "reply", or "messages"'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokenized:
-    """A store and what was left out of it because it was too long."""
-
-    store: Store
-    dropped: int
+SINGLE_HOLE_FRACTION = 0.4  # of the infill prompts: those with one hole, the usual request
+MAX_OPEN_LINES = 0.5  # fraction of a text's lines
+MAX_ATTEMPTS = 64  # texts in a row without a code line
 
 
-def tokenize_file(
-    path: Path,
-    tokenizer_dir: Path,
-    *,
-    max_tokens: int = 1024,
-    workers: int | None = None,
-    progress: Progress | None = None,
-) -> Tokenized:
-    """Tokenize a source; the result does not depend on the number of workers."""
-    if max_tokens < 8:
-        raise UsageError(f"max_tokens is {max_tokens}; it must be at least 8")
-    if not path.is_file():
-        raise UsageError(f"no file {path}; give a .jsonl file with {FORMS} in each line")
-    encoder = Encoder.load(tokenizer_dir, max_tokens)
-    with path.open("rb") as file:
-        total = sum(1 for _ in file)
-    workers = workers or min(os.cpu_count() or 1, 16)
-    parts: list[Part] = []
-    done = 0
-    for count, part in encode_parts(path, encoder, min(workers, -(-total // LINES_PER_TASK))):
-        parts.append(part)
-        done += count
-        if progress is not None:
-            progress(done, total)
-    return join(parts, encoder.vocab_size)
+class Source(Protocol):
+    def draw(
+        self, rng: np.random.Generator, count: int
+    ) -> Sequence[tuple[NDArray[np.integer], NDArray[np.integer]]]:
+        """Draw prompts and replies."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A run of lines, tokenized: arrays travel between processes far faster than lists."""
+class StoreSource:
+    """Examples of a token store, drawn uniformly and with replacement."""
 
-    tokens_N: np.ndarray
-    lengths_E: np.ndarray
-    prompts_E: np.ndarray
-    dropped: int
+    def __init__(self, store: TokenStore) -> None:
+        if len(store) == 0:
+            raise UsageError("a token store has no examples; were they all too long?")
+        self.store = store
 
+    def draw(self, rng: np.random.Generator, count: int) -> list[Example]:
+        return [Example(*self.store[int(i)]) for i in rng.integers(len(self.store), size=count)]
 
-def join(parts: Sequence[Part], vocab_size: int) -> Tokenized:
-    empty = np.zeros(0, dtype=np.int64)
-    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    lengths = np.concatenate([np.zeros(1, dtype=np.int64), *(part.lengths_E for part in parts)])
-    store = Store(
-        tokens_N=np.concatenate([empty, *(part.tokens_N for part in parts)]).astype(dtype),
-        starts_E=np.cumsum(lengths, dtype=np.int64),
-        prompts_E=np.concatenate([empty, *(part.prompts_E for part in parts)]).astype(np.int32),
-    )
-    return Tokenized(store=store, dropped=sum(part.dropped for part in parts))
+    def prompts(self) -> Iterator[tuple[int, ...]]:
+        """Yield the prompts of chats; plain text has none."""
+        for index in range(len(self.store)):
+            prompt = self.store[index][0]
+            if len(prompt):
+                yield tuple(map(int, prompt))
 
-
-def encode_parts(path: Path, encoder: Encoder, workers: int) -> Iterator[tuple[int, Part]]:
-    """How many lines, and their tokens; in file order."""
-    if workers <= 1:
-        yield from ((len(lines), encoder.part(path, first, lines)) for first, lines in runs(path))
-        return
-    # A forked child may inherit a lock of torch or of the tokenizer's own threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        workers, context, initializer=start_worker, initargs=(encoder.directory, encoder.max_tokens)
-    ) as pool:
-        tasks = runs(path)
-        waiting = [submit(pool, path, task) for task in islice(tasks, 4 * workers)]
-        while waiting:
-            count, future = waiting.pop(0)
-            yield count, future.result()
-            waiting += [submit(pool, path, task) for task in islice(tasks, 1)]
+    def length_warnings(self, layout: PackingLayout) -> list[str]:
+        """Count the pairs that do not fit into a sequence, even with the shortest canvas."""
+        store = self.store
+        reply_E = np.diff(store.starts_E) - store.prompts_E
+        canvases_E = (layout.max_rows - store.prompts_E) // layout.rows_per_canvas
+        is_pair_E = store.prompts_E > 0  # plain text may be cut anywhere
+        unused_E = is_pair_E & (canvases_E < 1)
+        cut_E = is_pair_E & ~unused_E & (canvases_E * layout.canvas_length < reply_E)
+        rows = f"{layout.max_rows} rows, which a text shares with its canvases; raise [batch] rows"
+        return [
+            f"{count} of {len(store)} {what} {rows}"
+            for count, what in (
+                (int(unused_E.sum()), "examples are not used: prompt and canvas do not fit into"),
+                (int(cut_E.sum()), "replies are learned without their ends, which do not fit into"),
+            )
+            if count
+        ]
 
 
-def submit(pool: ProcessPoolExecutor, path: Path, task: tuple[int, list[str]]) -> Any:
-    first, lines = task
-    return len(lines), pool.submit(work, path, first, lines)
+class InfillSource:
+    """Infill prompts: a document shown with holes in its code lines, and the whole text as reply.
 
+    These are the prompts that `fill` sends to an instruct model. Most of the reply is copied, which
+    is soon learned; the opened lines are not. The causal mode so learns to write between two sides,
+    since it has read the text after the hole in the prompt. Lines are opened anew at each draw.
+    """
 
-def runs(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The number of the first line and the lines, a task at a time."""
-    first = 1
-    with path.open("rb") as file:
-        while lines := list(islice(file, LINES_PER_TASK)):
-            yield first, [decoded(path, number, line) for number, line in enumerate(lines, first)]
-            first += len(lines)
+    def __init__(self, store: TokenStore, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        if len(store) == 0 or store.prompts_E.any():
+            raise UsageError("an infill source needs plain texts, and some: no pairs, no chats")
+        self.store, self.lines = store, LineTokens.of(tokenizer)
+        # Between line breaks and after whitespace the mark's tokens are always these.
+        self.mark = np.array(tokenizer.encode(FILL_MARK))
+        prompt = template.prompt([Message(role="user", content=f"{REQUEST}\n\n{FILL_MARK}")]).ids
+        start = _find_sequence(prompt, self.mark.tolist())
+        self.before = np.array(prompt[:start])
+        self.after = np.array(prompt[start + len(self.mark) :])
+        self.controls = np.array([*tokenizer.control_ids.values()])
+        self.turn_end = tokenizer.control_ids[TURN_END]
+        # A template strips a message's content.
+        self.stripped_V = self.lines.breaks_V | self.lines.blank_V
 
+    def draw(self, rng: np.random.Generator, count: int) -> list[Example]:
+        return [self._draw_one(rng) for _ in range(count)]
 
-def decoded(path: Path, number: int, line: bytes) -> str:
-    try:
-        # Some editors begin a file with a mark that belongs to no line.
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
+    def _draw_one(self, rng: np.random.Generator) -> Example:
+        for _ in range(MAX_ATTEMPTS):
+            _, text_N = self.store[int(rng.integers(len(self.store)))]
+            text_N = self._strip(text_N[~np.isin(text_N, self.controls)])
+            lines = self.lines.spans(np.append(text_N, self.lines.breaks_V.argmax()))
+            if lines:
+                return self.example(text_N, choose_holes(lines, rng))
         raise UsageError(
-            f"{path}, line {number}: no UTF-8 at byte {error.start}; write the file in UTF-8"
-        ) from None
-
-
-_worker: Encoder | None = None  # one per worker process: loading it costs more than a task
-
-
-def start_worker(directory: Path, max_tokens: int) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = Encoder.load(directory, max_tokens)
-
-
-def work(path: Path, first: int, lines: list[str]) -> Part:
-    assert _worker is not None
-    return _worker.part(path, first, lines)
-
-
-class Encoder:
-    """Lines to examples, with one checkpoint's tokenizer and template."""
-
-    def __init__(self, directory: Path, tokenizer: Tokenizer, max_tokens: int) -> None:
-        self.directory = directory
-        self.max_tokens = max_tokens
-        self.vocab_size = tokenizer.vocab_size
-        self._tokenizer = tokenizer
-        self._bos, self._eos, self._end = (
-            control_id(tokenizer, name) for name in ("<bos>", "<eos>", "<turn|>")
-        )
-        self._template: ChatTemplate | None = None
-
-    @classmethod
-    def load(cls, directory: Path, max_tokens: int = 1024) -> Encoder:
-        return cls(directory, Tokenizer.load(directory), max_tokens)
-
-    def part(self, path: Path, first: int, lines: Sequence[str]) -> Part:
-        examples: list[Example] = []
-        dropped = 0
-        for number, line in enumerate(lines, first):
-            found = self._read(path, number, line) if line.strip() else []
-            kept = [pair for pair in found if sum(map(len, pair)) <= self.max_tokens]
-            dropped += len(found) - len(kept)
-            examples += kept
-        return Part(
-            tokens_N=np.asarray([token for pair in examples for ids in pair for token in ids], int),
-            lengths_E=np.asarray([sum(map(len, pair)) for pair in examples], dtype=np.int64),
-            prompts_E=np.asarray([len(prompt) for prompt, _ in examples], dtype=np.int64),
-            dropped=dropped,
+            f"{MAX_ATTEMPTS} texts in a row have no line of code; as_infill needs texts with code"
         )
 
-    def _read(self, path: Path, number: int, line: str) -> list[Example]:
-        try:
-            return self.examples(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UsageError(
-                f"{path}, line {number}: no JSON at character {error.pos + 1} ({error.msg}); "
-                "write one object a line"
-            ) from None
-        except UsageError as error:
-            raise UsageError(f"{path}, line {number}: {error}") from None
+    def example(self, text_N: NDArray[np.integer], holes: Sequence[Span]) -> Example:
+        """Make the prompt that shows a text with these holes, and the text as reply."""
+        starts = [0, *(stop for _, stop in holes)]
+        stops = [*(start for start, _ in holes), len(text_N)]
+        prompt = [self.before]
+        for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            prompt += [self.mark] if number else []
+            prompt.append(text_N[start:stop])
+        reply = np.append(text_N, self.turn_end)
+        return Example(np.concatenate([*prompt, self.after]), reply)
 
-    def examples(self, record: object) -> list[Example]:
-        """What one line gives: one example, or several pieces of a long text."""
-        if not isinstance(record, Mapping):
-            raise UsageError(f"a {type(record).__name__} and not an object with {FORMS}")
-        if len(record.keys() & {"text", "messages", "prompt"}) > 1:
-            raise UsageError(f"the keys are {_named(record)}, of several forms; give only {FORMS}")
-        if "text" in record:
-            return self.pieces(string(record, "text"))
-        if "messages" in record:
-            return [self.chat(record["messages"], record.get("tools"))]
-        if "prompt" in record and "reply" in record:
-            return [self.pair(string(record, "prompt"), string(record, "reply"))]
-        raise UsageError(f"the keys are {_named(record) or 'none'}; give {FORMS}")
-
-    def pieces(self, text: str) -> list[Example]:
-        """Every piece begins with <bos>; only the last ends with <eos>, as only it ends."""
-        ids = [*self._tokenizer.encode(text), self._eos]
-        size = self.max_tokens - 1
-        return [((), [self._bos, *ids[start : start + size]]) for start in range(0, len(ids), size)]
-
-    def pair(self, prompt: str, reply: str) -> Example:
-        return self._reply([Message(role="user", content=prompt)], reply)
-
-    def chat(self, messages: object, tools: object = None) -> Example:
-        """The last message is the reply; it must be the assistant's, in words."""
-        if not isinstance(messages, list) or len(messages) < 2:
-            raise UsageError('"messages" must be a list of at least a question and an answer')
-        *before, last = [Message.from_dict(message) for message in messages]
-        if last.role != "assistant" or not isinstance(last.content, str) or last.tool_calls:
-            raise UsageError("the last message must be the assistant's, with text as its content")
-        check_conversation(before)
-        return self._reply(before, last.content, read_tools(tools))
-
-    def _reply(
-        self, messages: Sequence[Message], reply: str, tools: Sequence[Tool] = ()
-    ) -> Example:
-        if self._template is None:
-            self._template = ChatTemplate.load(self.directory, self._tokenizer)
-        prompt = self._template.prompt(messages, tools)
-        return prompt.ids, [*self._tokenizer.encode(reply), self._end]
+    def _strip(self, text_N: NDArray[np.integer]) -> NDArray[np.integer]:
+        solid = np.flatnonzero(~self.stripped_V[text_N])
+        return text_N[solid[0] : solid[-1] + 1] if len(solid) else text_N[:0]
 
 
-def control_id(tokenizer: Tokenizer, name: str) -> int:
-    if name not in tokenizer.control_ids:
-        raise CheckpointError(f"the tokenizer has no {name}; training needs one of the Gemma kind")
-    return tokenizer.control_ids[name]
+def choose_holes(lines: Sequence[Span], rng: np.random.Generator) -> list[Span]:
+    """Choose one of the lines, or up to half of them, in their order."""
+    is_single = rng.random() < SINGLE_HOLE_FRACTION
+    max_count = 1 if is_single else max(1, int(MAX_OPEN_LINES * len(lines)))
+    count = int(rng.integers(1, max_count, endpoint=True))
+    return [lines[int(i)] for i in np.sort(rng.permutation(len(lines))[:count])]
 
 
-def _named(record: Mapping[str, object]) -> str:
-    return ", ".join(map(repr, record))
+def _find_sequence(ids: Sequence[int], needle: Sequence[int]) -> int:
+    for start in range(len(ids)):
+        if list(ids[start : start + len(needle)]) == list(needle):
+            return start
+    raise UsageError(
+        f"the chat template changes {FILL_MARK} in a message; infill prompts cannot be made with it"
+    )
 
 
-def string(record: Mapping[str, object], key: str) -> str:
-    value = record[key]
-    if not isinstance(value, str):
-        raise UsageError(f'"{key}" is {value!r}; it must be a string')
-    return value
+def puzzle_source(bank: Path, tokenizer_dir: Path) -> Source:
+    """Open a bank of Sudoku."""
+    tokenizer = Tokenizer.load(tokenizer_dir)
+    template = ChatTemplate.load(tokenizer_dir, tokenizer)
+    return SudokuSource(SudokuBank.load(bank), tokenizer, template)

@@ -1,31 +1,35 @@
-"""The files of a checkpoint directory, and where in them each tensor lies, all of it checked first.
+"""Files of a checkpoint directory, and the byte range of each tensor, checked before use.
 
     file:  8 bytes: length n | n bytes: JSON {name: dtype, shape, data_offsets} | tensor bytes
 
-Headers are read here and not by the safetensors package so that a refusal can name file and
-tensor. Knows nothing of models: any set of names is well-formed. Which are wanted says `check`.
-Standard library only: finding a model must not wait for torch.
+Headers are parsed here and not by the safetensors package, so that a refusal can name file and
+tensor. Any set of names is accepted; `names` checks them. Imports only the standard library:
+finding a model must not wait for torch.
 """
 
-import json
+import hashlib
 import math
-from collections.abc import Iterable, Mapping
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dgemma.config.strict_json import open_regular, parse_json, read_json, read_regular
 from dgemma.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = "model-*-of-*.safetensors"
-# Names of their own: no other program may take whole numbers for the weights (docs/decisions/021).
-# They hold numbers of eight bits or fewer (docs/decisions/029).
+# Separate names, so that other programs do not read the integers as weights (docs/decisions/021).
+# The files hold integers of eight bits or fewer (docs/decisions/021).
 INT8_INDEX = "int8.safetensors.index.json"
 INT8_SHARDS = "int8-*-of-*.safetensors"
-ROW_SCALE = ".row_scale"  # after the name of an 8-bit tensor: what its rows are multiplied by
-GROUP_SCALE = ".group_scale"  # after one of fewer bits: what groups of its rows are multiplied by
-ENTRY_POINTS = (SINGLE, INDEX, INT8_INDEX)  # a checkpoint has one of them
+ROW_SCALE = ".row_scale"  # suffix of the scales of an 8-bit tensor, one per row
+GROUP_SCALE = ".group_scale"  # suffix of the scales of a 4- to 6-bit tensor, one per group
+ENTRY_POINTS = (SINGLE, INDEX, INT8_INDEX)  # a checkpoint has exactly one
+GGUF_SUFFIX = ".gguf"
 CONFIGS = ("config.json", "generation_config.json")
 COMPANIONS = (
     "tokenizer.json",
@@ -33,16 +37,22 @@ COMPANIONS = (
     "chat_template.jinja",
     "processor_config.json",
 )
+SAVED = ".saved"  # a whole checkpoint whose files are not yet linked into its directory
+SHA256 = "sha256"  # key of an index's metadata: the digest of each file in hexadecimal
+HUB_METADATA = ".cache/huggingface/download"  # in a directory of downloads: what the hub said
+DIGEST = re.compile(r"[0-9a-f]{64}")
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 32_000_000  # the format allows 100 MB, which take gigabytes once parsed
+MAX_FILE_NAME = 200  # characters of a shard's name
+MAX_DIMS = 8  # of a tensor
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # the types this build reads
-INT8_ITEM_BYTES = {"I8": 1, "U8": 1, "F16": 2, "F32": 4}  # in the 8-bit layout
+INT8_ITEM_BYTES = {"I8": 1, "U8": 1, "F16": 2, "F32": 4}  # in the integer layout
 FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where one tensor lies. `start` and `stop` count from the beginning of the file."""
+    """File and byte range of one tensor. `start` and `stop` count from the start of the file."""
 
     path: Path
     dtype: str  # as the file spells it
@@ -56,9 +66,9 @@ class StoredTensor:
 
 
 def read_headers(directory: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint directory, once all its files agree with each other.
+    """Read every tensor header of a checkpoint directory; refuses files that disagree.
 
-    `types` are those its files may hold; the 8-bit layout of this package has its own.
+    `types` are the allowed dtypes with their sizes; the package's integer layout has its own.
     """
     try:
         weights = find_weights(directory)
@@ -71,32 +81,86 @@ def read_headers(directory: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict
 
 
 def find_weights(directory: Path) -> Path:
-    """The single weight file of a directory, or the index of its shards, all of them present."""
-    found = [directory / name for name in ENTRY_POINTS if (directory / name).is_file()]
-    if len(found) > 1:
-        names = " and ".join(path.name for path in found)
+    """Return the single weight file of a directory, or the index of its shards, all present."""
+    entries = [directory / name for name in ENTRY_POINTS if (directory / name).exists()]
+    if len(entries) > 1:
+        names = " and ".join(path.name for path in entries)
         raise CheckpointError(f"{directory} holds both {names}; remove what is not meant")
-    if not found:
+    if not entries:
         stray = [path.name for path in find_shards(directory)]
         has = f"only {listing(stray)}" if stray else "none of them"
         raise CheckpointError(
             f"{directory} should hold {SINGLE}, {INDEX} or {INT8_INDEX}, and has {has}; download "
             "or save the checkpoint again"
         )
-    if found[0].name != SINGLE:
-        _check_shards_exist(found[0], _read_index(found[0]))
-    return found[0]
+    if entries[0].name != SINGLE:
+        _check_shards_exist(entries[0], _read_index(entries[0]))
+    return entries[0]
+
+
+def whole_checkpoint(directory: Path) -> Path:
+    """Return the directory to read: a save that was interrupted when it was whole, or this one."""
+    saved = directory / SAVED
+    return saved if saved.is_dir() else directory
+
+
+def verify_digests(directory: Path) -> dict[str, str]:
+    """Compare the weight files with the SHA-256 that is recorded of them; raises on a difference.
+
+    Returns the digests of the files that have one: in the index, as this package writes it, or
+    from the hub, of a download.
+    """
+    entry = find_weights(directory)
+    names = [entry.name]
+    recorded: Mapping[str, Any] = {}
+    if entry.name != SINGLE:
+        index = read_json(entry)
+        names = sorted(set(index["weight_map"].values()))
+        metadata = index.get("metadata")
+        recorded = metadata.get(SHA256) or {} if isinstance(metadata, dict) else {}
+        if not isinstance(recorded, dict):
+            raise CheckpointError(f"{entry}: {SHA256} should be an object of files and digests")
+    found: dict[str, str] = {}
+    for name in names:
+        expected = recorded.get(name) or _hub_digest(directory / name)
+        if expected is None:
+            continue
+        found[name] = file_digest(directory / name)
+        if found[name] != expected:
+            raise CheckpointError(
+                f"{directory / name} is damaged: its SHA-256 is {found[name]}, not {expected!r:.70}"
+                "; fetch or save it again"
+            )
+    return found
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a regular file in hexadecimal."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def _hub_digest(path: Path) -> str | None:
+    """Return the digest that the hub gave for a large file: the name of its blob, or its ETag."""
+    blob = path.resolve().name
+    if path.is_symlink() and DIGEST.fullmatch(blob):
+        return blob
+    stated = path.parent / HUB_METADATA / f"{path.name}.metadata"
+    if not stated.is_file():
+        return None
+    lines = read_regular(stated).decode("utf-8", "replace").splitlines()
+    return lines[1] if len(lines) > 1 and DIGEST.fullmatch(lines[1]) else None
 
 
 def find_shards(directory: Path) -> list[Path]:
-    """All files of a directory that are named as parts of a checkpoint."""
+    """Return all files of a directory that are named like shards."""
     return sorted(path for pattern in (SHARDS, INT8_SHARDS) for path in directory.glob(pattern))
 
 
 def read_header(path: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, StoredTensor]:
-    """The tensors of one file, of the given types, byte ranges checked against its length."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    """Read the header of one file; refuses other dtypes and wrong byte ranges."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         data_start = LENGTH_BYTES + length
         if not 2 <= length <= MAX_HEADER_BYTES or data_start > size:
@@ -104,7 +168,7 @@ def read_header(path: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, 
                 f"{path} is not a safetensors file, or is cut short: its header should have "
                 f"{length} bytes, the file has {size}"
             )
-        raw = _parse(path, file.read(length))
+        raw = parse_json(file.read(length), str(path))
     raw.pop("__metadata__", None)
     tensors = {name: _read_entry(path, data_start, name, entry) for name, entry in raw.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
@@ -114,10 +178,15 @@ def read_header(path: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, 
 
 
 def listing(names: Iterable[str], limit: int = 4) -> str:
-    """The first few names in words."""
+    """Write the first few names, and how many more there are."""
     names = list(names)
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def describe(findings: Mapping[str, Sequence[str]]) -> str:
+    """Write problems by kind with the names they concern; empty if there are none."""
+    return "; ".join(f"{what} {listing(names)}" for what, names in findings.items() if names)
 
 
 def _read_shards(index: Path, types: Mapping[str, int]) -> dict[str, StoredTensor]:
@@ -132,8 +201,8 @@ def _read_shards(index: Path, types: Mapping[str, int]) -> dict[str, StoredTenso
         tensors |= shard
     lost = [name for name, shard in weight_map.items() if name not in shards[shard]]
     if lost:
-        places = [f"{name} in {weight_map[name]}" for name in lost]
-        raise CheckpointError(f"{index} places {listing(places)}, but it is not there")
+        mapped = [f"{name} in {weight_map[name]}" for name in lost]
+        raise CheckpointError(f"{index} places {listing(mapped)}, but it is not there")
     unlisted = sorted(tensors.keys() - weight_map.keys())
     if unlisted:
         raise CheckpointError(f"{index} does not list {listing(unlisted)}, which its shards hold")
@@ -141,9 +210,9 @@ def _read_shards(index: Path, types: Mapping[str, int]) -> dict[str, StoredTenso
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    raw = _parse(index, index.read_bytes())
-    # `total_size` and `total_parameters` are left alone: writers count them differently, and the
-    # headers say the same thing exactly.
+    raw = read_json(index)
+    # `total_size` and `total_parameters` are ignored: writers count them differently, and the
+    # headers have exact sizes.
     weight_map = raw.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} should hold a weight_map from tensor names to files")
@@ -156,12 +225,14 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _is_plain_name(name: Any) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\"} & set(name)
+    if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_FILE_NAME:
+        return False
+    return name not in ("", ".", "..") and not {"/", "\\"} & set(name)
 
 
 def _check_shards_exist(index: Path, weight_map: Mapping[str, str]) -> None:
     shards = sorted(set(weight_map.values()))
-    missing = [name for name in shards if not (index.parent / name).is_file()]
+    missing = [name for name in shards if not (index.parent / name).exists()]
     if missing:
         raise CheckpointError(
             f"{index} names {listing(missing)}, which {index.parent} does not hold; download the "
@@ -169,29 +240,14 @@ def _check_shards_exist(index: Path, weight_map: Mapping[str, str]) -> None:
         )
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        raw = dict(pairs)
-        if len(raw) < len(pairs):
-            twice = {key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1}
-            raise CheckpointError(f"{path} lists {listing(sorted(twice))} more than once")
-        return raw
-
-    try:
-        raw = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: its JSON cannot be read ({error})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} is damaged: its JSON is not an object")
-    return raw
-
-
 def _read_entry(path: Path, data_start: int, name: str, entry: Any) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != FIELDS:
         raise CheckpointError(f"{path}: {name} should have dtype, shape and data_offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{path}: {name} has shape {shape} and data_offsets {offsets}")
+        raise CheckpointError(
+            f"{path}: {name} has shape {str(shape)[:80]} and data_offsets {str(offsets)[:80]}"
+        )
     return StoredTensor(
         path=path,
         dtype=str(entry["dtype"]),
@@ -202,11 +258,13 @@ def _read_entry(path: Path, data_start: int, name: str, entry: Any) -> StoredTen
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    """True for a short list of numbers that a file can hold."""
+    is_short = isinstance(values, list) and len(values) <= MAX_DIMS
+    return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _check_sizes(path: Path, tensors: Mapping[str, StoredTensor], types: Mapping[str, int]) -> None:
-    """Every tensor must be of a known type, and take the bytes that its shape needs in it."""
+    """Refuse unknown dtypes, and byte ranges that do not match shape and dtype."""
     for name, stored in tensors.items():
         if stored.dtype not in types:
             raise CheckpointError(
@@ -223,7 +281,7 @@ def _check_sizes(path: Path, tensors: Mapping[str, StoredTensor], types: Mapping
 def _check_ranges(
     path: Path, tensors: Mapping[str, StoredTensor], data_start: int, size: int
 ) -> None:
-    """Ranges must follow each other without gap or overlap, and end where the file ends."""
+    """Refuse gaps and overlaps between byte ranges, and bytes after the last."""
     position = data_start
     for name, stored in tensors.items():
         if stored.start != position:

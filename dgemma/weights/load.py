@@ -1,49 +1,73 @@
-"""From a checkpoint directory to a model on a device: strict, memory-mapped, one tensor at a time.
+"""Load a checkpoint or a GGUF file to a device: strict, memory-mapped, one layer at a time.
 
 Everything is checked before the first weight moves. A weight that needs neither another device nor
-another type stays a view of its file; any other exists once, in its place. Weights stored in fewer
-bits are multiplied out as they are read, and only `int8` and `quantized` know of them; or, if asked
-for, they stay so or are made so, layer by layer (`packed`).
+another dtype stays a view of its file; any other is copied once. Quantized weights are dequantized
+on access (`int_layout`, `quantized_tensors`), stay packed, or are quantized layer by layer
+(`layer_formats`), so that at most one layer is in memory in 16 bits or more.
+
+Tests and benchmarks use random weights of any config: each tensor is drawn on its device, in its
+dtype, from a seed of its name, independent of order and other tensors.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dgemma.config import GenerationConfig, ModelConfig, load_config, load_generation_config
-from dgemma.device import give_back
+from dgemma.config import GenerationConfig, ModelConfig
+from dgemma.device import empty_cache
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.model.gemma import Gemma, Layer
-from dgemma.weights.check import check_copies, check_names
-from dgemma.weights.files import INDEX, SINGLE, listing
-from dgemma.weights.mapped import DTYPES, Tensors
-from dgemma.weights.names import LAYERS, Entry, Group, layer_of, skeleton
-from dgemma.weights.packed import (
-    Form,
-    Quant,
-    check_widths,
-    form_of,
-    put_packed,
-    shrink,
-    shrink_table,
+from dgemma.model.vision import ImageEncoder
+from dgemma.weights.files import INDEX, SINGLE, listing, whole_checkpoint
+from dgemma.weights.gguf_checkpoint import (
+    GGUFTensors,
+    dequantized_layers,
+    is_gguf,
+    load_blocks,
 )
-from dgemma.weights.quantized import QuantizedTensors, open_checkpoint
+from dgemma.weights.layer_formats import (
+    LayerFormat,
+    Quant,
+    StoredScheme,
+    check_widths,
+    layer_format,
+    quantize_layer,
+    quantize_outside_layers,
+)
+from dgemma.weights.names import (
+    LAYER_SCALAR,
+    LAYERS,
+    VISION_PREFIX,
+    Group,
+    TensorSpec,
+    check_copies,
+    check_names,
+    layer_of,
+    skeleton,
+    vision_skeleton,
+)
+from dgemma.weights.quantized_tensors import QuantizedTensors, load_packed, open_checkpoint
+from dgemma.weights.safetensors_io import DTYPES, Tensors
+from dgemma.weights.source import generation_config, model_config
 
-Progress = Callable[[int, int], None]  # bytes in place, bytes in all
+PROJECTION = "embed_vision.embedding_projection.weight"
+
+Progress = Callable[[int, int], None]  # bytes loaded, bytes in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model with what its files say beside the weights."""
+    """A model with its generation defaults, image tower and directory."""
 
     model: Gemma
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     vision: Mapping[str, Tensor] = field(default_factory=dict)  # stored names, on the CPU
-    directory: Path | None = None  # None: not read from files
+    directory: Path | None = None  # or a GGUF file; None: not read from files
 
     @property
     def config(self) -> ModelConfig:
@@ -61,32 +85,34 @@ def load_model(
 ) -> Checkpoint:
     """Load a checkpoint; `verify` refuses NaN and infinity.
 
-    `dtype` None keeps the type of the file; what it holds in 8 bits is float32, and what one of the
-    released layouts holds in 8 or 4 bits takes the type of the weights beside it. `quant` is the
-    form of the layers in memory (see `packed`); other than `none` the model can only be run.
+    `dtype` None keeps the file's; the integer layout is float32, and packed weights of a released
+    scheme take the dtype of the plain ones. `quant` is the format of the layers in memory (see
+    `layer_formats`); with any but `none` the model can only be run.
     """
     if dtype not in (None, *DTYPES.values()):
         raise UsageError(f"weights can be {listing(map(str, DTYPES.values()))}, not {dtype}")
-    if not directory.is_dir():
+    if not directory.is_dir() and not is_gguf(directory):
         raise CheckpointError(
             f"{directory} is not a directory; a checkpoint is one that holds config.json and "
-            f"{SINGLE}, or {INDEX} and its shards"
+            f"{SINGLE}, or {INDEX} and its shards, or a GGUF file"
         )
-    config, generation = load_config(directory), load_generation_config(directory)
+    directory = whole_checkpoint(directory)
+    config, generation = model_config(directory), generation_config(directory)
+    generation.check_vocabulary(config.vocab_size)
     tensors = open_checkpoint(directory, config)
-    form = form_of(quant, tensors.scheme.name if isinstance(tensors, QuantizedTensors) else None)
-    check_widths(form, config)
-    if form.dense == "int8" and torch.device(device).type != "cpu":
+    fmt = layer_format(quant, _scheme(tensors))
+    check_widths(fmt, config)
+    if fmt.dense == "int8" and torch.device(device).type != "cpu":
         raise UsageError(f"int8 is for CPUs, not for {device}; use fp8, nvfp4 or none")
-    stored = tensors.stored
-    entries = check_names(config, stored, directory)
-    text, vision = _group(entries, "text"), _group(entries, "vision")
+    specs = check_names(config, tensors.stored, directory)
+    text, vision = _group(specs, "text"), _group(specs, "vision")
     if dtype is None:
-        _check_one_dtype({name: stored[name].dtype for name in text}, directory)
-    check_copies(entries, tensors, directory)
+        _check_one_dtype({name: tensors.stored[name].dtype for name in text}, directory)
+    check_copies(specs, tensors, directory)
     if verify:
         _check_finite(tensors, [*text, *vision], dtype)
-    model = _fill_parts(skeleton(config), text, _Source(tensors, device, dtype, form), on_tensor)
+    loader = _LayerLoader(tensors, device, dtype, fmt)
+    model = loader.load(skeleton(config), text, on_tensor)
     return Checkpoint(
         model=model.requires_grad_(False).eval(),
         generation=generation,
@@ -96,82 +122,120 @@ def load_model(
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """Where weights come from and what they become."""
+class _LayerLoader:
+    """Moves weights from files to a device, in a dtype and a layer format."""
 
     tensors: Tensors
     device: torch.device | str
     dtype: torch.dtype | None
-    form: Form
+    format: LayerFormat
 
-    def place(self, name: str) -> Tensor:
+    def load(self, model: Gemma, text: Mapping[str, str], on_tensor: Progress | None) -> Gemma:
+        """Give a model on the meta device its weights, layer by layer; the token table last.
+
+        By then all layers are quantized, if they are to be.
+        """
+        stored, done = self.tensors.stored, 0
+        dequantized = self._dequantized_layers(text)
+        total = sum(stored[name].num_bytes for name in text)
+        for index, names in _by_layer(text).items():
+            if index is None:
+                empty_cache(self.device)  # sources of quantized layers
+            packed = self._load_packed(model, index, names, dense=index not in dequantized)
+            weights = {}
+            for name, parameter in names.items():
+                if name not in packed:
+                    weights[parameter] = self._move(name)
+                done += stored[name].num_bytes
+                if on_tensor is not None:
+                    on_tensor(done, total)
+            model.load_state_dict(weights, strict=False, assign=True)
+            del weights  # or a layer's source would outlive its quantization
+            if index is None:
+                quantize_outside_layers(model, self.format)
+            else:
+                quantize_layer(cast(Layer, model.layers[index]), self.format)
+        empty_cache(self.device)
+        assert not any(weight.is_meta for weight in (*model.parameters(), *model.buffers()))
+        return model
+
+    def _move(self, name: str) -> Tensor:
         dtype = self.dtype or DTYPES[self.tensors.stored[name].dtype]
-        # Moving first leaves the conversion to the device, where it is quick.
+        if isinstance(self.tensors, GGUFTensors):
+            return self.tensors.load(name, self.device, dtype)
+        # Move first: conversion is fast on the device.
         return self.tensors[name].to(self.device).to(dtype)
 
+    def _dequantized_layers(self, text: Mapping[str, str]) -> set[int | None]:
+        if self.format.experts != "gguf":
+            return set()
+        tensors = cast(GGUFTensors, self.tensors)
+        return dequantized_layers(text, tensors, self.dtype or torch.float32)
 
-def _fill_parts(
-    model: Gemma, text: Mapping[str, str], source: _Source, on_tensor: Progress | None
-) -> Gemma:
-    """Give a skeleton its weights, a layer at a time; the token table comes last.
+    def _load_packed(
+        self, model: Gemma, index: int | None, names: Mapping[str, str], *, dense: bool
+    ) -> set[str]:
+        """Load the packed weights of a layer unchanged; returns their stored names.
 
-    By then no layer is whole any more, if they are to be smaller.
-    """
-    stored, done = source.tensors.stored, 0
-    total = sum(stored[name].num_bytes for name in text)
-    for number, names in _parts(text).items():
-        if number is None:
-            give_back(source.device)  # what layers were made from
-        taken = _put_packed(model, number, names, source)
-        weights = {}
-        for name, parameter in names.items():
-            if name not in taken:
-                weights[parameter] = source.place(name)
-            done += stored[name].num_bytes
-            if on_tensor is not None:
-                on_tensor(done, total)
-        model.load_state_dict(weights, strict=False, assign=True)
-        del weights  # or the layer's source would outlive the layer
-        if number is None:
-            shrink_table(model, source.form)
-        else:
-            shrink(cast(Layer, model.layers[number]), source.form)
-    give_back(source.device)
-    assert not any(weight.is_meta for weight in (*model.parameters(), *model.buffers()))
-    return model
+        `dense`: of a GGUF file the linears stay packed too, not the experts alone.
+        """
+        tensors = self.tensors
+        if self.format.experts != _scheme(tensors):
+            return set()
+        prefix = "" if index is None else f"{LAYERS}{index}."
+        inside = {name: parameter.removeprefix(prefix) for name, parameter in names.items()}
+        module = model if index is None else model.layers[index]
+        if isinstance(tensors, GGUFTensors):
+            return load_blocks(module, inside, tensors, dense=dense)
+        if index is None or not isinstance(tensors, QuantizedTensors):
+            return set()
+        return load_packed(cast(Layer, module), inside, tensors, self.device)
 
 
-def _parts(text: Mapping[str, str]) -> dict[int | None, dict[str, str]]:
-    """The stored names and parameters of each layer, in order, and of what is in none."""
-    parts: dict[int | None, dict[str, str]] = {}
+def has_tower(checkpoint: Checkpoint) -> bool:
+    """True if the checkpoint has an image tower; one of zeros, which `export` writes, is none."""
+    projection = [t for name, t in checkpoint.vision.items() if name.endswith(PROJECTION)]
+    return any(bool(tensor.any()) for tensor in projection)
+
+
+def load_tower(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> ImageEncoder:
+    """Move the image tower of a checkpoint to a device."""
+    tower = vision_skeleton(checkpoint.config)
+    assert tower is not None
+    assert dtype != torch.float16, "the tower's features exceed the range of float16"
+    prefix = VISION_PREFIX[checkpoint.config.family]
+    tower.load_state_dict(
+        {n.removeprefix(prefix): t.to(device, dtype) for n, t in checkpoint.vision.items()},
+        strict=True,
+        assign=True,
+    )
+    return tower.requires_grad_(False).eval()
+
+
+def _scheme(tensors: Tensors) -> StoredScheme | None:
+    """Return the scheme that tensors are packed in; None: they are plain."""
+    if isinstance(tensors, GGUFTensors):
+        return "gguf"
+    return tensors.scheme.name if isinstance(tensors, QuantizedTensors) else None
+
+
+def _by_layer(text: Mapping[str, str]) -> dict[int | None, dict[str, str]]:
+    """Group stored names and parameters by layer, in order; None: outside the layers, last."""
+    layers: dict[int | None, dict[str, str]] = {}
     for name, parameter in text.items():
-        parts.setdefault(layer_of(parameter), {})[name] = parameter
-    outside = parts.pop(None)
-    return {**dict(sorted(parts.items(), key=lambda pair: cast(int, pair[0]))), None: outside}
-
-
-def _put_packed(
-    model: Gemma, number: int | None, names: Mapping[str, str], source: _Source
-) -> set[str]:
-    """Stored names whose weights a layer takes as they lie in the file."""
-    tensors = source.tensors
-    if number is None or not isinstance(tensors, QuantizedTensors):
-        return set()
-    if source.form.experts != tensors.scheme.name:
-        return set()
-    prefix = f"{LAYERS}{number}."
-    inside = {name: parameter.removeprefix(prefix) for name, parameter in names.items()}
-    return put_packed(cast(Layer, model.layers[number]), inside, tensors, source.device)
+        layers.setdefault(layer_of(parameter), {})[name] = parameter
+    outside = layers.pop(None)
+    return {**dict(sorted(layers.items(), key=lambda pair: cast(int, pair[0]))), None: outside}
 
 
 def fill(model: Gemma, weights: Mapping[str, Tensor]) -> Gemma:
-    """Put weights into a skeleton; the tensors themselves become its parameters."""
+    """Assign weights to a model on the meta device; the tensors become its parameters."""
     model.load_state_dict(weights, strict=True, assign=True)
     return model.requires_grad_(False).eval()
 
 
-def _group(entries: Mapping[str, Entry], group: Group) -> dict[str, str]:
-    return {name: entry.of for name, entry in entries.items() if entry.group == group}
+def _group(specs: Mapping[str, TensorSpec], group: Group) -> dict[str, str]:
+    return {name: spec.target for name, spec in specs.items() if spec.group == group}
 
 
 def _check_one_dtype(dtypes: Mapping[str, str], directory: Path) -> None:
@@ -189,3 +253,93 @@ def _check_finite(tensors: Tensors, names: list[str], dtype: torch.dtype | None)
             raise CheckpointError(f"{name} holds NaN or infinity; the checkpoint is damaged")
         if dtype is not None and not torch.isfinite(tensors[name].to(dtype)).all():
             raise CheckpointError(f"{name} has values beyond {dtype}; load it in another dtype")
+
+
+# --- random weights and parameter counts
+
+# Scales keep the residual near unit size and spread the logits.
+SPREAD = 0.1  # standard deviation of norm weights
+LOGIT_SCALE = 2.0  # norm of embedding rows: the standard deviation of logits
+
+
+class ParameterCount(NamedTuple):
+    total: int
+    active: int  # used by one token
+
+
+def random_model(
+    config: ModelConfig,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    on_layer: Callable[[Layer], None] | None = None,
+) -> Gemma:
+    """Return a model whose weights depend on the seed, their names, shapes and the device type.
+
+    `on_layer` may change each layer as soon as it is drawn, such as quantize it, so that at most
+    one layer is in memory unquantized.
+    """
+    model = skeleton(config)
+    layers: dict[int | None, dict[str, Tensor]] = {}
+    for name, weight in model.state_dict().items():
+        layers.setdefault(layer_of(name), {})[name] = weight
+    layers[None] = layers.pop(None)  # the token table last, when all layers are quantized
+    for index, shapes in layers.items():
+        if index is None:
+            empty_cache(device)  # sources of quantized layers
+        weights = {}
+        for name, weight in shapes.items():
+            generator = torch.Generator(device).manual_seed(name_seed(seed, name))
+            mean, deviation = _scale(name, tuple(weight.shape))
+            empty = torch.empty(weight.shape, dtype=dtype, device=device)
+            weights[name] = draw(empty, mean, deviation, generator)
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.requires_grad_(False)
+        if index is not None and on_layer is not None:
+            del weights
+            on_layer(cast(Layer, model.layers[index]))
+    return model.eval()
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Count the weights of the text model, the embedding once, and those that one token uses."""
+    sizes = {name: weight.numel() for name, weight in skeleton(config).state_dict().items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    used = experts * config.top_k_experts // config.num_experts
+    total = sum(sizes.values())
+    return ParameterCount(total=total, active=total - experts + used)
+
+
+def short_count(count: int) -> str:
+    """Write a count like model cards do: truncated to one digit."""
+    unit, letter = (10**9, "B") if count >= 10**9 else (10**6, "M")
+    return f"{count * 10 // unit / 10:.1f}{letter}"
+
+
+def draw(empty: Tensor, mean: float, deviation: float, generator: torch.Generator) -> Tensor:
+    if deviation == 0:
+        return empty.fill_(mean)
+    return empty.normal_(mean, deviation, generator=generator)
+
+
+def name_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _scale(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return mean and standard deviation of a weight."""
+    fan_in = shape[-1]
+    if name.endswith(LAYER_SCALAR):
+        return 1.0, 0.0
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        # Attention scores are not scaled: these norms bring them to unit size.
+        return fan_in**-0.25, SPREAD * fan_in**-0.25
+    if len(shape) == 1:
+        return 1.0, SPREAD
+    if name.endswith("router.proj.weight"):
+        return 0.0, 1.0  # the router divides by the root of its width
+    if name == "embed_tokens.weight":
+        return 0.0, LOGIT_SCALE * fan_in**-0.5
+    return 0.0, fan_in**-0.5

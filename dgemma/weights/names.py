@@ -1,22 +1,28 @@
-"""The one table of tensor names: what a checkpoint of a given config holds, and in which shape.
+"""Tensor names and shapes of a checkpoint, and the check that its files hold exactly these.
 
-    text    one weight of `Gemma`, under the released prefix; shapes come from the model itself
+    text    a weight of `Gemma`, under the released prefix; shapes come from the model itself
     twin    the encoder's copy of a decoder's layer scalar; the released files store both
     vision  the image tower and its projection; a checkpoint has all of it or none
-    tied    a copy the released files leave out but other writers may store
+    tied    a copy that the released files leave out but other writers may store
 
-Knows names and shapes; it opens no files and touches no data.
+Differences are refused by name, never repaired. Data is read only to compare copies. GGUF files use
+other names for the same matrices: one table translates both ways, and no data is permuted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dgemma.config import Family, ModelConfig
-from dgemma.errors import ConfigError
+from dgemma.errors import CheckpointError
 from dgemma.model.gemma import Gemma
+from dgemma.model.vision import ImageEncoder
+from dgemma.weights.files import StoredTensor, describe, listing
+from dgemma.weights.safetensors_io import Tensors
 
 Group = Literal["text", "twin", "vision", "tied"]
 Shape = tuple[int, ...]
@@ -35,113 +41,196 @@ BUFFER_ENDINGS = (LAYER_SCALAR, ".std_bias", ".std_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One name of a checkpoint."""
+class TensorSpec:
+    """Group, shape and target of one tensor name."""
 
     group: Group
     shape: Shape
-    of: str  # text: the name in `Gemma`; twin and tied: the stored name it repeats; vision: itself
+    target: str  # text: the name in `Gemma`; twin and tied: the stored original; vision: itself
 
 
 def skeleton(config: ModelConfig) -> Gemma:
-    """The model without storage: names, shapes and a place to put weights."""
+    """Return the model on the meta device: names and shapes, no storage."""
     with torch.device("meta"):
         return Gemma(config)
 
 
 def layer_of(parameter: str) -> int | None:
-    """The number of the layer that a parameter is in; None if it is in none."""
+    """Return the layer index of a parameter; None outside the layers."""
     return int(parameter.split(".")[1]) if parameter.startswith(LAYERS) else None
 
 
-def stored_names(config: ModelConfig) -> dict[str, Entry]:
-    """Every name of the released layout."""
+def stored_names(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Return every name of the released layout."""
     return _text(config) | _twins(config) | _vision(config)
 
 
-def tied_names(config: ModelConfig) -> dict[str, Entry]:
-    """Names that may appear although they repeat a stored weight."""
+def tied_names(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Return names that other writers may add, which repeat a stored weight."""
     text, prefix = _text(config), TEXT_PREFIX[config.family]
     embedding = prefix + "embed_tokens.weight"
-    head = {"lm_head.weight": Entry(group="tied", shape=text[embedding].shape, of=embedding)}
+    head = {
+        "lm_head.weight": TensorSpec(group="tied", shape=text[embedding].shape, target=embedding)
+    }
     if config.family != "diffusion_gemma":
         return head
     return head | {
-        ENCODER_PREFIX + entry.of: Entry(group="tied", shape=entry.shape, of=name)
-        for name, entry in text.items()
-        if not name.endswith(LAYER_SCALAR) and not entry.of.startswith(SELF_CONDITIONING)
+        ENCODER_PREFIX + spec.target: TensorSpec(group="tied", shape=spec.shape, target=name)
+        for name, spec in text.items()
+        if not name.endswith(LAYER_SCALAR) and not spec.target.startswith(SELF_CONDITIONING)
     }
 
 
-def _text(config: ModelConfig) -> dict[str, Entry]:
+def _text(config: ModelConfig) -> dict[str, TensorSpec]:
     prefix = TEXT_PREFIX[config.family]
     return {
-        prefix + name: Entry(group="text", shape=tuple(weight.shape), of=name)
+        prefix + name: TensorSpec(group="text", shape=tuple(weight.shape), target=name)
         for name, weight in skeleton(config).state_dict().items()
     }
 
 
-def _twins(config: ModelConfig) -> dict[str, Entry]:
+def _twins(config: ModelConfig) -> dict[str, TensorSpec]:
     if config.family != "diffusion_gemma":
         return {}
     scalars = (f"layers.{layer}{LAYER_SCALAR}" for layer in range(config.num_hidden_layers))
     decoder = TEXT_PREFIX[config.family]
     return {
-        ENCODER_PREFIX + name: Entry(group="twin", shape=(1,), of=decoder + name)
+        ENCODER_PREFIX + name: TensorSpec(group="twin", shape=(1,), target=decoder + name)
         for name in scalars
     }
 
 
-def _vision(config: ModelConfig) -> dict[str, Entry]:
+def vision_skeleton(config: ModelConfig) -> ImageEncoder | None:
+    """Return the image tower on the meta device; None if the config has none."""
     if config.vision is None:
-        return {}
-    shapes = _vision_shapes(config.vision)
-    width = _size(config.vision, "hidden_size")
-    shapes["embed_vision.embedding_projection.weight"] = (config.hidden_size, width)
-    prefix = VISION_PREFIX[config.family]
+        return None
+    with torch.device("meta"):
+        return ImageEncoder(config.vision, config.hidden_size)
+
+
+def _vision(config: ModelConfig) -> dict[str, TensorSpec]:
+    tower, prefix = vision_skeleton(config), VISION_PREFIX[config.family]
+    weights = {} if tower is None else tower.state_dict()
     return {
-        prefix + name: Entry(group="vision", shape=shape, of=prefix + name)
-        for name, shape in shapes.items()
+        prefix + name: TensorSpec(group="vision", shape=tuple(weight.shape), target=prefix + name)
+        for name, weight in weights.items()
     }
 
 
-def _vision_shapes(vision: Mapping[str, Any]) -> dict[str, Shape]:
-    tower, width = "vision_tower.", _size(vision, "hidden_size")
-    patch, positions = _size(vision, "patch_size"), _size(vision, "position_embedding_size")
-    shapes: dict[str, Shape] = {
-        tower + "patch_embedder.input_proj.weight": (width, 3 * patch**2),
-        tower + "patch_embedder.position_embedding_table": (2, positions, width),
+def check_names(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], directory: Path
+) -> dict[str, TensorSpec]:
+    """Return the spec of each stored tensor; refuses missing, unknown and misshapen ones."""
+    table, tied = stored_names(config), tied_names(config)
+    vision = {name for name, spec in table.items() if spec.group == "vision"}
+    has_vision = not vision.isdisjoint(stored)
+    known = table | tied
+    specs = {name: known[name] for name in stored if name in known}
+    findings = {
+        "it lacks": [name for name in table if name not in stored and name not in vision],
+        "of the image tower, which may only be absent as a whole, it lacks": [
+            name for name in table if has_vision and name in vision and name not in stored
+        ],
+        "it has the unknown": [name for name in stored if name not in known],
+        "other shapes have": [
+            f"{name} ({list(stored[name].shape)}, not {list(spec.shape)})"
+            for name, spec in specs.items()
+            if spec.shape != stored[name].shape
+        ],
     }
-    for layer in range(_size(vision, "num_hidden_layers")):
-        inside = f"{tower}encoder.layers.{layer}."
-        shapes |= {inside + name: shape for name, shape in _vision_layer(vision).items()}
-    if vision.get("standardize", False):
-        shapes |= {tower + "std_bias": (width,), tower + "std_scale": (width,)}
-    return shapes
+    if problems := describe(findings):
+        raise CheckpointError(f"{directory} does not fit its config.json: {problems}")
+    return specs
 
 
-def _vision_layer(vision: Mapping[str, Any]) -> dict[str, Shape]:
-    width, inner = _size(vision, "hidden_size"), _size(vision, "intermediate_size")
-    head_dim = _size(vision, "head_dim")
-    query = _size(vision, "num_attention_heads") * head_dim
-    key = _size(vision, "num_key_value_heads") * head_dim
-    linear: dict[str, Shape] = {
-        "self_attn.q_proj": (query, width),
-        "self_attn.k_proj": (key, width),
-        "self_attn.v_proj": (key, width),
-        "self_attn.o_proj": (width, query),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
-    norms = "input post_attention pre_feedforward post_feedforward".split()
-    shapes = {f"{name}.linear.weight": shape for name, shape in linear.items()}
-    shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
-    return shapes | {f"{name}_layernorm.weight": (width,) for name in norms}
+def check_copies(specs: Mapping[str, TensorSpec], tensors: Tensors, directory: Path) -> None:
+    """Refuse copies of a weight that differ in any bit."""
+    copies = {name: spec.target for name, spec in specs.items() if spec.group in ("twin", "tied")}
+    unequal = [
+        f"{name} differs from {original}"
+        for name, original in copies.items()
+        if not _are_same_bits(tensors[name], tensors[original])
+    ]
+    if unequal:
+        raise CheckpointError(
+            f"{directory}: {listing(unequal)}; each pair is one weight, and which is meant cannot "
+            "be guessed"
+        )
 
 
-def _size(vision: Mapping[str, Any], key: str) -> int:
-    value = vision.get(key)
-    if not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"vision_config: {key} must be a positive whole number, not {value!r}")
-    return value
+def _are_same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+# --- names of GGUF tensors
+
+FAMILY_OF: dict[str, Family] = {"diffusion-gemma": "diffusion_gemma", "gemma4": "gemma4"}
+ARCHITECTURE_OF: dict[Family, str] = {family: name for name, family in FAMILY_OF.items()}
+TOKEN_EMBD = "token_embd.weight"
+OUTPUT = "output.weight"  # a copy of token_embd, which most files leave out
+ROPE_FREQS = "rope_freqs.weight"  # divisors of the angles on full layers: derived, not a weight
+BLOCK = "blk."
+GLOBAL_NAMES = {
+    TOKEN_EMBD: "embed_tokens.weight",
+    "output_norm.weight": "norm.weight",
+    "self_cond_pre_norm.weight": "self_conditioning.pre_norm.weight",
+    "self_cond_gate.weight": "self_conditioning.gate_proj.weight",
+    "self_cond_up.weight": "self_conditioning.up_proj.weight",
+    "self_cond_down.weight": "self_conditioning.down_proj.weight",
+}
+GATE_UP_EXPERTS = "ffn_gate_up_exps.weight"
+LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "ffn_gate_inp.weight": "router.proj.weight",
+    "ffn_gate_inp.scale": "router.scale",
+    GATE_UP_EXPERTS: "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2.weight": "pre_feedforward_layernorm_2.weight",
+    "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
+    "post_ffw_norm_2.weight": "post_feedforward_layernorm_2.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+    "layer_output_scale.weight": "layer_scalar",
+}
+ENCODER_SCALE = "enc_layer_output_scale.weight"
+# Other spellings that are read: of an older converter, and separate gate and up experts.
+ALIASES = {"self_cond_pre_norm.weight": "self_cond_norm.weight"}
+SEPARATE_GATE_UP = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+TO_GGUF = {released: name for name, released in (GLOBAL_NAMES | LAYER_NAMES).items()}
+
+
+def gguf_name(released: str, config: ModelConfig) -> str:
+    """Return the GGUF name of a text weight, or of the encoder's copy of a layer scalar."""
+    if released.startswith(ENCODER_PREFIX):
+        layer = released.removeprefix(ENCODER_PREFIX + LAYERS).removesuffix(LAYER_SCALAR)
+        return f"{BLOCK}{layer}.{ENCODER_SCALE}"
+    parameter = released.removeprefix(TEXT_PREFIX[config.family])
+    if not parameter.startswith(LAYERS):
+        return TO_GGUF[parameter]
+    layer, inside = parameter.removeprefix(LAYERS).split(".", 1)
+    return f"{BLOCK}{layer}.{TO_GGUF[inside]}"
+
+
+def text_specs(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Return the released names that a GGUF file holds: all but the image tower's."""
+    specs = stored_names(config).items()
+    return {name: spec for name, spec in specs if spec.group in ("text", "twin")}
+
+
+def separate_names(name: str) -> tuple[str, ...]:
+    """Return the names of separate gate and up stacks for that of the fused one; else none."""
+    if not name.endswith("." + GATE_UP_EXPERTS):
+        return ()
+    block = name.removesuffix(GATE_UP_EXPERTS)
+    return tuple(block + ending for ending in SEPARATE_GATE_UP)

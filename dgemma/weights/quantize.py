@@ -1,62 +1,65 @@
-"""From a checkpoint to one in fewer bits, in a released layout, tensor by tensor.
+"""Quantizes a checkpoint into a released scheme, and measures how far its outputs move.
 
-Which tensors a file will hold follows from names and shapes alone, so headers are written first and
-weights pass through one by one: at no time is more than one of them, in both forms, in memory.
-Head, embedding, router, norms, self-conditioning and image tower become bfloat16, as in the
-releases; what is packed says `layouts`. The result is read by `quantized`, and by others who know
-the layout.
+Headers follow from names and shapes alone and are written first; weights are converted one by one,
+so that at most one of them is in memory. LM head, embedding, router, norms, self-conditioning and
+image tower become bfloat16, as in the releases.
 
-`input_scale` is 1: it is for programs that quantize activations too, and would need texts to be set
-well.
+`input_scale` is 1: it serves programs that quantize activations, and needs calibration texts to be
+set well.
 """
 
-import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dgemma.config import load_config
+from dgemma.config import ModelConfig, generation_config_to_json
 from dgemma.errors import CheckpointError, UsageError
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.quant import nvfp4
-from dgemma.weights.check import check_copies, check_names
-from dgemma.weights.files import CONFIGS, INDEX
-from dgemma.weights.layouts import (
+from dgemma.weights.files import CONFIGS, INDEX, SHA256
+from dgemma.weights.gguf_checkpoint import is_gguf
+from dgemma.weights.load import count_parameters, load_model
+from dgemma.weights.names import check_copies, check_names
+from dgemma.weights.quant_schemes import (
     CONFIG_KEY,
     MODELOPT_FILE,
-    Scheme,
+    QuantScheme,
     expert_slices,
     modelopt_file,
     read_scheme,
     scheme_to_json,
 )
-from dgemma.weights.mapped import STORED_DTYPES, Tensors
-from dgemma.weights.quantized import open_checkpoint
+from dgemma.weights.quantized_tensors import open_checkpoint
+from dgemma.weights.safetensors_io import STORED_DTYPES, HashedFile, Tensors, header_bytes, sync
 from dgemma.weights.save import (
     copy_companions,
-    header_bytes,
     name_files,
     refuse_existing,
-    save_whole,
+    save_atomically,
     split,
-    sync,
     write_json,
 )
+from dgemma.weights.source import config_json, generation_config, model_config
 
-E4M3, LARGEST = torch.float8_e4m3fn, 448.0
-LOW_HALF = 0xFFFF  # of a float32: what bfloat16 lacks
-KEPT = "lm_head embed_tokens embed_vision router self_conditioning vision_tower".split()
+E4M3, FP8_MAX = torch.float8_e4m3fn, 448.0
+LOW_HALF = 0xFFFF  # of a float32: the bits that bfloat16 drops
+PLAIN_MODULES = "lm_head embed_tokens embed_vision router self_conditioning vision_tower".split()
+PROMPT_LENGTH, NUM_STEPS = 64, 4  # of a comparison
+MAX_COMPARED_PARAMETERS = 300_000_000
 Progress = Callable[[int, int], None]  # tensors written, tensors in all
-Packed = dict[str, Tensor]  # by what follows the module's name
+PackedTensors = dict[str, Tensor]  # by suffix of the module's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """What one group of weights lost: root mean square of the change, over that of the weights."""
+class QuantLoss:
+    """Relative error of one group of weights: RMS of the change over RMS of the weights."""
 
     layer: int
     part: str  # experts, self_attn or mlp
@@ -64,28 +67,28 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    losses: tuple[Loss, ...]
+class QuantizeResult:
+    losses: tuple[QuantLoss, ...]
     source_bytes: int
     bytes: int
 
 
-class Tally:
+class LossSums:
     """Sums of squares by layer and part."""
 
     def __init__(self) -> None:
         self.sums: dict[tuple[int, str], list[float]] = {}
 
-    def add(self, module: str, weight_OI: Tensor, whole_OI: Tensor) -> None:
-        found = re.search(r"\.layers\.(\d+)\.(\w+)", module)
-        assert found is not None, module
-        sums = self.sums.setdefault((int(found[1]), found[2]), [0.0, 0.0])
-        sums[0] += (weight_OI - whole_OI).double().square().sum().item()
+    def add(self, module: str, weight_OI: Tensor, dequantized_OI: Tensor) -> None:
+        match = re.search(r"\.layers\.(\d+)\.(\w+)", module)
+        assert match is not None, module
+        sums = self.sums.setdefault((int(match[1]), match[2]), [0.0, 0.0])
+        sums[0] += (weight_OI - dequantized_OI).double().square().sum().item()
         sums[1] += weight_OI.double().square().sum().item()
 
-    def losses(self) -> tuple[Loss, ...]:
+    def losses(self) -> tuple[QuantLoss, ...]:
         return tuple(
-            Loss(layer=layer, part=part, relative=(change / size) ** 0.5 if size else 0.0)
+            QuantLoss(layer=layer, part=part, relative=(change / size) ** 0.5 if size else 0.0)
             for (layer, part), (change, size) in sorted(self.sums.items())
         )
 
@@ -93,90 +96,99 @@ class Tally:
 def quantize_checkpoint(
     source: Path,
     directory: Path,
-    scheme: Scheme,
+    scheme: QuantScheme,
     *,
     max_shard_bytes: int = 5_000_000_000,
     on_tensor: Progress | None = None,
-) -> Written:
-    """Write a checkpoint in one of the released layouts; never over one that is there."""
+) -> QuantizeResult:
+    """Write a checkpoint in a released scheme; never overwrites one."""
     refuse_existing(directory, "choose")
     already = read_scheme(source)
     if already is not None:
         raise UsageError(f"{source} is stored as {already.name} already; quantize its original")
-    config = load_config(source)
+    config = model_config(source)
     tensors = open_checkpoint(source, config)
-    entries = check_names(config, tensors.stored, source)
-    check_copies(entries, tensors, source)
-    names = sorted(name for name, entry in entries.items() if entry.group != "tied")
-    plan = {name: _outline(name, tensors.stored[name].shape, scheme) for name in names}
-    shards = split(_join(plan), None, max_shard_bytes)
-    tally = Tally()
-    flow = _converted(plan, tensors, scheme, tally)
-    write = _Shards(name_files("model", shards), flow, len(_join(plan)), on_tensor)
-    _write(source, directory, scheme, write)
-    written = sum(tensor.numel() * tensor.dtype.itemsize for tensor in _join(plan).values())
+    specs = check_names(config, tensors.stored, source)
+    check_copies(specs, tensors, source)
+    names = sorted(name for name, spec in specs.items() if spec.group != "tied")
+    outlines: dict[str, Tensor] = {}
+    for name in names:
+        outlines |= _outline(name, tensors.stored[name].shape, scheme)
+    losses = LossSums()
+    converted = _convert(names, tensors, scheme, losses)
+    files = name_files("model", split(outlines, None, max_shard_bytes))
+    shards = _ShardWriter(files, converted, len(outlines), on_tensor)
+
+    def write(hidden: Path) -> list[str]:
+        configs = _write_configs(source, hidden, scheme)
+        return [*copy_companions(source, hidden), *configs, *shards.write(hidden)]
+
+    save_atomically(directory, write)
+    written = sum(tensor.numel() * tensor.dtype.itemsize for tensor in outlines.values())
     source_bytes = sum(tensors.stored[name].num_bytes for name in names)
-    return Written(losses=tally.losses(), source_bytes=source_bytes, bytes=written)
+    return QuantizeResult(losses=losses.losses(), source_bytes=source_bytes, bytes=written)
 
 
-def pack_fp8(weight_OI: Tensor) -> Packed:
-    """Eight bits, each row with a factor that lets its greatest be the greatest."""
-    scale = weight_OI.abs().amax(-1, keepdim=True) / LARGEST
-    # Upwards to a bfloat16, so that the largest value is not cut off.
+def pack_fp8(weight_OI: Tensor) -> PackedTensors:
+    """Quantize per row: scale = absmax / FP8_MAX, rounded up to bfloat16 so that nothing clips."""
+    scale = weight_OI.abs().amax(-1, keepdim=True) / FP8_MAX
     scale = ((scale.view(torch.int32) + LOW_HALF) & ~LOW_HALF).view(torch.float32)
     scale = torch.where(scale > 0, scale, 1.0)
-    numbers = (weight_OI / scale).clamp(-LARGEST, LARGEST).to(E4M3)
-    return {".weight": numbers, ".weight_scale": scale.bfloat16()}
+    values = (weight_OI / scale).clamp(-FP8_MAX, FP8_MAX).to(E4M3)
+    return {".weight": values, ".weight_scale": scale.bfloat16()}
 
 
-def pack_nvfp4(weight_OI: Tensor, factor: Tensor) -> Packed:
-    """Four bits, under a factor that gate and up of an expert share."""
-    packed = nvfp4.quantize(weight_OI, factor)
+def pack_nvfp4(weight_OI: Tensor, scale_2: Tensor) -> PackedTensors:
+    """Quantize to four bits, with a global scale that gate and up of an expert share."""
+    packed = nvfp4.quantize(weight_OI, scale_2)
     return {
-        ".weight": packed.numbers_OI,
+        ".weight": packed.values_OI,
         ".weight_scale": packed.scale_OG,
-        ".weight_scale_2": packed.factor,
+        ".weight_scale_2": packed.global_scale,
         ".input_scale": torch.ones(()),
     }
 
 
-def unpack(packed: Packed) -> Tensor:
-    """What packed numbers stand for."""
+def dequantize(packed: PackedTensors) -> Tensor:
     if ".weight_scale_2" not in packed:
         return packed[".weight"].float() * packed[".weight_scale"].float()
-    factor = packed[".weight_scale_2"]
-    return nvfp4.Packed(packed[".weight"], packed[".weight_scale"], factor).whole()
+    scale_2 = packed[".weight_scale_2"]
+    return nvfp4.Nvfp4Tensor(packed[".weight"], packed[".weight_scale"], scale_2).dequantize()
 
 
-class _Shards:
-    """Files of a plan, filled from a flow of tensors in the plan's order."""
+class _ShardWriter:
+    """Writes shards from a stream of tensors in the shards' order."""
 
     def __init__(
         self,
         files: Mapping[str, Mapping[str, Tensor]],
-        flow: Iterator[tuple[str, Tensor]],
+        stream: Iterator[tuple[str, Tensor]],
         total: int,
         on_tensor: Progress | None,
     ) -> None:
-        self.files, self.flow, self.total, self.on_tensor = files, flow, total, on_tensor
+        self.files, self.stream, self.total, self.on_tensor = files, stream, total, on_tensor
         self.done = 0
 
-    def write(self, place: Path) -> list[str]:
-        """Write all files and their index; the names, the index last."""
+    def write(self, hidden: Path) -> list[str]:
+        """Write all files and their index; returns their names, the index last."""
+        digests: dict[str, str] = {}
         for name, outline in self.files.items():
-            with (place / name).open("wb") as file:
-                file.write(header_bytes(outline, None))
+            with (hidden / name).open("wb") as file:
+                hashed = HashedFile(file)
+                hashed.write(header_bytes(outline, None))
                 for expected, empty in outline.items():
-                    file.write(self._next(expected, empty))
+                    hashed.write(self._next(expected, empty))
                 sync(file)
+            digests[name] = hashed.hexdigest()
         weight_map = {name: file for file, inside in self.files.items() for name in inside}
         outlines = [tensor for inside in self.files.values() for tensor in inside.values()]
         size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in outlines)
-        write_json(place / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        metadata = {"total_size": size, SHA256: digests}
+        write_json(hidden / INDEX, {"metadata": metadata, "weight_map": weight_map})
         return [*self.files, INDEX]
 
     def _next(self, expected: str, empty: Tensor) -> memoryview:
-        name, tensor = next(self.flow)
+        name, tensor = next(self.stream)
         made, planned = (tensor.dtype, tensor.shape), (empty.dtype, empty.shape)
         assert (name, made) == (expected, planned), f"{name} {made}, not {expected} {planned}"
         self.done += 1
@@ -185,48 +197,47 @@ class _Shards:
         return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _outline(name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
-    """What one tensor of the source becomes, without storage, in the order it is written."""
-    made: dict[str, Tensor] = {}
-    for module, size in _modules(name, shape, scheme).items():
+def _outline(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> dict[str, Tensor]:
+    """Return the tensors that a source tensor becomes, on the meta device, in writing order."""
+    outline: dict[str, Tensor] = {}
+    for module, size in _packed_modules(name, shape, scheme).items():
         if scheme.name == "nvfp4" and size[-1] % nvfp4.GROUP:
             raise UsageError(
                 f"{name} has rows of {size[-1]} numbers, which cannot be split into groups of "
                 f"{nvfp4.GROUP}; use fp8"
             )
-        for ending, stored in scheme.beside((size[0], size[1])).items():
-            dtype = STORED_DTYPES[stored.types[0]]
-            made[module + ending] = torch.empty(stored.shape, dtype=dtype, device="meta")
-    return made or {name: torch.empty(shape, dtype=torch.bfloat16, device="meta")}
+        for suffix, spec in scheme.tensors((size[0], size[1])).items():
+            dtype = STORED_DTYPES[spec.dtypes[0]]
+            outline[module + suffix] = torch.empty(spec.shape, dtype=dtype, device="meta")
+    return outline or {name: torch.empty(shape, dtype=torch.bfloat16, device="meta")}
 
 
-def _modules(name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
-    """The matrices of a tensor that are packed; none: it stays whole."""
+def _packed_modules(
+    name: str, shape: tuple[int, ...], scheme: QuantScheme
+) -> dict[str, tuple[int, ...]]:
+    """Return the matrices of a tensor that are packed, with their shapes."""
     modules = expert_slices(name, shape) or {name.removesuffix(".weight"): shape}
     return {module: size for module, size in modules.items() if scheme.is_packed(module)}
 
 
-def _join(plan: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor for made in plan.values() for name, tensor in made.items()}
-
-
-def _converted(
-    plan: Mapping[str, object], tensors: Tensors, scheme: Scheme, tally: Tally
+def _convert(
+    names: Iterable[str], tensors: Tensors, scheme: QuantScheme, losses: LossSums
 ) -> Iterator[tuple[str, Tensor]]:
-    for name in plan:
+    for name in names:
         tensor = tensors[name]
-        modules = list(_modules(name, tuple(tensor.shape), scheme))
+        modules = list(_packed_modules(name, tuple(tensor.shape), scheme))
         if not modules:
             yield name, _finite(name, tensor.to(torch.bfloat16))
             continue
         experts = tensor if tensor.dim() == 3 else tensor[None]
-        each = len(modules) // len(experts)
+        per_expert = len(modules) // len(experts)
         for index, expert in enumerate(experts):
-            parts = _finite(name, expert.float()).chunk(each)
-            matrices = dict(zip(modules[each * index :][:each], parts, strict=True))
+            chunks = _finite(name, expert.float()).chunk(per_expert)
+            of_expert = modules[per_expert * index :][:per_expert]
+            matrices = dict(zip(of_expert, chunks, strict=True))
             for module, packed in _pack(matrices, scheme).items():
-                tally.add(module, matrices[module], unpack(packed))
-                yield from ((module + ending, made) for ending, made in packed.items())
+                losses.add(module, matrices[module], dequantize(packed))
+                yield from ((module + suffix, stored) for suffix, stored in packed.items())
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
@@ -235,35 +246,108 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _pack(matrices: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Packed]:
+def _pack(matrices: Mapping[str, Tensor], scheme: QuantScheme) -> dict[str, PackedTensors]:
     if scheme.name == "fp8":
         return {module: pack_fp8(weight.contiguous()) for module, weight in matrices.items()}
-    factor = nvfp4.factor_of(*matrices.values())
-    return {module: pack_nvfp4(weight, factor) for module, weight in matrices.items()}
+    scale_2 = nvfp4.global_scale_of(*matrices.values())
+    return {module: pack_nvfp4(weight, scale_2) for module, weight in matrices.items()}
 
 
-def _write(source: Path, directory: Path, scheme: Scheme, shards: _Shards) -> None:
-    def write(place: Path) -> list[str]:
-        names = [*copy_companions(source, place), *_write_configs(source, place, scheme)]
-        return names + shards.write(place)
-
-    save_whole(directory, write)
-
-
-def _write_configs(source: Path, place: Path, scheme: Scheme) -> list[str]:
-    """The source's own words, with what is said of the layout added."""
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+def _write_configs(source: Path, hidden: Path, scheme: QuantScheme) -> list[str]:
+    """Copy the source's configs, with the scheme's entries added; returns their names."""
+    raw = config_json(source)
     raw["dtype"] = raw["text_config"]["dtype"] = "bfloat16"
-    kept = [*KEPT, *(["self_attn", "mlp"] if scheme.name == "nvfp4" else [])]
-    wild = "*{}*" if scheme.name == "nvfp4" else "re:.*{}.*"
-    ignored = [name if name == "lm_head" else wild.format(name) for name in kept]
+    plain = [*PLAIN_MODULES, *(["self_attn", "mlp"] if scheme.name == "nvfp4" else [])]
+    pattern = "*{}*" if scheme.name == "nvfp4" else "re:.*{}.*"
+    ignored = [name if name == "lm_head" else pattern.format(name) for name in plain]
     raw[CONFIG_KEY] = scheme_to_json(scheme, ignored)
-    write_json(place / "config.json", raw)
+    write_json(hidden / "config.json", raw)
     names = ["config.json"]
-    if (source / CONFIGS[1]).is_file():
-        shutil.copyfile(source / CONFIGS[1], place / CONFIGS[1])
+    if is_gguf(source):
+        write_json(hidden / CONFIGS[1], generation_config_to_json(generation_config(source)))
+        names.append(CONFIGS[1])
+    elif (source / CONFIGS[1]).is_file():
+        shutil.copyfile(source / CONFIGS[1], hidden / CONFIGS[1])
         names.append(CONFIGS[1])
     if scheme.name == "nvfp4":
-        write_json(place / MODELOPT_FILE, modelopt_file(ignored))
+        write_json(hidden / MODELOPT_FILE, modelopt_file(ignored))
         names.append(MODELOPT_FILE)
     return names
+
+
+# --- agreement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Agreement of a model's distributions with a reference model's, over all positions."""
+
+    positions: int
+    kl: float  # mean, in nats
+    worst_kl: float
+    top_1: float  # fraction of positions with the same top token
+
+
+def compare(first: Path, second: Path, seed: int = 0) -> Agreement:
+    """Load two checkpoints in float32 and compare them."""
+    a, b = (load_model(path, dtype=torch.float32).model for path in (first, second))
+    return agreement(a, b, seed)
+
+
+def is_small(config: ModelConfig) -> bool:
+    """Return True if any machine can hold two copies in float32."""
+    return count_parameters(config).total <= MAX_COMPARED_PARAMETERS
+
+
+@torch.inference_mode()
+def agreement(
+    first: Gemma, second: Gemma, seed: int, device: torch.device | str = "cpu"
+) -> Agreement:
+    """Compare two models on a random prompt and a canvas refined by the first one's top tokens.
+
+    Models without a denoiser are compared at every position of the prompt.
+    """
+    config, generator = first.config, torch.Generator().manual_seed(seed)
+    if config.layer_types != second.config.layer_types:
+        raise UsageError("only models of one shape can be compared")
+    prompt_T = torch.randint(config.vocab_size, (PROMPT_LENGTH,), generator=generator).to(device)
+    models = [_PrefilledModel(model, prompt_T) for model in (first, second)]
+    if not config.can_denoise:
+        return between([model.prompt_logits for model in models])
+    canvas_L = torch.randint(config.vocab_size, (config.canvas_length,), generator=generator)
+    canvas_L = canvas_L.to(device)
+    steps = []
+    for _ in range(NUM_STEPS):
+        steps.append([model.logits(canvas_L) for model in models])
+        canvas_L = steps[-1][0].argmax(-1)
+    return between([torch.cat(logits) for logits in zip(*steps, strict=True)])
+
+
+class _PrefilledModel:
+    """A model with a prompt in its KV cache."""
+
+    def __init__(self, model: Gemma, prompt_T: Tensor) -> None:
+        self.model = model
+        capacity = Capacity(tokens=PROMPT_LENGTH + model.config.canvas_length)
+        dtype = model.embed_tokens.weight.dtype
+        self.cache = KVCache(model.config, capacity, dtype, prompt_T.device)
+        batch = ForwardBatch([Segment(self.cache, len(prompt_T), commit=True)])
+        self.prompt_logits = model.logits(model.encode(prompt_T, batch))
+        batch.close()
+
+    def logits(self, canvas_L: Tensor) -> Tensor:
+        batch = ForwardBatch([Segment(self.cache, len(canvas_L), commit=False)])
+        return self.model.logits(self.model.denoise(canvas_L, None, batch))
+
+
+def between(logits: Sequence[Tensor]) -> Agreement:
+    """Compare two logits tensors position by position."""
+    log_p_TV, log_q_TV = (tensor.double().log_softmax(-1) for tensor in logits)
+    kl_T = (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1)
+    same_T = log_p_TV.argmax(-1) == log_q_TV.argmax(-1)
+    return Agreement(
+        positions=len(kl_T),
+        kl=kl_T.mean().item(),
+        worst_kl=kl_T.max().item(),
+        top_1=same_T.double().mean().item(),
+    )

@@ -1,23 +1,26 @@
-"""From a model to a checkpoint directory in the released layout, which others read too.
+"""Writes checkpoints in the released layout, which other programs read, or the integer layout.
 
-All files are written under a hidden directory beside their place and then renamed, the one that
-makes the checkpoint whole last. Written tensor by tensor: the safetensors package would want a
-whole shard in memory. `int8` and `quantize` write their own layouts by the same means.
+Files are written to a hidden directory that is renamed when it is whole, so that a crash leaves the
+old checkpoint or the new one. The index records the SHA-256 of its shards (`info --verify`).
+Written tensor by tensor: the safetensors package would need a whole shard in memory. `quantize`
+writes the released schemes by the same means.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgemma.config import config_to_json, generation_config_to_json
+from dgemma.config import ModelConfig, config_to_json, generation_config_to_json
+from dgemma.config.strict_json import sync_directory
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.weights.files import (
     COMPANIONS,
@@ -25,26 +28,32 @@ from dgemma.weights.files import (
     ENTRY_POINTS,
     INDEX,
     INT8_INDEX,
-    LENGTH_BYTES,
+    SAVED,
+    SHA256,
     SINGLE,
     find_shards,
     listing,
 )
-from dgemma.weights.int8 import EIGHT, Bits, to_int8
-from dgemma.weights.load import Checkpoint
-from dgemma.weights.mapped import DTYPES, STORED_DTYPES
+from dgemma.weights.gguf_checkpoint import is_gguf
+from dgemma.weights.int_layout import INT8, Bits, to_int_layout
+from dgemma.weights.load import Checkpoint, load_model
+from dgemma.weights.lora import merge
+from dgemma.weights.lora_files import load_adapter
 from dgemma.weights.names import BUFFER_ENDINGS, TEXT_PREFIX, skeleton, stored_names
+from dgemma.weights.quant_schemes import MODELOPT_FILE
+from dgemma.weights.safetensors_io import DTYPES, sync, tensor_bytes, write_safetensors
+from dgemma.weights.source import write_tokenizer
 
-DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
-ALIGNMENT = 64  # bytes; a cache line, so that views of the mapped file are quick to read
+SAVING = ".saving-"  # prefix of a hidden directory
+PARTIAL = ".link"  # of a file, on its way into the directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is written: files in order, each with its tensors, and what names them all."""
+class ShardPlan:
+    """Files in order, each with its tensors, and the name of their index."""
 
     files: Mapping[str, Mapping[str, Tensor]]
-    dtype: torch.dtype | None  # of every tensor; None: each keeps its own
+    dtype: torch.dtype | None  # of every tensor; None: unchanged
     num_parameters: int
     index: str = INDEX
 
@@ -57,14 +66,14 @@ def save_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint that is whole or does not look it; all tensors take the model's dtype."""
+    """Write a checkpoint in the released layout; all tensors have the model's dtype."""
     if not overwrite:
         refuse_existing(directory)
     dtype = _dtype(checkpoint)
     tensors = released_tensors(checkpoint)
     shards = split(tensors, dtype, max_shard_bytes)
     files = {SINGLE: shards[0]} if len(shards) == 1 else name_files("model", shards)
-    plan = Plan(files=files, dtype=dtype, num_parameters=_count(tensors))
+    plan = ShardPlan(files=files, dtype=dtype, num_parameters=_count(tensors))
     _save(checkpoint, plan, directory, tokenizer_from)
 
 
@@ -72,22 +81,50 @@ def save_int8(
     checkpoint: Checkpoint,
     directory: Path,
     *,
-    bits: Bits = EIGHT,
+    bits: Bits = INT8,
     tokenizer_from: Path | None = None,
     max_shard_bytes: int = 8_000_000,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint in 8 bits or fewer, for this package alone; it is read as float32."""
+    """Write a checkpoint in the integer layout, which only this package reads, as float32."""
     if not overwrite:
         refuse_existing(directory)
     tensors = released_tensors(checkpoint)
-    files = name_files("int8", split(to_int8(tensors, bits), None, max_shard_bytes))
-    plan = Plan(files=files, dtype=None, num_parameters=_count(tensors), index=INT8_INDEX)
+    files = name_files("int8", split(to_int_layout(tensors, bits), None, max_shard_bytes))
+    plan = ShardPlan(files=files, dtype=None, num_parameters=_count(tensors), index=INT8_INDEX)
     _save(checkpoint, plan, directory, tokenizer_from)
 
 
+def export(
+    source: Path,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    adapter: Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint in the released layout, with every tensor that other programs require.
+
+    An adapter is merged into the weights. Where the config has an image tower and the checkpoint
+    has none, as with `nano`, its tensors are written as zeros: transformers and mlx-vlm need them.
+    """
+    lora = None if adapter is None else load_adapter(adapter)
+    checkpoint = load_model(source, dtype=dtype)
+    if lora is not None:
+        merge(checkpoint.model, lora)
+    vision = checkpoint.vision or blank_vision(checkpoint.config)
+    complete = replace(checkpoint, vision=vision)
+    save_checkpoint(complete, directory, tokenizer_from=source, overwrite=overwrite)
+
+
+def blank_vision(config: ModelConfig) -> Mapping[str, Tensor]:
+    """Return the image tower of a config, all zeros; nothing where it has none."""
+    specs = stored_names(config).items()
+    return {name: torch.zeros(spec.shape) for name, spec in specs if spec.group == "vision"}
+
+
 def released_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every tensor of the released layout under its stored name, sorted by name."""
+    """Return every tensor of the released layout by its stored name, sorted."""
     names = stored_names(checkpoint.config)
     weights = checkpoint.model.state_dict()
     missing = sorted(skeleton(checkpoint.config).state_dict().keys() - weights.keys())
@@ -96,91 +133,126 @@ def released_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
             f"this model lacks {listing(missing)}; a packed or adapted model cannot be saved: save "
             "the checkpoint it was loaded from"
         )
-    vision = {name for name, entry in names.items() if entry.group == "vision"}
+    vision = {name for name, spec in names.items() if spec.group == "vision"}
     if checkpoint.vision and checkpoint.vision.keys() != vision:
         wrong = sorted(checkpoint.vision.keys() ^ vision)
         raise CheckpointError(f"the image tower is not the config's: {listing(wrong)}")
     prefix = TEXT_PREFIX[checkpoint.config.family]
     text = {prefix + name: weight for name, weight in weights.items()}
-    twins = {name: text[entry.of] for name, entry in names.items() if entry.group == "twin"}
+    twins = {name: text[spec.target] for name, spec in names.items() if spec.group == "twin"}
     return dict(sorted({**text, **twins, **checkpoint.vision}.items()))
 
 
 def split(
     tensors: Mapping[str, Tensor], dtype: torch.dtype | None, max_shard_bytes: int
 ) -> list[dict[str, Tensor]]:
-    """Tensors by file; a shard passes the limit only by a single tensor that is larger."""
+    """Split tensors into shards; only a single larger tensor exceeds the limit."""
     if max_shard_bytes <= 0:
         raise UsageError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
     shards: list[dict[str, Tensor]] = [{}]
-    room = max_shard_bytes
+    free = max_shard_bytes
     for name, tensor in tensors.items():
         num_bytes = tensor_bytes(tensor, dtype)
-        if shards[-1] and num_bytes > room:
+        if shards[-1] and num_bytes > free:
             shards.append({})
-            room = max_shard_bytes
+            free = max_shard_bytes
         shards[-1][name] = tensor
-        room -= num_bytes
+        free -= num_bytes
     return shards
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    """Write one file, all in one type or each tensor in its own; one at a time is in memory."""
-    # Odd sizes go last: there may be no gaps, and one layer scalar would misalign all that follows.
-    ordered = dict(
-        sorted(tensors.items(), key=lambda item: tensor_bytes(item[1], dtype) % ALIGNMENT > 0)
-    )
-    with path.open("wb") as file:
-        file.write(header_bytes(ordered, dtype))
-        for tensor in ordered.values():
-            flat = tensor.detach().to(dtype or tensor.dtype).cpu().contiguous().view(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
-        sync(file)
-
-
-def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
-    return tensor.numel() * (dtype or tensor.dtype).itemsize
-
-
-def header_bytes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> bytes:
-    """The start of a file that holds these tensors in order; looks at types and shapes alone."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, tensor in tensors.items():
-        stop = position + tensor_bytes(tensor, dtype)
-        header[name] = {
-            "dtype": DTYPE_NAMES[dtype or tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, stop],
-        }
-        position = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def _save(checkpoint: Checkpoint, plan: Plan, directory: Path, companions: Path | None) -> None:
-    save_whole(
+def _save(
+    checkpoint: Checkpoint, plan: ShardPlan, directory: Path, companions: Path | None
+) -> None:
+    save_atomically(
         directory,
-        lambda place: [*copy_companions(companions, place), *_write_all(checkpoint, plan, place)],
+        lambda hidden: [
+            *copy_companions(companions, hidden),
+            *_write_all(checkpoint, plan, hidden),
+        ],
     )
 
 
-def save_whole(directory: Path, write: Callable[[Path], list[str]]) -> None:
-    """Have files written into a hidden directory, and rename all of them, in order, when done."""
+def save_atomically(directory: Path, write: Callable[[Path], list[str]]) -> None:
+    """Call `write` with a hidden directory, then publish the files it names.
+
+        .saving-x/   being written: not looked at, removed by the next save
+        .saved/      whole: read instead of the directory, until its files are linked into it
+
+    One rename divides the two, so a crash at any point leaves the old checkpoint or the new one.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
+        _remove_remnants(directory)
+        _publish(directory)  # of a save that was interrupted
+        hidden = Path(tempfile.mkdtemp(prefix=SAVING, dir=directory))
         try:
-            names = write(place)
+            with _locked(hidden):
+                for name in write(hidden):
+                    _sync_file(hidden / name)
+                sync_directory(hidden)
+                os.rename(hidden, directory / SAVED)
         except BaseException:
-            shutil.rmtree(place)
+            shutil.rmtree(hidden, ignore_errors=True)
             raise
-        _publish(place, directory, names)
+        sync_directory(directory)
+        _publish(directory)
     except OSError as error:
         raise CheckpointError(
             f"cannot save to {directory}: {error.strerror}; check its free space and permissions"
         ) from None
+
+
+def _publish(directory: Path) -> None:
+    """Link the files of a whole save into its directory, the entry point last, and drop it."""
+    saved = directory / SAVED
+    if not saved.is_dir():
+        return
+    new = sorted(path.name for path in saved.iterdir() if path.name != PARTIAL)
+    # The old entry point first: for other programs, old and new shards must never look complete.
+    old = [*(directory / name for name in (*ENTRY_POINTS, MODELOPT_FILE)), *find_shards(directory)]
+    for path in old:
+        path.unlink(missing_ok=True)
+    for name in sorted(new, key=lambda name: name in ENTRY_POINTS):
+        (saved / PARTIAL).unlink(missing_ok=True)
+        try:
+            os.link(saved / name, saved / PARTIAL)
+        except OSError:  # a file system without links
+            shutil.copyfile(saved / name, saved / PARTIAL)
+            _sync_file(saved / PARTIAL)
+        os.replace(saved / PARTIAL, directory / name)
+    sync_directory(directory)
+    done = Path(tempfile.mkdtemp(prefix=SAVING, dir=directory))
+    os.rename(saved, done)
+    shutil.rmtree(done)
+
+
+def _remove_remnants(directory: Path) -> None:
+    """Remove hidden directories of saves that ended without cleaning up; none that still writes."""
+    for remnant in directory.glob(f"{SAVING}*"):
+        with suppress(OSError), _locked(remnant):
+            shutil.rmtree(remnant)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory; raises OSError if another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def name_files(
@@ -210,29 +282,32 @@ def _dtype(checkpoint: Checkpoint) -> torch.dtype:
     return dtypes.pop()
 
 
-def _write_all(checkpoint: Checkpoint, plan: Plan, place: Path) -> list[str]:
-    """Write weights and configs; the returned names end with the one that makes them whole."""
+def _write_all(checkpoint: Checkpoint, plan: ShardPlan, hidden: Path) -> list[str]:
+    """Write weights and configs; the last name returned is the entry point."""
     dtype = plan.dtype or torch.float32
     config = replace(checkpoint.config, dtype=str(dtype).removeprefix("torch."))
-    write_json(place / "config.json", config_to_json(config))
-    write_json(place / "generation_config.json", generation_config_to_json(checkpoint.generation))
-    for name, tensors in plan.files.items():
-        write_safetensors(place / name, tensors, plan.dtype)
+    write_json(hidden / "config.json", config_to_json(config, checkpoint.generation.stop_ids))
+    write_json(hidden / "generation_config.json", generation_config_to_json(checkpoint.generation))
+    digests = {
+        name: write_safetensors(hidden / name, tensors, plan.dtype)
+        for name, tensors in plan.files.items()
+    }
     if SINGLE in plan.files:
         return [*CONFIGS, SINGLE]
-    write_json(place / plan.index, _index(plan))
+    write_json(hidden / plan.index, _index(plan, digests))
     return [*CONFIGS, *plan.files, plan.index]
 
 
 def _count(tensors: Mapping[str, Tensor]) -> int:
-    """Parameters as others count them: the reference keeps some of the tensors as buffers."""
+    """Count parameters as the reference does, which keeps some tensors as buffers."""
     return sum(w.numel() for name, w in tensors.items() if not name.endswith(BUFFER_ENDINGS))
 
 
-def _index(plan: Plan) -> dict[str, Any]:
+def _index(plan: ShardPlan, digests: Mapping[str, str]) -> dict[str, Any]:
     tensors = [tensor for shard in plan.files.values() for tensor in shard.values()]
     return {
         "metadata": {
+            SHA256: digests,
             "total_parameters": plan.num_parameters,
             "total_size": sum(tensor_bytes(tensor, plan.dtype) for tensor in tensors),
         },
@@ -246,25 +321,12 @@ def write_json(path: Path, raw: Mapping[str, Any]) -> None:
         sync(file)
 
 
-def sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def copy_companions(source: Path | None, place: Path) -> list[str]:
+def copy_companions(source: Path | None, hidden: Path) -> list[str]:
     if source is None:
         return []
+    if is_gguf(source):
+        return write_tokenizer(source, hidden)
     names = [name for name in COMPANIONS if (source / name).is_file()]
     for name in names:
-        shutil.copyfile(source / name, place / name)
+        shutil.copyfile(source / name, hidden / name)
     return names
-
-
-def _publish(place: Path, directory: Path, names: list[str]) -> None:
-    # The old entry point goes first: a mixture of old and new shards must never look whole.
-    entry_points = [directory / name for name in ENTRY_POINTS]
-    for old in (*entry_points, *find_shards(directory)):
-        old.unlink(missing_ok=True)
-    for name in names:
-        os.replace(place / name, directory / name)
-    place.rmdir()

@@ -6,9 +6,10 @@ from functools import cache
 import torch
 
 from dgemma.config import GenerationConfig
+from dgemma.constrain.vocabulary import vocabulary
 from dgemma.engine import Engine
 from dgemma.text.chat import ChatTemplate, Prompt
-from dgemma.weights.random import random_model
+from dgemma.weights.load import random_model
 from tests.text.small import TEMPLATE, small_tokenizer
 from tests.tiny import TINY, shake
 
@@ -16,6 +17,7 @@ TOKENIZER = small_tokenizer()
 EOS, TURN, RESPONSE = (
     TOKENIZER.control_ids[name] for name in ("<eos>", "<turn|>", "<|tool_response>")
 )
+VOCABULARY = vocabulary(TOKENIZER, (EOS, TURN, RESPONSE))
 OPEN, CLOSE = (TOKENIZER.control_ids[name] for name in ("<|channel>", "<channel|>"))
 
 

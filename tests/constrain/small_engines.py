@@ -9,7 +9,7 @@ from dgemma.config import GenerationConfig
 from dgemma.diffusion.sampler import Sampler
 from dgemma.engine import Engine
 from dgemma.text.chat import ChatTemplate
-from dgemma.weights.random import random_model
+from dgemma.weights.load import random_model
 from examples.memorize import memorize
 from tests.taught import CANVAS, GENERATION, ask, taught_config
 from tests.text.small import TEMPLATE, small_tokenizer

@@ -35,7 +35,7 @@ def ignorant(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_backend().save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     engine = random_engine(1, 64)
-    checkpoint = Checkpoint(model=engine.model, generation=engine.generation)
+    checkpoint = Checkpoint(model=engine.model, generation=engine.generation_config)
     save_checkpoint(checkpoint, directory, overwrite=True)
     return directory
 

@@ -1,4 +1,4 @@
-"""The parts of a constraint: vocabularies, refusals, ends, snippets, tool calls, choices."""
+"""The parts of a constraint: vocabularies, refusals, completions, literals, tool calls, choices."""
 
 import json
 import re
@@ -9,20 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgemma.constrain.calls import calls_grammar
-from dgemma.constrain.closing import Closer, fitting_tail
 from dgemma.constrain.grammar import (
-    Constraint,
-    choices_grammar,
+    ConstraintArgs,
+    choice_grammar,
     lark_grammar,
     read_constraint,
     regex_grammar,
     schema_grammar,
 )
-from dgemma.constrain.matcher import Guide, compile_guide
-from dgemma.constrain.snippets import of_lark, of_schema, shortest_match
+from dgemma.constrain.matcher import Constraint, compile_constraint
+from dgemma.constrain.shortest_completion import (
+    CompletionSearch,
+    completing_tail,
+    lark_literals,
+    schema_literals,
+    shortest_match,
+)
+from dgemma.constrain.tool_grammar import call_grammar
 from dgemma.constrain.vocabulary import vocabulary
-from dgemma.engine import Done, Mode, Options
+from dgemma.engine import Done, Mode, SamplingParams
 from dgemma.errors import UsageError
 from dgemma.text.messages import Tool
 from tests.constrain.languages import REGEXES, leaves, schemas
@@ -31,17 +36,16 @@ from tests.constrain.random_engine import (
     RESPONSE,
     TOKENIZER,
     TURN,
+    VOCABULARY,
     random_engine,
     random_prompt,
 )
 from tests.constrain.test_structure import few, many, some
 from tests.text.strategies import any_text
 
-VOCABULARY = vocabulary(TOKENIZER, (EOS, TURN, RESPONSE))
 
-
-def guide(**constraint: Any) -> Guide:
-    return compile_guide(read_constraint(Constraint(**constraint)), VOCABULARY)
+def guide(**constraint: Any) -> Constraint:
+    return compile_constraint(read_constraint(ConstraintArgs(**constraint)), VOCABULARY)
 
 
 def text_of(ids: Any) -> str:
@@ -55,18 +59,18 @@ def text_of(ids: Any) -> str:
 @given(any_text)
 def test_both_vocabularies_spell_a_text_exactly(text: str) -> None:
     ids = TOKENIZER.encode(text)
-    spelled = VOCABULARY.spell_ids(ids)
+    spelled = VOCABULARY.split(ids)
     assert TOKENIZER.decode_bytes(spelled) == text.encode()
     assert all(len(TOKENIZER.token_bytes(token)) == 1 for token in spelled)
-    assert TOKENIZER.decode_bytes(VOCABULARY.join(spelled)) == text.encode()
+    assert TOKENIZER.decode_bytes(VOCABULARY.merge(spelled)) == text.encode()
     assert VOCABULARY.tokens.decode_bytes(ids) == text.encode()
 
 
 def test_control_ids_are_not_text() -> None:
     for name, token in TOKENIZER.control_ids.items():
         assert VOCABULARY.tokens.is_special_token(token)
-        assert VOCABULARY.spell_ids([token]) == [token] == VOCABULARY.join([token])
-        matcher = guide(regex="(?s:.*)").open()
+        assert VOCABULARY.split([token]) == [token] == VOCABULARY.merge([token])
+        matcher = guide(regex="(?s:.*)").matcher()
         assert matcher.consume([token]) == 0
         assert matcher.consume(TOKENIZER.encode(name)) == len(TOKENIZER.encode(name))
 
@@ -80,9 +84,10 @@ def test_a_vocabulary_is_built_once_and_a_grammar_compiled_once() -> None:
 # Refusals
 
 REFUSED = {
-    "not": {"not": {"type": "string"}},
-    "uniqueItems": {"type": "array", "uniqueItems": True},
-    "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
+    "not": {"not": {}},
+    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+    "maxContains": {"type": "array", "contains": {}, "maxContains": 2},
+    "propertyNames": {"type": "object", "propertyNames": {"not": {"const": "a"}}},
     "oneOf": {"oneOf": [{"type": "number"}, {"type": "integer"}]},
     "minimum": {"type": "integer", "minimum": 5, "maximum": 2},
     "Expected array for 'required'": {"type": "object", "required": True},
@@ -120,7 +125,7 @@ def test_other_constraints_are_refused_with_a_reason_and_without_inner_state() -
         lark_grammar("start: nothing")
     for choices in ([], "yes", [""]):
         with pytest.raises(UsageError, match="choices"):
-            choices_grammar(choices)
+            choice_grammar(choices)
     with pytest.raises(UsageError, match="nothing is given"):
         read_constraint({})
     with pytest.raises(UsageError, match="schema and regex is given"):
@@ -131,20 +136,20 @@ def test_an_unknown_format_is_an_annotation_wherever_it_stands() -> None:
     inner = {"type": "string", "format": "no-such-format"}
     schema_grammar({"type": "object", "properties": {"format": inner}, "required": ["format"]})
     schema_grammar({"anyOf": [inner, {"type": "array", "items": inner}], "$defs": {"a": inner}})
-    known = guide(schema={"type": "string", "format": "date"}).open()
+    known = guide(schema={"type": "string", "format": "date"}).matcher()
     assert known.consume(TOKENIZER.encode('"hello"')) < 7
     names = {"type": "object", "properties": {"format": {"const": 1}}, "required": ["format"]}
-    matcher = guide(schema=names).open()
+    matcher = guide(schema=names).matcher()
     assert matcher.consume(TOKENIZER.encode('{"format":1}')) and matcher.is_accepting
 
 
 def test_json_may_have_a_space_where_people_put_one() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
     for text in ('{"a":[1,2]}', '{"a": [1, 2]}'):
-        matcher = guide(schema=schema).open()
+        matcher = guide(schema=schema).matcher()
         ids = TOKENIZER.encode(text)
         assert matcher.consume(ids) == len(ids) and matcher.is_accepting
-    matcher = guide(schema=schema).open()
+    matcher = guide(schema=schema).matcher()
     assert matcher.consume(TOKENIZER.encode('{"a":  [')) < len(TOKENIZER.encode('{"a":  ['))
 
 
@@ -163,9 +168,9 @@ def test_an_end_is_found_from_wherever_a_text_stands(schema: Any, count: int, se
     import numpy as np
 
     generator = np.random.default_rng(seed)
-    matcher = guide(schema=schema).open()
+    matcher = guide(schema=schema).matcher()
     written: list[int] = []
-    ending = matcher.end(400)
+    ending = matcher.complete(400)
     for _ in range(count):
         choices = np.flatnonzero(matcher.allowed())
         choices = choices[~np.isin(choices, VOCABULARY.stops)]
@@ -173,13 +178,13 @@ def test_an_end_is_found_from_wherever_a_text_stands(schema: Any, count: int, se
             break
         written.append(int(generator.choice(choices)))
         assert matcher.consume(written[-1:]) == 1
-        ending = matcher.end(400, ending)
+        ending = matcher.complete(400, ending)
         assert ending is not None
     assert ending is not None
     text = text_of([*written, *ending.tokens])
     jsonschema.validate(json.loads(text), schema)
-    matcher.back(len(written))
-    assert matcher.end(400) == guide(schema=schema).open().end(400)
+    matcher.rollback(len(written))
+    assert matcher.complete(400) == guide(schema=schema).matcher().complete(400)
 
 
 SHORTEST = {
@@ -195,7 +200,9 @@ SHORTEST = {
 @pytest.mark.parametrize("schema", SHORTEST)
 def test_the_end_found_is_the_shortest(schema: str) -> None:
     ending = guide(schema=schema).shortest
-    assert ending is not None and len(ending.spelled) == SHORTEST[schema], text_of(ending.tokens)
+    assert ending is not None and len(ending.byte_tokens) == SHORTEST[schema], text_of(
+        ending.tokens
+    )
 
 
 @pytest.mark.parametrize("regex", REGEXES)
@@ -205,34 +212,34 @@ def test_a_regex_has_an_end(regex: str) -> None:
 
 
 def test_an_end_must_fit_the_limit() -> None:
-    matcher = guide(regex="x{30}").open()
-    ending = matcher.end(40)
+    matcher = guide(regex="x{30}").matcher()
+    ending = matcher.complete(40)
     assert ending is not None
-    assert matcher.end(len(ending.tokens) - 1) is None
-    assert matcher.end(len(ending.tokens)) == ending
+    assert matcher.complete(len(ending.tokens) - 1) is None
+    assert matcher.complete(len(ending.tokens)) == ending
 
 
 def test_a_tail_of_a_known_end_is_the_shortest_that_fits() -> None:
-    matcher = guide(schema={"type": "array", "items": {"type": "string"}}).open()
+    matcher = guide(schema={"type": "array", "items": {"type": "string"}}).matcher()
     matcher.consume(TOKENIZER.encode('["a'))
-    known = VOCABULARY.spell('b","c"]')
+    known = VOCABULARY.byte_tokens('b","c"]')
     spelled = guide(schema={"type": "array", "items": {"type": "string"}})._bytes.deep_copy()
-    spelled.try_consume_tokens(VOCABULARY.spell('["a'))
-    assert text_of(fitting_tail(spelled, known) or []) == '"]'
-    assert Closer(VOCABULARY).search(spelled, 10, known) == VOCABULARY.spell('"]')
+    spelled.try_consume_tokens(VOCABULARY.byte_tokens('["a'))
+    assert text_of(completing_tail(spelled, known) or []) == '"]'
+    assert CompletionSearch(VOCABULARY).run(spelled, 10, known) == VOCABULARY.byte_tokens('"]')
 
 
 @some
 @given(st.sampled_from([*REGEXES, "^a+$", r"\w[^\d]", "(a|bc){2}x?", "[^a-z]", r"\s\S"]))
-def test_a_snippet_is_a_shortest_match(regex: str) -> None:
+def test_a_literal_is_a_shortest_match(regex: str) -> None:
     text = shortest_match(regex)
     assert text is not None and re.search(regex, text)
 
 
-def test_snippets_come_from_patterns_formats_and_literals() -> None:
+def test_literals_come_from_patterns_formats_and_literals() -> None:
     schema = {"properties": {"a": {"pattern": "wi+fi"}, "b": {"format": "date"}}, "pattern": 3}
-    assert set(of_schema(schema)) == {"wifi", "2000-01-01"}
-    assert set(of_lark('start: "the" X\nX: /[0-9]{3}/')) == {"the", "000"}
+    assert set(schema_literals(schema)) == {"wifi", "2000-01-01"}
+    assert set(lark_literals('start: "the" X\nX: /[0-9]{3}/')) == {"the", "000"}
     assert shortest_match("(?P<a>") is None
 
 
@@ -276,9 +283,9 @@ def test_a_call_can_be_read_and_fits_its_schema(
 ) -> None:
     engine = random_engine(seed)
     tools = [Tool(name=f"tool_{i}", parameters=p) for i, p in enumerate(parameters)]
-    options = Options(mode=mode, seed=seed, max_tokens=100, retries=0)
+    options = SamplingParams(mode=mode, seed=seed, max_tokens=100, retries=0)
     done = engine.generate(random_prompt(seed), options, tools=tools)
-    assert done.finish == "stop" and done.text == ""
+    assert not done.fault and done.text == ""
     assert not done.reply.broken_calls and not done.reply.stray_tokens
     (call,) = done.reply.tool_calls
     schema = {tool.name: tool.parameters for tool in tools}[call.name]
@@ -296,7 +303,7 @@ TOOLS = [
 @pytest.mark.parametrize("seed", range(6))
 def test_which_tool_is_called_can_be_chosen(seed: int, mode: Mode) -> None:
     engine = random_engine(seed)
-    options = Options(mode=mode, seed=seed, max_tokens=60, retries=0)
+    options = SamplingParams(mode=mode, seed=seed, max_tokens=60, retries=0)
     done = engine.generate(random_prompt(seed), options, tools=TOOLS, tool_choice="add")
     assert [call.name for call in done.reply.tool_calls] == ["add"]
     free = engine.generate(random_prompt(seed), options, tools=TOOLS, tool_choice="auto")
@@ -305,10 +312,10 @@ def test_which_tool_is_called_can_be_chosen(seed: int, mode: Mode) -> None:
 
 
 def test_with_auto_there_may_be_text_and_calls() -> None:
-    grammar = calls_grammar(TOOLS, TOKENIZER, "auto")
+    grammar = call_grammar(TOOLS, TOKENIZER, "auto")
     call = "<|tool_call>call:add{n:1}<tool_call|>"
     for text in ("the thought", call, f"the {call}{call}", ""):
-        matcher = compile_guide(grammar, VOCABULARY).open()
+        matcher = compile_constraint(grammar, VOCABULARY).matcher()
         ids = TOKENIZER.encode_control(text)
         assert matcher.consume(ids) == len(ids) and matcher.is_accepting
 
@@ -316,11 +323,11 @@ def test_with_auto_there_may_be_text_and_calls() -> None:
 def test_a_wrong_choice_of_tools_is_refused() -> None:
     engine = random_engine(0)
     with pytest.raises(UsageError, match="auto, required or one of find, add"):
-        engine.guide(tools=TOOLS, tool_choice="none")
+        engine.constraint(tools=TOOLS, tool_choice="none")
     with pytest.raises(UsageError, match="tools stand alone"):
-        engine.guide(tools=TOOLS, schema={})
+        engine.constraint(tools=TOOLS, schema={})
     with pytest.raises(UsageError, match="needs tools"):
-        engine.guide(tool_choice="add")
+        engine.constraint(tool_choice="add")
 
 
 def written_as_the_template_does(done: Done, name: str) -> bool:
@@ -332,7 +339,7 @@ def written_as_the_template_does(done: Done, name: str) -> bool:
 def test_keys_stand_in_the_order_of_the_template() -> None:
     properties = {key: {"const": 1} for key in ("b", "A", "c", "B2")}
     tool = Tool(name="f", parameters={"properties": properties, "required": [*properties]})
-    ending = compile_guide(calls_grammar([tool], TOKENIZER), VOCABULARY).shortest
+    ending = compile_constraint(call_grammar([tool], TOKENIZER), VOCABULARY).shortest
     assert ending is not None
     assert text_of(ending.tokens) == "<|tool_call>call:f{A:1,b:1,B2:1,c:1}<tool_call|>"
 
@@ -345,7 +352,7 @@ def test_a_schema_that_refers_to_itself_is_followed_and_ends() -> None:
     }
     parameters = {"properties": {"tree": {"$ref": "#/$defs/tree"}}, "required": ["tree"]}
     tool = Tool(name="plant", parameters={**parameters, "$defs": {"tree": tree}})
-    matcher = compile_guide(calls_grammar([tool], TOKENIZER), VOCABULARY).open()
+    matcher = compile_constraint(call_grammar([tool], TOKENIZER), VOCABULARY).matcher()
     call = "<|tool_call>call:plant{tree:{kids:[{kids:[]},{kids:[{kids:[]}]}]}}<tool_call|>"
     ids = TOKENIZER.encode_control(call)
     assert matcher.consume(ids) == len(ids) and matcher.is_complete
@@ -368,18 +375,18 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CALLS_REFUSED)
 def test_a_tool_whose_schema_cannot_be_held_to_is_refused_by_name(name: str) -> None:
     with pytest.raises(UsageError, match=re.escape(name)) as caught:
-        calls_grammar([Tool(name="lookup", parameters=CALLS_REFUSED[name])], TOKENIZER)
+        call_grammar([Tool(name="lookup", parameters=CALLS_REFUSED[name])], TOKENIZER)
     assert "lookup" in str(caught.value)
     with pytest.raises(UsageError, match="no tools"):
-        calls_grammar([], TOKENIZER)
+        call_grammar([], TOKENIZER)
 
 
 def test_oneof_of_things_that_are_apart_is_a_choice() -> None:
     apart = [{"type": "string"}, {"type": "integer"}, {"const": None}, {"enum": [True]}]
     tool = Tool(name="f", parameters={"properties": {"a": {"oneOf": apart}}, "required": ["a"]})
-    grammar = calls_grammar([tool], TOKENIZER)
+    grammar = call_grammar([tool], TOKENIZER)
     for value in ('<|"|>x<|"|>', "7", "null", "true"):
-        matcher = compile_guide(grammar, VOCABULARY).open()
+        matcher = compile_constraint(grammar, VOCABULARY).matcher()
         ids = TOKENIZER.encode_control(f"<|tool_call>call:f{{a:{value}}}<tool_call|>")
         assert matcher.consume(ids) == len(ids) and matcher.is_complete
 
@@ -393,26 +400,21 @@ def test_probabilities_of_labels_add_up_and_do_not_depend_on_their_order(
     seed: int, labels: list[str]
 ) -> None:
     engine = random_engine(seed)
-    for reading in ("causal", "canvas"):
-        found = engine.classify(random_prompt(seed), labels, reading=reading)
-        assert sum(share for _, share in found) == pytest.approx(1)
-        assert [share for _, share in found] == sorted((s for _, s in found), reverse=True)
-        again = dict(engine.classify(random_prompt(seed), sorted(labels), reading=reading))
-        for label, share in found:
-            assert again[label] == pytest.approx(share, abs=1e-3)
+    ranked = engine.classify(random_prompt(seed), labels)
+    assert sum(p for _, p in ranked) == pytest.approx(1)
+    assert [p for _, p in ranked] == sorted((p for _, p in ranked), reverse=True)
+    again = dict(engine.classify(random_prompt(seed), sorted(labels)))
+    for label, p in ranked:
+        assert again[label] == pytest.approx(p, abs=1e-3)
 
 
 def test_a_causal_probability_is_that_of_the_label_and_its_end() -> None:
     import math
 
-    from dgemma.engine.score import score
-
     engine, prompt = random_engine(0), random_prompt(0)
     labels = ["a", "the", "call: x"]
-    totals = [
-        score(engine.backend, prompt.ids, [[*TOKENIZER.encode(label), TURN]])[0].total
-        for label in labels
-    ]
+    texts = [[*TOKENIZER.encode(label), TURN] for label in labels]
+    totals = [score.total for score in engine.run(engine.score_program(prompt.ids, texts))]
     whole = sum(map(math.exp, totals))
     expected = {la: math.exp(t) / whole for la, t in zip(labels, totals, strict=True)}
     assert dict(engine.classify(prompt, labels)) == pytest.approx(expected, rel=1e-3)
@@ -423,5 +425,3 @@ def test_labels_that_cannot_be_told_apart_or_read_are_refused() -> None:
     for labels, name in (([], "no labels"), (["a", ""], "empty"), (["a", "a"], "twice")):
         with pytest.raises(UsageError, match=name):
             engine.classify("the", labels)
-    with pytest.raises(UsageError, match="a canvas of this model holds"):
-        engine.classify("the", ["x" * 40], reading="canvas")

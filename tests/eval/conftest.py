@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from dgemma.engine import Engine
-from dgemma.eval.answers import tune
+from dgemma.eval.answers import set_batch_size
 from dgemma.eval.data import Data
 from dgemma.text.chat import ChatTemplate
-from dgemma.weights.load import Checkpoint
-from dgemma.weights.random import random_model
+from dgemma.weights.load import Checkpoint, random_model
 from dgemma.weights.save import save_checkpoint
 from examples.memorize import memorize
 from tests.taught import CANVAS, GENERATION, ask, taught_config
@@ -53,7 +52,7 @@ def knowing() -> Engine:
         pass
     tokenizer = small_tokenizer()
     engine = Engine(model, tokenizer, ChatTemplate(TEMPLATE, tokenizer), GENERATION)
-    tune(engine, 8)
+    set_batch_size(engine, 8)
     return engine
 
 
@@ -119,4 +118,4 @@ def data(tmp_path: Path) -> Data:
 def without_denoiser(engine: Engine) -> Engine:
     """An engine whose config says that there is no canvas mode."""
     model = random_model(replace(engine.model.config, family="gemma4"), seed=0)
-    return Engine(model, engine.tokenizer, engine.template, engine.generation)
+    return Engine(model, engine.tokenizer, engine.template, engine.generation_config)

@@ -1,4 +1,4 @@
-"""`bench/peer.py`: transformers in a process of its own, on tiny shapes and the CPU."""
+"""`bench/_step_peer.py`: transformers in a process of its own, on tiny shapes and the CPU."""
 
 import sys
 from importlib import import_module
@@ -11,7 +11,7 @@ import torch
 from dgemma.backends.reference import commit
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.weights.random import random_model
+from dgemma.weights.load import random_model
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 HERE = "--device cpu --shapes tiny --layers 2 --prompt 20".split()
@@ -29,7 +29,7 @@ def test_a_peer_answers_in_turn_with_ours() -> None:
         asked.append(2.0)
         return 2.0
 
-    facts = import_module("peer").compare(ours, ["dynamic"], HERE, rounds=2)["dynamic"]
+    facts = import_module("_step_peer").compare(ours, ["dynamic"], HERE, rounds=2)["dynamic"]
     assert "failed" not in facts, facts["failed"]
     (one, _), (other, _) = facts["rounds"]
     assert 0 < one < 1000 and 0 < other < 1000 and one != other
@@ -40,7 +40,7 @@ def test_a_peer_answers_in_turn_with_ours() -> None:
 
 
 def test_a_peer_that_ends_is_reported_with_what_it_said() -> None:
-    module = import_module("peer")
+    module = import_module("_step_peer")
     wrong = [*HERE[2:], "--device", "nowhere"]
     facts = module.compare(lambda: pytest.fail("measured"), ["dynamic"], wrong)
     first, *_, last = facts["dynamic"]["failed"].splitlines()
@@ -48,7 +48,7 @@ def test_a_peer_that_ends_is_reported_with_what_it_said() -> None:
 
 
 def test_a_peer_that_takes_too_long_is_ended() -> None:
-    module = import_module("peer")
+    module = import_module("_step_peer")
     with module.started(HERE) as peer:
         with pytest.raises(module.PeerError, match="no answer in 0 s"):
             peer.answer(0.1)
@@ -59,7 +59,7 @@ def test_a_peer_that_takes_too_long_is_ended() -> None:
 
 @torch.inference_mode()
 def test_their_model_on_our_weights_computes_what_ours_does() -> None:
-    transformers_model = import_module("peer").transformers_model
+    transformers_model = import_module("_step_peer").transformers_model
     model: Any = random_model(import_module("common").shape("tiny", 2), 0)
     generator = torch.Generator().manual_seed(1)
     prompt_T, canvas_L = torch.randint(512, (36,), generator=generator).split([20, 16])

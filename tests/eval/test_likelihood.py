@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from dgemma.backends.base import ForwardInput
 from dgemma.backends.reference import ReferenceBackend, commit
-from dgemma.engine.score import score
 from dgemma.eval import likelihood
 from dgemma.eval.likelihood import causal_losses, denoising_losses
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.weights.random import random_model
+from dgemma.weights.load import random_model
 from tests.taught import CANVAS, taught_config
 from tests.tiny import CPU
 
@@ -32,8 +32,10 @@ def texts(*lengths: int) -> list[list[int]]:
 def test_causal_losses_are_the_engines_scores(model: Gemma) -> None:
     given = texts(40, 3, 17, 2)
     for ids, losses in zip(given, causal_losses(model, given), strict=True):
-        expected = score(ReferenceBackend(model), ids[:1], [ids[1:]])[0].logprobs
-        assert losses == pytest.approx([-x for x in expected], abs=2e-4)
+        cache = KVCache(model.config, Capacity(tokens=len(ids)), torch.float32, CPU)
+        given_ids = ForwardInput(cache=cache, tokens=tuple(ids[:-1]), targets=tuple(ids[1:]))
+        (output,) = ReferenceBackend(model).run([given_ids])
+        assert losses == pytest.approx([-x for x in output.logprobs], abs=2e-4)
 
 
 def test_groups_do_not_change_losses(model: Gemma, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +47,7 @@ def test_groups_do_not_change_losses(model: Gemma, monkeypatch: pytest.MonkeyPat
         assert alone == pytest.approx(one, abs=2e-4)
     for alone, one in zip(denoising_losses(model, given, 0.5, FILL, seed=1), noised, strict=True):
         assert alone.is_noised == one.is_noised
-        assert alone.conditioned == pytest.approx(one.conditioned, abs=2e-4)
+        assert alone.self_conditioned == pytest.approx(one.self_conditioned, abs=2e-4)
 
 
 @torch.inference_mode()
@@ -75,12 +77,12 @@ def test_denoising_losses_are_those_of_the_passes_that_generate(model: Gemma) ->
             target = filled[1 + begin : 1 + begin + CANVAS, None]
             logits = through_the_cache(model, past, canvas, None)
             plain += (-logits.log_softmax(-1).gather(1, target)[:, 0]).tolist()
-            soft = model.embed_soft(logits.softmax(-1))
+            soft = model.soft_embed(logits.softmax(-1))
             logits = through_the_cache(model, past, canvas, soft)
             told += (-logits.log_softmax(-1).gather(1, target)[:, 0]).tolist()
         count = len(ids) - 1  # what only fills the canvas is left out
         assert found.plain == pytest.approx(plain[:count], abs=5e-4)
-        assert found.conditioned == pytest.approx(told[:count], abs=5e-4)
+        assert found.self_conditioned == pytest.approx(told[:count], abs=5e-4)
         assert found.is_noised == mask[:count].tolist()
 
 

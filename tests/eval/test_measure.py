@@ -2,8 +2,17 @@
 
 import pytest
 
-from dgemma.eval.measure import Case, Estimate, Measure, ratio, wilson
-from dgemma.eval.report import as_json, markdown, shown, table
+from dgemma.eval.measure import (
+    Case,
+    Estimate,
+    Measure,
+    as_json,
+    format_value,
+    markdown,
+    ratio,
+    table,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +97,9 @@ def test_json_has_every_field() -> None:
 
 
 def test_values_are_shown_by_their_unit() -> None:
-    assert shown(Measure(task="t", name="n", value=0.5, unit="share")) == "50.0 %"
+    assert format_value(Measure(task="t", name="n", value=0.5, unit="share")) == "50.0 %"
     assert (
-        shown(Measure(task="t", name="n", value=2.5, low=2.0, high=3.0)) == "2.500 [2.000, 3.000]"
+        format_value(Measure(task="t", name="n", value=2.5, low=2.0, high=3.0))
+        == "2.500 [2.000, 3.000]"
     )
-    assert shown(Measure(task="t", name="n")) == "-"
+    assert format_value(Measure(task="t", name="n")) == "-"

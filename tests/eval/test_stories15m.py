@@ -1,6 +1,5 @@
-"""The story model: its two ways to run agree, its tokenizer merges by score, its stories end."""
+"""The story model: its two ways to run agree, and its tokenizer merges by score."""
 
-import json
 import lzma
 import struct
 from pathlib import Path
@@ -9,21 +8,16 @@ import pytest
 import torch
 
 from dgemma.errors import CheckpointError
-from dgemma.eval.stories15m import (
-    BEGIN,
+from dgemma.eval.stories import (
+    BOS,
     CONTEXT,
     FIRST_BYTE,
     SHAPES,
     TOKENIZER,
     WEIGHTS,
-    Draw,
     StoryModel,
     StoryTokenizer,
     likelihood,
-    main,
-    sample,
-    sample_ids,
-    tell,
 )
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "train"
@@ -34,14 +28,18 @@ PIECES = [b" ", b"a", b"b", b"ab", b" a", b" ab", b"ba", "é".encode(), b"\n"]
 SCORES = [-9.0, -9.0, -9.0, -3.0, -2.0, -4.0, -1.0, -9.0, -9.0]
 
 
-@pytest.fixture(scope="module")
-def random_story_model() -> StoryModel:
+def make_random_model() -> StoryModel:
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.randn(shape, generator=generator) * (0.3 if len(shape) < 3 else 0.06)
         for name, shape in SHAPES.items()
     }
     return StoryModel(weights)
+
+
+@pytest.fixture(scope="module")
+def random_story_model() -> StoryModel:
+    return make_random_model()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +60,7 @@ def test_one_token_at_a_time_gives_what_the_whole_text_gives(
 
 
 def test_position_matters(random_story_model: StoryModel) -> None:
-    """Without the turns of rope, a repeated token would look the same at every place."""
+    """Without RoPE, a repeated token would have the same state at every position."""
     states = random_story_model.hidden(torch.tensor([[5, 7, 5, 9, 5]]))[0]
     assert not torch.allclose(states[2], states[4], atol=1e-2)
 
@@ -72,7 +70,7 @@ def test_likelihood_is_that_of_the_logits(
 ) -> None:
     model, texts = random_story_model, ["ab ba", "b", "a" * 300]
     results = likelihood(model, small_stories, texts, batch=2)
-    ids = torch.tensor([[BEGIN, *small_stories.encode("ab ba")]])
+    ids = torch.tensor([[BOS, *small_stories.encode("ab ba")]])
     logprob = model.logits(model.hidden(ids))[0].log_softmax(-1)
     expected = -sum(float(logprob[i, ids[0, i + 1]]) for i in range(ids.shape[1] - 1))
     assert results[0] == (pytest.approx(expected, rel=1e-4), ids.shape[1] - 1)
@@ -95,32 +93,6 @@ def test_texts_come_back(small_stories: StoryTokenizer, text: str) -> None:
     assert small_stories.decode(small_stories.encode(text)) == text
 
 
-def test_draws_follow_the_seed_and_stop_at_the_end(random_story_model: StoryModel) -> None:
-    draw = Draw(max_tokens=12)
-    rows = sample_ids(random_story_model, 3, 5, draw)
-    assert rows == sample_ids(random_story_model, 3, 5, draw)
-    assert rows != sample_ids(random_story_model, 3, 6, draw)
-    assert all(BEGIN not in row[:-1] and len(row) <= 12 for row in rows)
-
-
-def test_cold_draws_take_the_likeliest_token(random_story_model: StoryModel) -> None:
-    model = random_story_model
-    likeliest = int(model.logits(model.hidden(torch.tensor([[BEGIN]])))[0, 0].argmax())
-    for draw in (Draw(temperature=1e-4, max_tokens=1), Draw(min_p=1.0, max_tokens=1)):
-        assert sample_ids(model, 2, 0, draw) == [[likeliest], [likeliest]]
-
-
-def test_a_story_without_an_end_is_cut_after_its_last_sentence() -> None:
-    pieces = [b"<unk>", b"<s>", b"</s>", *(bytes([b]) for b in range(256)), b" A b. C d", b"!"]
-    tokenizer = StoryTokenizer(pieces, [0.0] * len(pieces))
-    first, second = len(pieces) - 2, len(pieces) - 1
-    assert tell(tokenizer, [first]).text == "A b."
-    assert not tell(tokenizer, [first]).is_whole
-    assert tell(tokenizer, [first, BEGIN]).text == "A b. C d"
-    assert tell(tokenizer, [first, second]).text == "A b. C d!"
-    assert tell(tokenizer, [second, first][:1]).text == "!"
-
-
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=WEIGHTS):
         StoryModel.load(tmp_path, torch.device("cpu"), torch.float32)
@@ -133,7 +105,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 @needs_weights
-def test_the_real_model_tells_stories(tmp_path: Path) -> None:
+def test_the_real_model_prefers_sentences_to_their_words() -> None:
     model = StoryModel.load(SHARED, torch.device("cpu"), torch.float32)
     tokenizer = StoryTokenizer.load(SHARED / TOKENIZER)
     good = "Once upon a time, there was a little girl named Lily. She loved to play outside."
@@ -141,17 +113,3 @@ def test_the_real_model_tells_stories(tmp_path: Path) -> None:
     (good_nats, good_count), (bad_nats, bad_count) = likelihood(model, tokenizer, [good, bad])
     assert good_nats / good_count < 1.0 < 5.0 < bad_nats / bad_count
     assert tokenizer.decode(tokenizer.encode(good)) == good
-    story = sample(model, tokenizer, 1, 0, Draw(temperature=0.1, max_tokens=24))[0]
-    assert story.startswith("Once upon a time")
-
-
-@needs_weights
-def test_stories_are_written_as_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "stories.jsonl.xz"
-    options = "--count 3 --batch 2 --max-tokens 30 --device cpu --dtype float32".split()
-    main(["--weights", str(SHARED), "--out", str(out), *options])
-    with lzma.open(out, "rt", encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    assert [set(line) for line in lines] == [{"text", "whole"}] * 3
-    assert len({line["text"] for line in lines}) == 3  # batches differ
-    assert "3/3 stories" in capsys.readouterr().err

@@ -8,16 +8,28 @@ import pytest
 
 from dgemma.config import GenerationConfig
 from dgemma.engine import Engine
-from dgemma.engine.sudoku import STEPS, Solved
 from dgemma.eval.data import Data, MissingData
-from dgemma.eval.holes import Hole, fill, fill_as_told, go_on
+from dgemma.eval.evaluate import TASKS
+from dgemma.eval.infill import (
+    HoleCase,
+    continue_prefixes,
+    fill_by_program,
+    fill_canvases,
+    is_trivial,
+    parses,
+)
 from dgemma.eval.measure import TEXT, Case, Measure
-from dgemma.eval.tasks import TASKS
-from dgemma.eval.tasks.fix import check, text_of
-from dgemma.eval.tasks.infill import is_trivial, parses
-from dgemma.eval.tasks.stories import distinct, doubled, prompt
-from dgemma.eval.tasks.sudoku import is_soon, measures_of, read_puzzles
-from dgemma.weights.random import random_model
+from dgemma.eval.replies import (
+    check_fix,
+    converged_early,
+    read_puzzles,
+    sudoku_measures,
+    text_of,
+)
+from dgemma.eval.stories import distinct_2, doubled_words, story_prompt
+from dgemma.programs.sudoku.solve import MAX_STEPS, SudokuResult
+from dgemma.weights.load import random_model
+from recipes.nano.colouring import colouring
 from tests.eval.conftest import (
     CHATS,
     CONTEXT,
@@ -33,12 +45,13 @@ from tests.text.small import small_tokenizer
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 MODES = ("diffusion", "ar")
 SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
-HOLE = Hole(PREFIX, MIDDLE, SUFFIX)
+HOLE = HoleCase(PREFIX, MIDDLE, SUFFIX)
+ALL_TASKS = {**TASKS, "colouring": colouring}
 
 
 def run(name: str, engine: Engine, data: Data, limit: int | None = None) -> dict[str, Measure]:
     """A task's measures by `mode name`."""
-    measures = TASKS[name](engine, data, limit, 0)
+    measures = ALL_TASKS[name](engine, data, limit, 0)
     assert all(measure.task == name for measure in measures)
     found = {f"{measure.mode} {measure.name}".strip(): measure for measure in measures}
     assert len(found) == len(measures), "two measures of one name"
@@ -89,29 +102,25 @@ def test_humaneval_runs_the_tests(knowing: Engine, data: Data, mode: str) -> Non
     assert first[f"{mode} tests pass"].value == 1.0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_calls_are_compared_as_values(knowing: Engine, data: Data, mode: str) -> None:
-    found = run("json_calls", knowing, data)
-    assert found[f"{mode} name and arguments"].value == 0.5
-    assert found[f"{mode} name"].value == 1.0
-    assert found[f"{mode} parses"].value == 1.0
+KNOWN = {
+    "json_calls": {"name and arguments": 0.5, "name": 1.0, "parses": 1.0},  # compared as values
+    "fix": {"errors corrected": 1.0, "right words kept": 1.0, "text exact": 1.0},
+    "colouring": {"valid": 1.0},  # another one than the file's; it is as good
+}
 
 
+@pytest.mark.parametrize("task", KNOWN)
 @pytest.mark.parametrize("mode", MODES)
-def test_fixes_and_colourings_that_the_model_knows(knowing: Engine, data: Data, mode: str) -> None:
-    fixed = run("fix", knowing, data)
-    assert fixed[f"{mode} errors corrected"].value == 1.0
-    assert fixed[f"{mode} right words kept"].value == 1.0
-    assert fixed[f"{mode} text exact"].value == 1.0
-    # Another colouring than the file's; it is as good.
-    assert run("colouring", knowing, data)[f"{mode} valid"].value == 1.0
+def test_replies_that_the_model_knows(knowing: Engine, data: Data, mode: str, task: str) -> None:
+    found = run(task, knowing, data)
+    assert {name: found[f"{mode} {name}"].value for name in KNOWN[task]} == KNOWN[task]
 
 
 def test_a_wrong_colouring_is_not_valid(knowing: Engine, data: Data) -> None:
     graph = next(q for q in CHATS if q.startswith("Colour")).replace("A red", "A blue")
     save_lines(data.heldout / "colouring.jsonl", {"prompt": graph, "reply": "A blue\nB red"})
-    assert run("colouring", knowing, data)["ar valid"].count == 1
-    assert run("colouring", knowing, data)["ar valid"].value == 0.0
+    valid = run("colouring", knowing, data)["ar valid"]
+    assert (valid.count, valid.value) == (1, 0.0)
 
 
 def test_a_prompt_that_does_not_fit_counts_as_wrong(knowing: Engine, data: Data) -> None:
@@ -156,7 +165,7 @@ def test_without_a_denoiser_only_the_causal_loss_is_measured(knowing: Engine, da
 
 
 def _parts(engine: Engine) -> tuple:  # type: ignore[type-arg]
-    return engine.tokenizer, engine.template, engine.generation
+    return engine.tokenizer, engine.template, engine.generation_config
 
 
 def test_samples_are_texts(knowing: Engine, data: Data) -> None:
@@ -165,7 +174,7 @@ def test_samples_are_texts(knowing: Engine, data: Data) -> None:
         *("story, seed 0", "story, seed 1", "infill, seed 0", "infill, seed 1")
     ]
     assert all(m.unit == TEXT for m in measures)
-    assert measures[0].note.startswith(prompt(0))
+    assert measures[0].note.startswith(story_prompt(0))
     assert f"{PREFIX}[[{MIDDLE}]]{SUFFIX}" in measures[2].note
     (data.heldout / "infill.jsonl").unlink()
     assert "has no infill.jsonl; name" in TASKS["samples"](knowing, data, 1, 0)[-1].note
@@ -194,54 +203,54 @@ def test_stories_are_judged_in_both_modes(knowing: Engine, data: Data) -> None:
 
 def test_distinct_2_counts_pairs_of_words() -> None:
     case = Case("stories", "ar")
-    assert distinct(case, ["a b c", "a b d"]).value == pytest.approx(3 / 4)
-    assert distinct(case, ["a b", "a b", "a b", "a b"]).value == 0.25
-    assert distinct(case, [""]).value is None
+    assert distinct_2(case, ["a b c", "a b d"]).value == pytest.approx(3 / 4)
+    assert distinct_2(case, ["a b", "a b", "a b", "a b"]).value == 0.25
+    assert distinct_2(case, [""]).value is None
     told = ["The frog, frog saw the frog.", "Bye bye!", "", "one"]
-    assert doubled(case, told).value == pytest.approx(2 / 6)
-    assert doubled(case, [""]).value is None
-    varied = distinct(case, ["a b a b a b a b", "c d e f g h"])
+    assert doubled_words(case, told).value == pytest.approx(2 / 6)
+    assert doubled_words(case, [""]).value is None
+    varied = distinct_2(case, ["a b a b a b a b", "c d e f g h"])
     assert varied.low is not None and varied.value is not None and varied.low < varied.value
 
 
 def test_prompts_do_not_come_again_soon() -> None:
-    assert len({prompt(i) for i in range(200)}) == 200
+    assert len({story_prompt(i) for i in range(200)}) == 200
 
 
 def test_ar_stops_at_the_line_and_keeps_its_end(knowing: Engine) -> None:
-    assert go_on(knowing, [HOLE], "test") == [MIDDLE]
+    assert continue_prefixes(knowing, [HOLE], "test") == [MIDDLE]
     # Several lines: as many tokens as there were.
     several = replace(HOLE, middle="\n" + MIDDLE)
     assert not several.is_line
     size = len(small_tokenizer().encode(several.middle))
-    text = go_on(knowing, [several], "test")[0]
+    text = continue_prefixes(knowing, [several], "test")[0]
     assert text is not None and len(small_tokenizer().encode(text)) <= size
     assert text.startswith(MIDDLE)
 
 
 def test_holes_are_filled_alone_as_together(knowing: Engine) -> None:
     other = replace(HOLE, prefix="", middle="one", suffix="")
-    together = fill(knowing, [HOLE, other, HOLE], 0, "test")
-    assert together[0] is not None and together[0].text == MIDDLE and together[0].is_settled
-    assert fill(knowing, [HOLE], 0, "test")[0] == together[0]
+    together = fill_canvases(knowing, [HOLE, other, HOLE], 0, "test")
+    assert together[0] is not None and together[0].text == MIDDLE and together[0].converged
+    assert fill_canvases(knowing, [HOLE], 0, "test")[0] == together[0]
 
 
 def test_fill_is_told_the_length_and_whether_a_hole_is_a_line(knowing: Engine) -> None:
     lines = replace(HOLE, middle=f"{MIDDLE}and\nmore")
-    one, several = fill_as_told(knowing, [HOLE, lines], 0, "test")
-    assert one.text == MIDDLE and one.is_settled
+    one, several = fill_by_program(knowing, [HOLE, lines], 0, "test")
+    assert one.text == MIDDLE and one.converged
     assert len(small_tokenizer().encode(several.text)) > len(small_tokenizer().encode(MIDDLE))
 
 
 def test_a_hole_that_no_canvas_holds_is_left_open(knowing: Engine) -> None:
     long = replace(HOLE, middle="too long for it, by far")
-    assert fill(knowing, [long, HOLE], 0, "test")[0] is None
+    assert fill_canvases(knowing, [long, HOLE], 0, "test")[0] is None
 
 
 def test_a_long_prefix_is_cut_at_its_beginning(knowing: Engine) -> None:
     long = replace(HOLE, prefix="#" * 2 * CONTEXT + PREFIX)
-    assert fill(knowing, [long], 0, "test")[0] is not None
-    assert go_on(knowing, [long], "test")[0] is not None
+    assert fill_canvases(knowing, [long], 0, "test")[0] is not None
+    assert continue_prefixes(knowing, [long], "test")[0] is not None
 
 
 @pytest.mark.parametrize(
@@ -268,26 +277,26 @@ def test_functions_and_methods_parse_by_themselves() -> None:
 )
 def test_errors_are_counted_by_word(answer: str, errors: list[bool], kept: int) -> None:
     given, original = "the caat sat down down on mat now", "the cat sat down on the mat now"
-    checked = check(given, original, answer)
-    assert (checked.errors, checked.kept, checked.right) == (errors, kept, 6)
+    checked = check_fix(given, original, answer)
+    assert (checked.corrected, checked.num_unchanged, checked.num_right) == (errors, kept, 6)
 
 
 def test_a_word_too_many_at_an_end_is_an_error() -> None:
-    assert check("a a b", "a b", "a b").errors == [True]
-    assert check("a b b", "a b", "a b b").errors == [False]
-    assert check("a b", "a b", "c").errors == []
+    assert check_fix("a a b", "a b", "a b").corrected == [True]
+    assert check_fix("a b b", "a b", "a b b").corrected == [False]
+    assert check_fix("a b", "a b", "c").corrected == []
 
 
 def test_the_text_of_an_edit_is_behind_its_instruction() -> None:
     assert text_of("Correct this.\n\nOne.\n\nTwo.") == "One.\n\nTwo."
 
 
-def solved(solution: str | None, *, settled: bool, steps: int, restarts: int = 0) -> Solved:
+def solved(solution: str | None, *, converged: bool, steps: int, restarts: int = 0) -> SudokuResult:
     puzzle = "0" + SOLUTION[1:]
-    return Solved(
+    return SudokuResult(
         puzzle=puzzle,
         solution=solution,
-        settled=settled,
+        converged=converged,
         steps=steps,
         restarts=restarts,
         seconds=1.0,
@@ -297,24 +306,24 @@ def solved(solution: str | None, *, settled: bool, steps: int, restarts: int = 0
 def test_sudoku_counts_what_is_right_and_what_settled() -> None:
     wrong = "9" + SOLUTION[1:]
     outcomes = [
-        solved(SOLUTION, settled=True, steps=4),
-        solved(wrong, settled=True, steps=6),
-        solved(SOLUTION, settled=False, steps=10, restarts=2),
-        solved(None, settled=False, steps=20),
+        solved(SOLUTION, converged=True, steps=4),
+        solved(wrong, converged=True, steps=6),
+        solved(SOLUTION, converged=False, steps=10, restarts=2),
+        solved(None, converged=False, steps=20),
     ]
-    found = {m.name: m.value for m in measures_of(outcomes, Case("sudoku", "diffusion"))}
+    found = {m.name: m.value for m in sudoku_measures(outcomes, Case("sudoku", "diffusion"))}
     assert found == {
         "solved": 0.5,
-        "settled": 0.5,
-        "right if settled": 0.5,
+        "converged": 0.5,
+        "right if converged": 0.5,
         "steps": 10.0,
     }
 
 
 def test_a_late_puzzle_counts_as_restarted_where_restarts_are_made() -> None:
-    assert is_soon(solved(SOLUTION, settled=True, steps=STEPS))
-    assert not is_soon(solved(SOLUTION, settled=True, steps=STEPS + 1))
-    assert not is_soon(solved(SOLUTION, settled=False, steps=STEPS))
+    assert converged_early(solved(SOLUTION, converged=True, steps=MAX_STEPS))
+    assert not converged_early(solved(SOLUTION, converged=True, steps=MAX_STEPS + 1))
+    assert not converged_early(solved(SOLUTION, converged=False, steps=MAX_STEPS))
 
 
 def test_sudoku_runs_every_set_in_every_way(data: Data) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from dgemma.model.gemma import Gemma
-from dgemma.weights.download import NANO_DIRECTORY
-from dgemma.weights.export import export
+from dgemma.weights.hub import NANO_DIRECTORY
 from dgemma.weights.load import load_model
+from dgemma.weights.save import export
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ from dgemma.config import ModelConfig, load_config
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
+from dgemma.programs.sudoku.grid import prompt_text
 from dgemma.text.chat import ChatTemplate, Message
-from dgemma.text.sudoku import prompt_text
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.weights.hub import NANO_DIRECTORY
 from tests.tiny import CPU
 
 PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
@@ -64,7 +64,7 @@ def our_passes(model: Gemma, case: Case) -> dict[str, Tensor]:
         return model.logits(model.denoise(canvas_L, soft_LD, reading))
 
     prefill, first = encode(case.prompt_T), denoise(None)
-    later = denoise(model.embed_soft(first.softmax(-1)))
+    later = denoise(model.soft_embed(first.softmax(-1)))
     return {
         "prefill": prefill,
         "first step": first,

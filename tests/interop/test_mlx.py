@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgemma.model.gemma import Gemma
-from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.weights.hub import NANO_DIRECTORY
 from tests.interop.sample import Case, cases, our_passes
 
 pytest.importorskip("mlx.core", reason="mlx is not a dependency of the tests; see make interop")

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
 from dgemma.model.gemma import Gemma
-from dgemma.weights.adapter import Adapter, attach, load_adapter, new_adapter, save_adapter
-from dgemma.weights.download import NANO_DIRECTORY
-from dgemma.weights.export import export
+from dgemma.weights.hub import NANO_DIRECTORY
+from dgemma.weights.lora import Adapter, attach, new_adapter
+from dgemma.weights.lora_files import load_adapter, save_adapter
+from dgemma.weights.save import export
 from tests.interop.sample import Case, cases, our_passes
 
 pytest.importorskip("peft", reason="peft is not a dependency of the tests; see make interop")

@@ -1,4 +1,4 @@
-"""Attention by kernel: keys in one place or two, every length, canvas or causal, any window."""
+"""Attention by kernel: keys in one buffer or two, every length, canvas or causal, any window."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from dgemma.backends.cuda.configs import AttentionConfig, attention_config
 from dgemma.backends.cuda.kernels import attention as kernels
-from dgemma.backends.cuda.kernels import splitkv_reduce
 from dgemma.backends.cuda.kernels.attention import CANVAS, CAUSAL, MIXED, Segments
-from dgemma.backends.cuda.kernels.moe import quantize
+from dgemma.backends.cuda.kernels.residual_norm import quantize
 from dgemma.model.attention import KVSegment, attention_reference
 
 CASES = [
-    # length, heads, key heads, width, past, own, window (None: a canvas), parts
+    # length, heads, key heads, width, past, own, window (None: a canvas), splits
     (8, 4, 2, 16, 0, 8, None, 1),
     (8, 4, 2, 16, 5, 40, None, 3),
     (20, 4, 1, 32, 7, 53, 0, 2),
@@ -41,53 +40,52 @@ def mask(length: int, past: int, own: int, window: int | None) -> list[Tensor | 
 
 @pytest.mark.parametrize("case", CASES)
 def test_attention_agrees_with_its_definition(case: tuple[int, ...]) -> None:
-    width, parts = case[3], case[7]
-    form = replace(PLAIN, parts=parts, slices=2 if width > 16 else 1, edges=parts != 2)
-    got, want = both(case[:7], form)
+    width, splits = case[3], case[7]
+    config = replace(PLAIN, splits=splits, v_slices=2 if width > 16 else 1, mask_edges=splits != 2)
+    got, want = both(case[:7], config)
     torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("parts", "length", "heads", "width"), [(2, 34, 4, 16), (4, 45, 3, 32), (8, 9, 16, 16)]
+    ("splits", "length", "heads", "width"), [(2, 34, 4, 16), (4, 45, 3, 32), (8, 9, 16, 16)]
 )
-def test_parts_merged_in_8_bits_are_the_merged_ones_rounded(
-    parts: int, length: int, heads: int, width: int, dtype: torch.dtype
+def test_splits_reduced_in_fp8_are_the_reduced_ones_quantized(
+    splits: int, length: int, heads: int, width: int, dtype: torch.dtype
 ) -> None:
-    generator = torch.Generator().manual_seed(parts)
-    out_PLNH = torch.randn(parts, length, heads, width, generator=generator)
-    out_PLNH *= torch.logspace(-4, 3, length)[:, None, None]
-    log_PLN = 3 * torch.randn(parts, length, heads, generator=generator)
-    log_PLN[1, 0] = float("-inf")  # a part without keys
-    out_PLNH[:, 1] = 0.0
-    log_PLN[:, 2], out_PLNH[:, 2] = float("-inf"), 0.0  # padding: no part has any
-    merged_LNH = torch.empty(length, heads, width, dtype=dtype)
-    kernels.merge(out_PLNH, log_PLN, merged_LNH)
-    assert not merged_LNH[2].any()
-    want_LX, want_L = quantize(merged_LNH.flatten(1))
-    got_LX, got_L = splitkv_reduce.merge(out_PLNH, log_PLN, dtype)
+    generator = torch.Generator().manual_seed(splits)
+    out_PTNH = torch.randn(splits, length, heads, width, generator=generator)
+    out_PTNH *= torch.logspace(-4, 3, length)[:, None, None]
+    lse_PTN = 3 * torch.randn(splits, length, heads, generator=generator)
+    lse_PTN[1, 0] = float("-inf")  # a part without keys
+    out_PTNH[:, 1] = 0.0
+    lse_PTN[:, 2], out_PTNH[:, 2] = float("-inf"), 0.0  # padding: no part has any
+    reduced_LNH = kernels.reduce_splits(out_PTNH, lse_PTN, dtype)
+    assert not reduced_LNH[2].any()
+    want_LX, want_L = quantize(reduced_LNH.flatten(1))
+    got_LX, got_L = kernels.reduce_splits_fp8(out_PTNH, lse_PTN, dtype)
     assert torch.equal(got_L, want_L)
     assert torch.equal(got_LX.view(torch.uint8), want_LX.view(torch.uint8))
     # The row's own type is in between: rounded from float32 at once, many would be others.
-    other_LX, _ = splitkv_reduce.merge(out_PLNH, log_PLN, torch.float32)
+    other_LX, _ = kernels.reduce_splits_fp8(out_PTNH, lse_PTN, torch.float32)
     assert torch.equal(other_LX.float(), got_LX.float()) == (dtype == torch.float32)
 
 
-@pytest.mark.parametrize("parts", [1, 3, 9])
-def test_attention_in_8_bits_is_attention_rounded(parts: int) -> None:
-    """Merged and rounded at once, rounded alone, and merged first where parts are many."""
-    case, form = (34, 4, 2, 16, 5, 40, None), replace(PLAIN, parts=parts)
-    want_LX, want_L = quantize(both(case, form)[0].flatten(1))
-    (got_LX, got_L), _ = both(case, form, work=kernels.attention_fp8)
+@pytest.mark.parametrize("splits", [1, 3, 9])
+def test_attention_in_fp8_is_attention_rounded(splits: int) -> None:
+    """Merged and rounded at once, rounded alone, and merged first where splits are many."""
+    case, config = (34, 4, 2, 16, 5, 40, None), replace(PLAIN, splits=splits)
+    want_LX, want_L = quantize(both(case, config)[0].flatten(1))
+    (got_LX, got_L), _ = both(case, config, reduce=kernels.reduce_splits_fp8)
     assert torch.equal(got_L, want_L)
     assert torch.equal(got_LX.view(torch.uint8), want_LX.view(torch.uint8))
 
 
 def both(
     case: tuple[int | None, ...],
-    form: AttentionConfig | None,
+    config: AttentionConfig | None,
     dtype: torch.dtype = torch.float32,
-    work: Callable[..., Any] | None = None,
+    reduce: Callable[..., Any] = kernels.reduce_splits,
 ) -> tuple[Any, Tensor]:
     """Return what the kernel gives for one segment, and the definition."""
     length, heads, kv_heads, width, past, own, window = case
@@ -96,7 +94,7 @@ def both(
     item = Item(length, past, own, causal=window is not None)
     given = Given([item], (heads, kv_heads, width), window or 0, dtype=dtype)
     kind = CANVAS if window is None else CAUSAL
-    return given.kernel(kind, form, work), given.definition(0)
+    return given.kernel(kind, config, reduce), given.definition(0)
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class Given:
         ]
 
     def table(self) -> Tensor:
-        """Return the table, [E, 6]: entry 0 is padding; entries of other layers lie in between."""
+        """Return the table, [E, 6]: entry 0 is padding; entries of other layers are in between."""
         table_EX6 = torch.zeros(len(self.items) + 1, 2, 6, dtype=torch.long)
         for index in range(len(self.items)):
             found = self.keys(index)
@@ -173,18 +171,21 @@ class Given:
         )
 
     def kernel(
-        self, kind: int, form: AttentionConfig | None, work: Callable[..., Any] | None = None
+        self,
+        kind: int,
+        config: AttentionConfig | None,
+        reduce: Callable[..., Any] = kernels.reduce_splits,
     ) -> Any:
-        given = (self.q_TNH, self.table(), self.segments(kind), self.shape[1], self.window, form)
-        return (work or kernels.attention)(*given)
+        given = (self.q_TNH, self.table(), self.segments(kind), self.shape[1], self.window, config)
+        return reduce(*kernels.attend(*given), self.q_TNH.dtype)
 
     def definition(self, index: int) -> Tensor:
         q_TNH = self.q_TNH[index * self.stride :][: self.items[index].count]
         return attention_reference(q_TNH, self.keys(index))
 
-    def check(self, kind: int, form: AttentionConfig | None) -> None:
-        """Compare each segment with its definition; what stands behind its tokens is finite."""
-        got_ITNH = self.kernel(kind, form).view(len(self.items), self.stride, *self.shape[::2])
+    def check(self, kind: int, config: AttentionConfig | None) -> None:
+        """Compare each segment with its definition; padding is finite."""
+        got_ITNH = self.kernel(kind, config).view(len(self.items), self.stride, *self.shape[::2])
         assert got_ITNH.isfinite().all()
         for index, (item, got_TNH) in enumerate(zip(self.items, got_ITNH, strict=True)):
             if not item.own:
@@ -215,13 +216,13 @@ BATCHES = {
 
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("kind", [CANVAS, CAUSAL, MIXED])
-@pytest.mark.parametrize(("parts", "edges"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("splits", "edges"), [(1, True), (3, False)])
 def test_segments_of_a_pass_are_attended_in_one_launch(
-    kind: int, window: int, parts: int, edges: bool
+    kind: int, window: int, splits: int, edges: bool
 ) -> None:
     """Of any count up to the stride, each with its own keys; padding has none and gives zeros."""
     given = Given(BATCHES[kind], (4, 2, 16), window, stride=9)
-    given.check(kind, replace(PLAIN, parts=parts, edges=edges))
+    given.check(kind, replace(PLAIN, splits=splits, mask_edges=edges))
 
 
 def test_the_default_config_takes_all_segments_too() -> None:
@@ -232,23 +233,23 @@ def test_the_default_config_takes_all_segments_too() -> None:
         Given(items, (4, 2, 16), 6, stride).check(kind, None)
 
 
-def test_segments_in_8_bits_are_those_rounded() -> None:
+def test_segments_in_fp8_are_those_rounded() -> None:
     given = Given(BATCHES[MIXED], (4, 2, 16), 6, stride=9)
-    for parts in (1, 3):
-        form = replace(PLAIN, parts=parts)
-        want_TX, want_T = quantize(given.kernel(MIXED, form).flatten(1))
-        got_TX, got_T = given.kernel(MIXED, form, kernels.attention_fp8)
+    for splits in (1, 3):
+        config = replace(PLAIN, splits=splits)
+        want_TX, want_T = quantize(given.kernel(MIXED, config).flatten(1))
+        got_TX, got_T = given.kernel(MIXED, config, kernels.reduce_splits_fp8)
         assert torch.equal(got_T, want_T)
         assert torch.equal(got_TX.view(torch.uint8), want_TX.view(torch.uint8))
         assert got_TX.float().isfinite().all() and got_T.isfinite().all()
 
 
-def test_parts_may_wait_in_16_bits() -> None:
+def test_outputs_of_splits_may_be_float16() -> None:
     case = (20, 4, 2, 32, 7, 53, 12)
     want = both(case, PLAIN, torch.float32)[1]
     errors = []
     for half in (False, True):
-        got, _ = both(case, replace(PLAIN, parts=3, half=half), torch.float16)
+        got, _ = both(case, replace(PLAIN, splits=3, fp16_splits=half), torch.float16)
         errors.append((got.float() - want).square().mean().sqrt())
     # The inputs' rounding is in both.
     assert errors[1] < 1.1 * errors[0] < 2e-3
@@ -257,13 +258,13 @@ def test_parts_may_wait_in_16_bits() -> None:
 def test_one_token_has_a_config_of_its_own() -> None:
     got, want = both((1, 4, 2, 32, 40, 23, 0), None)
     torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
-    assert attention_config(2, 8, 256).parts == 16
-    assert attention_config(8, 2, 512).parts == 66
-    assert attention_config(2, 8, 256, 16).parts == 1  # many segments fill the GPU
+    assert attention_config(2, 8, 256).splits == 16
+    assert attention_config(8, 2, 512).splits == 66
+    assert attention_config(2, 8, 256, 16).splits == 1  # many segments fill the GPU
 
 
-def test_the_default_config_shares_out_the_keys_of_a_canvas() -> None:
-    assert attention_config(512, 8, 256).parts > 1
-    assert attention_config(512, 8, 256, 8).parts == 1
-    assert attention_config(8192, 8, 256).parts == 1
+def test_the_default_config_splits_the_keys_of_a_canvas() -> None:
+    assert attention_config(512, 8, 256).splits > 1
+    assert attention_config(512, 8, 256, 8).splits == 1
+    assert attention_config(8192, 8, 256).splits == 1
     assert attention_config(2048, 2, 512).keys < attention_config(2048, 2, 256).keys

@@ -1,4 +1,4 @@
-"""The Gluon kernel as it is written, on stand-ins for what it calls: no interpreter knows Gluon.
+"""The Gluon kernel's source on fakes of what it calls: the interpreter has no Gluon.
 
 Copies to shared memory happen either at once or as late as waiting allows, so that a value that is
 read too early or overwritten too soon shows. Layouts and the barriers between warps do not.
@@ -18,7 +18,7 @@ from dgemma.backends.cuda.kernels.attention import CANVAS, CAUSAL, MIXED
 from tests.kernels import check_attention as plain
 
 CASES = [
-    # length, heads, key heads, width, past, own, window (None: a canvas), parts
+    # length, heads, key heads, width, past, own, window (None: a canvas), splits
     (40, 4, 1, 32, 0, 40, None, 1),
     (40, 4, 1, 32, 70, 240, None, 3),
     (40, 4, 2, 16, 130, 66, 0, 2),
@@ -70,7 +70,7 @@ class Shared:
 
 
 class Copies:
-    """Copies in groups, done when they are asked for or when they are waited for."""
+    """Asynchronous copies in groups, done when issued or as late as the wait."""
 
     def __init__(self, *, late: bool) -> None:
         self.late, self.open, self.groups = late, list[Any](), list[Any]()
@@ -189,24 +189,24 @@ class Kernel:
 
 @pytest.fixture(params=[False, True])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel on stand-ins; copies come at once, or late."""
+    """The kernel on fakes; copies are done at once, or late."""
     monkeypatch.setattr(attention_wide, "_attend", launched(request.param, monkeypatch))
-    known = attention.attention
+    attend = attention.attend
 
-    def remember(
+    def map_memory(
         q_TNH: Tensor, table_E6: Tensor, segments: attention.Segments, kv_heads: int, *rest: Any
-    ) -> Tensor:
-        """Addresses stand for the memory they are addresses of."""
-        for place_3 in table_E6.reshape(-1, 3).tolist():
-            for address in place_3[:2]:
-                MEMORY[address] = at(address, place_3[2] * kv_heads * q_TNH.shape[2])
-        return known(q_TNH, table_E6, segments, kv_heads, *rest)
+    ) -> tuple[Tensor, Tensor]:
+        """Map addresses to the memory they are addresses of."""
+        for keys, values, count in table_E6.reshape(-1, 3).tolist():
+            for address in (keys, values):
+                MEMORY[address] = at(address, count * kv_heads * q_TNH.shape[2])
+        return attend(q_TNH, table_E6, segments, kv_heads, *rest)
 
-    monkeypatch.setattr(attention, "attention", remember)
+    monkeypatch.setattr(attention, "attend", map_memory)
 
 
-def wide(parts: int) -> AttentionConfig:
-    return AttentionConfig(queries=64, keys=64, warps=8, stages=1, parts=parts, wide=True)
+def wide(splits: int) -> AttentionConfig:
+    return AttentionConfig(queries=64, keys=64, warps=8, stages=1, splits=splits, wide=True)
 
 
 @pytest.mark.usefixtures("kernel")

@@ -1,4 +1,4 @@
-"""The CUDA backend under the interpreter, beside the reference: batches of every composition."""
+"""The CUDA backend under the interpreter agrees with the reference, in every kind of batch."""
 
 from dataclasses import replace
 
@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.backends.base import ForwardInput, ForwardOutput, TokenDraw
+from dgemma.backends.base import ForwardInput, ForwardOutput, ImageRows, TokenDraw
 from dgemma.backends.cuda.backend import CudaBackend
 from dgemma.backends.cuda.passes import DenoisePass
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.diffusion.canvas import NO_PINS, Canvas, Pins
-from dgemma.diffusion.denoise import Row
-from dgemma.diffusion.sampler import Confidence, Look, Sampler, View
+from dgemma.diffusion.denoise import CanvasState
+from dgemma.diffusion.sampler import Confidence, LogitsAt, Sampler, StepView
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import KVCache
 from tests.kernels import small
 
-pytestmark = pytest.mark.usefixtures("small_cuts")
+pytestmark = pytest.mark.usefixtures("small_configs")
 STEPS = 3
 
 
@@ -37,7 +37,7 @@ def want(model: Gemma) -> ReferenceBackend:
     return ReferenceBackend(model)
 
 
-def same(got: Row | None, wanted: Row | None) -> None:
+def same(got: CanvasState | None, wanted: CanvasState | None) -> None:
     assert got is not None
     assert wanted is not None
     a, b = got.canvas, wanted.canvas
@@ -45,8 +45,8 @@ def same(got: Row | None, wanted: Row | None) -> None:
     assert torch.equal(a.guess_L, b.guess_L)
     assert torch.equal(a.kept_L, b.kept_L)
     assert torch.equal(a.pinned_L, b.pinned_L)
-    assert bool(a.settled) == bool(b.settled)
-    assert int(a.steady_steps) == int(b.steady_steps)
+    assert bool(a.converged) == bool(b.converged)
+    assert int(a.stable_steps) == int(b.stable_steps)
     assert a.num_steps == b.num_steps
     torch.testing.assert_close(a.entropy_L, b.entropy_L, atol=1e-4, rtol=1e-3)
     if not got.is_done:  # nothing is conditioned after the last step
@@ -55,22 +55,22 @@ def same(got: Row | None, wanted: Row | None) -> None:
         torch.testing.assert_close(a.soft_LD, b.soft_LD, atol=3e-3, rtol=1e-3)
 
 
-def row(seed: int, sampler: Sampler, pins: Pins = NO_PINS, length: int = 4) -> Row:
-    return small.row(sampler, seed, pins, length=length)
+def new_state(seed: int, sampler: Sampler, pins: Pins = NO_PINS, length: int = 4) -> CanvasState:
+    return small.new_state(sampler, seed, pins, length=length)
 
 
 def run_both(
-    mine: CudaBackend, want: ReferenceBackend, rows: list[Row], prompts: list[int]
+    mine: CudaBackend, want: ReferenceBackend, states: list[CanvasState], prompts: list[int]
 ) -> None:
-    """Step the same rows on both until all are done."""
+    """Step the same states on both until all are done."""
     caches = [[small.cache(b.model, n) for n in prompts] for b in (mine, want)]
-    held = [list(rows), list(rows)]
+    held = [list(states), list(states)]
     while moving := [i for i, r in enumerate(held[1]) if not r.is_done]:
         for side, backend in enumerate((mine, want)):
-            inputs = [ForwardInput(cache=caches[side][i], row=held[side][i]) for i in moving]
+            inputs = [ForwardInput(cache=caches[side][i], state=held[side][i]) for i in moving]
             for i, output in zip(moving, backend.run(inputs), strict=True):
-                assert output.row is not None
-                held[side][i] = output.row
+                assert output.state is not None
+                held[side][i] = output.state
         for i in moving:
             same(held[0][i], held[1][i])
 
@@ -87,35 +87,35 @@ def test_rows_in_any_batch_are_stepped_as_by_the_reference(
         Sampler(max_denoising_steps=1, temperature=1.7),
         Sampler(max_denoising_steps=2),
     ]
-    rows = [
-        row(seed, samplers[seed], Pins((1,), (5,)) if seed == 1 else NO_PINS)
+    states = [
+        new_state(seed, samplers[seed], Pins((1,), (5,)) if seed == 1 else NO_PINS)
         for seed in range(count)
     ]
-    run_both(mine, want, rows, [5, 7, 9, 3, 6][:count])
+    run_both(mine, want, states, [5, 7, 9, 3, 6][:count])
 
 
 def test_canvases_of_different_lengths_share_a_pass(
     mine: CudaBackend, want: ReferenceBackend
 ) -> None:
     sampler = Sampler(max_denoising_steps=2)
-    run_both(mine, want, [row(0, sampler, length=2), row(1, sampler, length=4)], [5, 7])
+    run_both(mine, want, [new_state(0, sampler, length=2), new_state(1, sampler, length=4)], [5, 7])
 
 
 def test_a_rule_without_a_kernel_runs_on_the_host_in_the_same_pass(
     mine: CudaBackend, want: ReferenceBackend
 ) -> None:
-    rows = [
-        row(0, Sampler(max_denoising_steps=2, rule=Confidence())),
-        row(1, Sampler(max_denoising_steps=2)),
+    states = [
+        new_state(0, Sampler(max_denoising_steps=2, rule=Confidence())),
+        new_state(1, Sampler(max_denoising_steps=2)),
     ]
-    run_both(mine, want, rows, [5, 7])
+    run_both(mine, want, states, [5, 7])
 
 
 class PinFirst:
     """A constraint: pins the first position to an even token, and reopens the last."""
 
-    def walk(self, canvas: Canvas, view: View) -> Canvas:
-        token = int(self.even(view.look)[0].argmax())
+    def apply(self, canvas: Canvas, view: StepView) -> Canvas:
+        token = int(self.even(view.logits)[0].argmax())
         tokens_L, pinned_L = canvas.tokens_L.clone(), canvas.pinned_L.clone()
         tokens_L[0], pinned_L[0] = 2 * token, True
         reopened_L = torch.zeros_like(pinned_L)
@@ -125,13 +125,16 @@ class PinFirst:
         changed = {"tokens_L": tokens_L, "pinned_L": pinned_L, "guess_L": guess_L}
         return replace(canvas, **changed, reopened_L=reopened_L)
 
-    def even(self, look: Look) -> Tensor:
-        return look([0])[:, ::2].cpu()
+    def even(self, logits_at: LogitsAt) -> Tensor:
+        return logits_at([0])[:, ::2].cpu()
 
 
 def test_a_constrained_row_rides_the_same_pass(mine: CudaBackend, want: ReferenceBackend) -> None:
-    rows = [row(0, Sampler(max_denoising_steps=STEPS)), row(1, Sampler(max_denoising_steps=STEPS))]
-    run_both(mine, want, [replace(rows[0], walker=PinFirst()), rows[1]], [5, 7])
+    states = [
+        new_state(0, Sampler(max_denoising_steps=STEPS)),
+        new_state(1, Sampler(max_denoising_steps=STEPS)),
+    ]
+    run_both(mine, want, [replace(states[0], constraint=PinFirst()), states[1]], [5, 7])
 
 
 def test_commits_first_steps_and_prompts_share_a_pass(
@@ -143,8 +146,8 @@ def test_commits_first_steps_and_prompts_share_a_pass(
     for backend in (mine, want):
         a, b, c, d = (small.cache(backend.model, n) for n in (5, 7, 2, 1))
         inputs = [
-            ForwardInput(cache=a, tokens=(5, 9, 2, 7), row=row(0, sampler)),
-            ForwardInput(cache=b, row=row(1, sampler)),
+            ForwardInput(cache=a, tokens=(5, 9, 2, 7), state=new_state(0, sampler)),
+            ForwardInput(cache=b, state=new_state(1, sampler)),
             ForwardInput(cache=c, tokens=tuple(range(11))),
             ForwardInput(cache=d, tokens=(3, 4)),
         ]
@@ -152,11 +155,11 @@ def test_commits_first_steps_and_prompts_share_a_pass(
         assert [cache.length for cache in (a, b, c, d)] == [9, 7, 13, 3]
         again = backend.run(
             [
-                ForwardInput(cache=a, row=outputs[0].row),
-                ForwardInput(cache=c, tokens=(8,), row=row(2, sampler)),
+                ForwardInput(cache=a, state=outputs[0].state),
+                ForwardInput(cache=c, tokens=(8,), state=new_state(2, sampler)),
             ]
         )
-        found.append([outputs[0].row, outputs[1].row, again[0].row, again[1].row])
+        found.append([outputs[0].state, outputs[1].state, again[0].state, again[1].state])
         keys = [cache.read(1, 0, cache.length)[-1].k_SMH for cache in (a, c, d)]
         found[-1].append(torch.cat(keys))
     for got, wanted in zip(found[0][:4], found[1][:4], strict=True):
@@ -167,18 +170,18 @@ def test_commits_first_steps_and_prompts_share_a_pass(
 def test_more_rows_and_commits_than_a_pass_holds_take_several(
     model: Gemma, want: ReferenceBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dgemma.backends.cuda.backend.MAX_ROWS", 2)
+    monkeypatch.setattr("dgemma.backends.cuda.backend.MAX_BATCH_SIZE", 2)
     monkeypatch.setattr("dgemma.backends.cuda.backend.MAX_COMMITS", 2)
     mine, sampler = CudaBackend(model), Sampler(max_denoising_steps=2)
     prompt = tuple(range(17))
     found = []
     for backend in (mine, want):
         caches = [small.cache(model, n) for n in (5, 7, 9)]
-        inputs = [ForwardInput(cache=c, row=row(i, sampler)) for i, c in enumerate(caches)]
+        inputs = [ForwardInput(cache=c, state=new_state(i, sampler)) for i, c in enumerate(caches)]
         other = small.cache(model, 1)
         outputs = backend.run([*inputs, ForwardInput(cache=other, tokens=prompt)])
         assert other.length == 18
-        found.append([output.row for output in outputs[:3]])
+        found.append([output.state for output in outputs[:3]])
     for got, wanted in zip(*found, strict=True):
         same(got, wanted)
 
@@ -230,12 +233,12 @@ def test_a_row_that_left_comes_back_as_it_was(mine: CudaBackend, want: Reference
     found = []
     for backend in (mine, want):
         caches: list[KVCache] = [small.cache(backend.model, n) for n in (5, 7)]
-        (first,) = backend.run([ForwardInput(cache=caches[0], row=row(0, sampler))])
-        backend.run([ForwardInput(cache=caches[1], row=row(1, sampler))])
+        (first,) = backend.run([ForwardInput(cache=caches[0], state=new_state(0, sampler))])
+        backend.run([ForwardInput(cache=caches[1], state=new_state(1, sampler))])
         if isinstance(backend, CudaBackend):
             backend.residents = [None] * len(backend.residents)
-        (second,) = backend.run([ForwardInput(cache=caches[0], row=first.row)])
-        found.append(second.row)
+        (second,) = backend.run([ForwardInput(cache=caches[0], state=first.state)])
+        found.append(second.state)
     same(*found)
 
 
@@ -244,9 +247,11 @@ def test_more_steps_than_the_buffers_hold_make_larger_ones(model: Gemma) -> None
     before = mine.buffers.max_steps
     sampler = Sampler(max_denoising_steps=before + 3)
     cache = small.cache(model, 5)
-    (output,) = mine.run([ForwardInput(cache=cache, row=row(0, sampler))])
-    (wanted,) = ReferenceBackend(model).run([ForwardInput(cache=cache, row=row(0, sampler))])
-    same(output.row, wanted.row)
+    (output,) = mine.run([ForwardInput(cache=cache, state=new_state(0, sampler))])
+    (wanted,) = ReferenceBackend(model).run(
+        [ForwardInput(cache=cache, state=new_state(0, sampler))]
+    )
+    same(output.state, wanted.state)
     assert mine.buffers.max_steps > before + 3
 
 
@@ -273,7 +278,7 @@ def test_a_pass_that_fails_late_can_be_run_again(
     """The canvas in the buffers has moved on by then: it is loaded anew."""
     mine, sampler = CudaBackend(model), Sampler(max_denoising_steps=STEPS)
     caches = [small.cache(model, 5), small.cache(model, 5)]
-    held = [row(0, sampler), row(0, sampler)]
+    held = [new_state(0, sampler), new_state(0, sampler)]
     for number in range(STEPS):
         if number == 1:
             with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
@@ -282,11 +287,11 @@ def test_a_pass_that_fails_late_can_be_run_again(
                     raise RuntimeError("no memory")
 
                 patched.setattr(DenoisePass, "soft_embed", fails)
-                mine.run([ForwardInput(cache=caches[0], row=held[0])])
+                mine.run([ForwardInput(cache=caches[0], state=held[0])])
         for side, backend in enumerate((mine, want)):
-            (output,) = backend.run([ForwardInput(cache=caches[side], row=held[side])])
-            assert output.row is not None
-            held[side] = output.row
+            (output,) = backend.run([ForwardInput(cache=caches[side], state=held[side])])
+            assert output.state is not None
+            held[side] = output.state
         same(held[0], held[1])
 
 
@@ -305,3 +310,32 @@ def test_encoded_texts_give_the_reference_s_hidden_states(
         found.append(torch.cat([s.cache.read(1, 7, s.cache.length)[-1].k_SMH for s in segments]))
     torch.testing.assert_close(found[0], found[2], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found[1], found[3], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["canvas", "draw", "chunk"])
+def test_pictures_are_committed_by_the_reference_and_the_rest_by_kernels(
+    mine: CudaBackend, want: ReferenceBackend, kind: str
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    width = mine.model.config.hidden_size
+    features_SD = torch.randn(3, width, generator=generator).to(mine.model.embed_tokens.weight)
+    images = (ImageRows(2, features_SD),)
+    outputs, caches = [], []
+    for backend in (mine, want):
+        caches.append(small.cache(backend.model, 5))
+        item = ForwardInput(cache=caches[-1], tokens=(5, 6, 7, 7, 7, 8, 9), images=images)
+        if kind == "canvas":
+            item = replace(item, state=new_state(0, Sampler(max_denoising_steps=2)))
+        elif kind == "draw":
+            item = replace(item, draw=TokenDraw())
+        plain = ForwardInput(cache=small.cache(backend.model, 4), tokens=(3, 4))
+        outputs.append(backend.run([plain, item])[1])
+    assert caches[0].length == caches[1].length == 12
+    if kind == "canvas":
+        same(outputs[0].state, outputs[1].state)
+    elif kind == "draw":
+        assert outputs[0].token == outputs[1].token
+    for ours, theirs in zip(caches[0].buffers, caches[1].buffers, strict=True):
+        first = max(ours.base, theirs.base)
+        a, b = ours.read(first, 12), theirs.read(first, 12)
+        torch.testing.assert_close(a.k_SMH, b.k_SMH, atol=3e-3, rtol=1e-3)

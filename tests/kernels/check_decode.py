@@ -1,4 +1,4 @@
-"""Single tokens through the CUDA backend: KV tables looked up ahead are those of their sequence."""
+"""Single tokens on the CUDA backend: prefetched KV tables are those of their sequence."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from dgemma.model.kv_cache import Capacity, KVCache
 from tests.kernels import small
 from tests.kernels.small import CPU, SMALL
 
-pytestmark = pytest.mark.usefixtures("small_cuts")
+pytestmark = pytest.mark.usefixtures("small_configs")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_tokens_find_their_keys_also_where_memory_moves(model: Gemma) -> None:
     mine, want = CudaBackend(model), ReferenceBackend(model)
     caches, token, known, moves = [tight(model, 3) for _ in range(2)], 5, 0, set[int]()
     for _ in range(12):
-        known += mine._next_meta is not None
+        known += mine.decoder._prefetched is not None
         got = next_token(mine, caches[0], token)
         same(got, next_token(want, caches[1], token))
         token = got[0]
@@ -55,8 +55,8 @@ def test_a_new_sequence_does_not_read_the_keys_of_one_that_is_gone(model: Gemma)
     """It may have the same length, and be where the other one was."""
     mine, want = CudaBackend(model), ReferenceBackend(model)
     next_token(mine, small.cache(model, 5), 1)
-    assert mine._next_meta is not None
-    ((gone, length, _),) = mine._next_meta[0]
+    assert mine.decoder._prefetched is not None
+    ((gone, length, _),) = mine.decoder._prefetched[0]
     assert gone() is None
     assert length == 6
     for token in (2, 3):

@@ -1,4 +1,4 @@
-"""Inputs of a pass by kernel: embeddings, RoPE tables, and what a step reads of its row."""
+"""Inputs of a pass by kernel: embeddings, RoPE tables, and per-token inputs of a step."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from torch import Tensor
 from dgemma.backends.cuda.kernels.embed import EmbedTokens, StepInputs, Table, add_and_norm, embed
 from dgemma.backends.cuda.passes import Rope
 from dgemma.model.gemma import Gemma
-from dgemma.model.norm import rms_norm
-from dgemma.model.rope import rope_cos_sin
+from dgemma.model.norm_rope import rms_norm, rope_cos_sin
 from tests.kernels import small
 
 EPS, LENGTH, STEPS, ENTRIES = 1e-6, 4, 3, 6
@@ -25,7 +24,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def tokens_of(entries: list[int], num_canvases: int) -> EmbedTokens:
-    """Name entries, whose tokens and starts lie among other numbers."""
+    """Name entries, whose tokens and starts are strided."""
     of = torch.Generator().manual_seed(1)
     canvas_EL, commit_EL = torch.randint(96, (2, ENTRIES, LENGTH + 3), generator=of)
     start_E2 = torch.tensor([[start, 99] for start in START])

@@ -8,14 +8,14 @@ from dgemma.backends.cuda.backend import CudaBackend
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.config import GenerationConfig
 from dgemma.diffusion.canvas import Pins
-from dgemma.engine import Done, Engine, Options
+from dgemma.engine import Done, Engine, SamplingParams
 from dgemma.text.chat import ChatTemplate
-from dgemma.weights.random import random_model
+from dgemma.weights.load import random_model
 from tests.constrain.random_engine import EOS, RESPONSE, TOKENIZER, TURN, random_prompt
 from tests.kernels.small import SMALL
 from tests.text.small import TEMPLATE
 
-pytestmark = pytest.mark.usefixtures("small_cuts")
+pytestmark = pytest.mark.usefixtures("small_configs")
 SCHEMA = {
     "type": "object",
     "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}},
@@ -36,17 +36,17 @@ def make_engine(*, fused: bool) -> Engine:
     return engine
 
 
-def requests(engine: Engine) -> list[Options]:
-    guide = engine.guide(schema=SCHEMA)
+def requests(engine: Engine) -> list[SamplingParams]:
+    constraint = engine.constraint(schema=SCHEMA)
     return [
-        Options(seed=1),
-        Options(seed=2, temperature=0.5, drafts=True),
-        Options(seed=3, pins=Pins((0, 3), (300, 301)), canvas_length=6),
-        Options(seed=4, guide=guide, max_tokens=12),
-        Options(seed=5, mode="ar", max_tokens=3),
-        Options(seed=6, mode="ar", temperature=0.9, max_tokens=3),
-        Options(seed=7, mode="ar", guide=guide, max_tokens=12),
-        Options(seed=8, canvas=(300, -1, 302)),
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, temperature=0.5, drafts=True),
+        SamplingParams(seed=3, pins=Pins((0, 3), (300, 301)), canvas_length=6),
+        SamplingParams(seed=4, constraint=constraint, max_tokens=12),
+        SamplingParams(seed=5, mode="ar", max_tokens=3),
+        SamplingParams(seed=6, mode="ar", temperature=0.9, max_tokens=3),
+        SamplingParams(seed=7, mode="ar", constraint=constraint, max_tokens=12),
+        SamplingParams(seed=8, initial_canvas=(300, -1, 302)),
     ]
 
 

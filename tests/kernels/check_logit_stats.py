@@ -1,4 +1,4 @@
-"""Row statistics by kernel: the numbers of the definition, and the same draws."""
+"""Logit statistics by kernel: the values of the definition, and the same draws."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dgemma.backends.cuda.kernels import logit_stats as kernels
-from dgemma.backends.cuda.kernels import soft_embed_topk as sparse
-from dgemma.backends.cuda.kernels.soft_embed_topk import Into
-from dgemma.diffusion.logit_stats import Query, draw_misses, row_stats_reference
+from dgemma.backends.cuda.kernels import soft_embed_topk as topk
+from dgemma.backends.cuda.kernels.soft_embed_topk import SoftEmbedOut
+from dgemma.diffusion.logit_stats import Query, draw_misses, position_stats_reference
 
 SHAPES = [(61, 30.0, 30.0), (2048, None, 8.0), (5000, 30.0, 3.0)]
 
@@ -24,14 +24,18 @@ def case(vocab: int, spread: float, rows: int = 8) -> tuple[Tensor, Query]:
     return spread * torch.randn(rows, vocab, generator=generator), query
 
 
-def ask(
+def stats_of(
     raw: Tensor, cap: float | None, query: Query, length: int | None = None
-) -> tuple[kernels.Marks, kernels.Merged]:
+) -> kernels.LogitStats:
     """Run both passes over canvases of `length` rows, all rows by default."""
-    cold = query.draw_temperature_T
-    heats = (query.temperature_T, torch.ones_like(query.temperature_T) if cold is None else cold)
-    marks = kernels.row_marks(raw, cap, heats, length or len(raw))
-    return marks, kernels.row_merge(raw, cap, (*heats, query.uniform_T, query.held_T), marks)
+    draw_T = query.draw_temperature_T
+    token_query = kernels.TokenQuery(
+        temperature_T=query.temperature_T,
+        draw_temperature_T=torch.ones_like(query.temperature_T) if draw_T is None else draw_T,
+        uniform_T=query.uniform_T,
+        held_T=query.held_T,
+    )
+    return kernels.logit_stats(raw, cap, token_query, length or len(raw))
 
 
 @pytest.mark.parametrize(("vocab", "cap", "spread"), SHAPES)
@@ -41,8 +45,8 @@ def test_statistics_and_draws_are_those_of_the_definition(
 ) -> None:
     raw, query = case(vocab, spread)
     raw = raw.to(dtype)
-    want = row_stats_reference(raw, cap, query)
-    _, got = ask(raw, cap, query)
+    want = position_stats_reference(raw, cap, query)
+    got = stats_of(raw, cap, query).merged
     assert torch.equal(got.draw_T, want.draw_T)
     assert torch.equal(got.top_T, want.top_T)
     for name in ("entropy_T", "top_p_T", "held_p_T"):
@@ -58,17 +62,21 @@ def test_draws_have_temperatures_of_their_own(
     raw, query = case(vocab, 0.1 * spread, rows=12)
     raw, cold_T = raw.to(dtype), torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(3)
     query = replace(query, draw_temperature_T=cold_T)
-    want = row_stats_reference(raw, cap, replace(query, draw_temperature_T=cold_T.clamp(min=1e-7)))
-    marks, got = ask(raw, cap, query)
+    want = position_stats_reference(
+        raw, cap, replace(query, draw_temperature_T=cold_T.clamp(min=1e-7))
+    )
+    stats = stats_of(raw, cap, query)
+    got = stats.merged
     assert torch.equal(got.draw_T, want.draw_T)
     assert torch.equal(got.draw_T[::4], got.top_T[::4])
-    plain_marks, plain = ask(raw, cap, replace(query, draw_temperature_T=None))
+    plain_stats = stats_of(raw, cap, replace(query, draw_temperature_T=None))
+    plain = plain_stats.merged
     assert torch.equal(got.draw_T[2::4], plain.draw_T[2::4])
     assert (got.draw_T != plain.draw_T).sum() > 2
-    for name in set(kernels.Merged.__slots__) - {"draw_T"}:
+    for name in set(kernels.MergedStats.__slots__) - {"draw_T"}:
         assert torch.equal(getattr(got, name), getattr(plain, name)), name
     for name in ("peak_TC", "sum_TC", "moment_TC", "flat_C"):
-        assert torch.equal(getattr(marks, name), getattr(plain_marks, name)), name
+        assert torch.equal(getattr(stats.chunks, name), getattr(plain_stats.chunks, name)), name
 
 
 def test_many_draws_follow_a_distribution_at_its_temperature() -> None:
@@ -80,7 +88,7 @@ def test_many_draws_follow_a_distribution_at_its_temperature() -> None:
         held_T=torch.zeros(48, dtype=torch.long),
         draw_temperature_T=torch.tensor([0.5, 1.7]).repeat_interleave(24),
     )
-    draw_T = ask(raw, None, query)[1].draw_T
+    draw_T = stats_of(raw, None, query).merged.draw_T
     for temperature, part_T in zip((0.5, 1.7), draw_T.split(24), strict=True):
         want = 24 * (raw[0] / 0.8 / temperature).softmax(-1)
         assert (part_T.bincount(minlength=4) - want).abs().max() <= 1
@@ -94,7 +102,7 @@ def test_the_ends_of_the_uniform_numbers_draw_likely_tokens() -> None:
         uniform_T=torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64),
         held_T=torch.tensor([0, 3000]),
     )
-    _, got = ask(raw, None, query)
+    got = stats_of(raw, None, query).merged
     assert got.draw_T[1] == 3000
     assert 0 <= got.draw_T[0] <= 3000
     assert got.entropy_T.abs().max() < 1e-5
@@ -105,7 +113,7 @@ def test_rows_that_are_no_numbers_say_so_and_name_tokens_that_exist() -> None:
     raw, query = case(5000, 3.0, rows=3)
     raw[0] = float("nan")
     raw[1, 4000] = float("nan")
-    _, got = ask(raw, 30.0, query)
+    got = stats_of(raw, 30.0, query).merged
     assert got.entropy_T.isnan().tolist() == [True, True, False]
     for token_T in (got.draw_T, got.top_T):
         assert ((token_T >= 0) & (token_T < 5000)).all()
@@ -119,18 +127,18 @@ def test_of_equal_peaks_the_first_is_taken() -> None:
         uniform_T=torch.zeros(1, dtype=torch.float64),
         held_T=torch.zeros(1, dtype=torch.long),
     )
-    assert ask(raw, 30.0, query)[1].top_T.tolist() == [2500]
+    assert stats_of(raw, 30.0, query).merged.top_T.tolist() == [2500]
 
 
 def test_draws_among_many_equal_tokens_are_right_to_a_part_of_a_token() -> None:
     vocab = 262_144
     raw, query = case(vocab, 0.5, rows=2)
-    draw_T = ask(raw.half(), 30.0, query)[1].draw_T
+    draw_T = stats_of(raw.half(), 30.0, query).merged.draw_T
     misses = draw_misses(raw.half(), 30.0, query, draw_T)
     assert misses.max() <= 1e-6  # of a mean interval of 4e-6
     # The measure sees a wrong draw, and that the definition's own is right.
     assert draw_misses(raw.half(), 30.0, query, (draw_T + 40) % vocab).min() > 1e-5
-    exact = row_stats_reference(raw.half(), 30.0, query)
+    exact = position_stats_reference(raw.half(), 30.0, query)
     assert draw_misses(raw.half(), 30.0, query, exact.draw_T).max() == 0
 
 
@@ -140,7 +148,7 @@ def test_many_draws_follow_the_distribution() -> None:
     query = Query(
         temperature_T=torch.ones(24), uniform_T=numbers, held_T=torch.zeros(24, dtype=torch.long)
     )
-    draws = ask(raw, None, query)[1].draw_T.bincount(minlength=4)
+    draws = stats_of(raw, None, query).merged.draw_T.bincount(minlength=4)
     assert (draws - 24 * raw[0].softmax(-1)).abs().max() <= 1
 
 
@@ -149,8 +157,8 @@ def test_probabilities_replace_the_logits(vocab: int, cap: float | None, spread:
     raw, query = case(vocab, spread)
     capped = raw if cap is None else cap * torch.tanh(raw / cap)
     want = (capped / query.temperature_T[:, None]).softmax(-1)
-    _, merged = ask(raw, cap, query)
-    got = kernels.probabilities_(raw, cap, query.temperature_T, merged)
+    stats = stats_of(raw, cap, query)
+    got = kernels.probabilities_(stats)
     assert got.data_ptr() == raw.data_ptr()
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
@@ -159,48 +167,48 @@ def test_the_sparse_mean_is_the_dense_one_where_its_mass_says_so() -> None:
     raw, query = case(5000, 1.0)
     raw[:, :7] += 8.0
     raw[:4, :7] += 17.0  # the first rows are sharp, the others not quite
-    marks, merged = ask(raw, 30.0, query)
-    assert not marks.flat_C.item()
-    ids, p, count, mass = sparse.survivors(raw, 30.0, query.temperature_T, marks, merged)
+    stats = stats_of(raw, 30.0, query)
+    assert not stats.chunks.flat_C.item()
+    ids, p, count, mass = topk.gather_candidates(stats, topk.count_candidates(stats))
     table = torch.randn(5000, 24, generator=torch.Generator().manual_seed(1))
-    into = Into(
+    out = SoftEmbedOut(
         torch.empty(1, 8, 24),
         torch.zeros(1, 8, dtype=torch.long),
         torch.zeros(1, 8, dtype=torch.uint8),
         torch.zeros(1, dtype=torch.int32),
         1.0,
     )
-    sparse.soft_mean(table, ids, p, count, into)
-    mean = into.soft_ELD[0]
-    dense = kernels.probabilities_(raw, 30.0, query.temperature_T, merged) @ table
-    sure = mass >= kernels.MASS
+    topk.mean_of_candidates(table, ids, p, count, out)
+    mean = out.soft_ELD[0]
+    dense = kernels.probabilities_(stats) @ table
+    sure = mass >= kernels.MIN_MASS
     assert sure[:4].all() and not sure.all()
     torch.testing.assert_close(mean[sure], dense[sure], atol=2e-3, rtol=1e-3)
     assert (mean - dense)[~sure].abs().max() > 0.01
 
 
-def test_likely_tokens_are_all_found_in_order_wherever_they_lie() -> None:
+def test_all_candidates_are_found_in_order() -> None:
     """One row with a few, and one with some in every chunk."""
     vocab = 20 * kernels.CHUNK + 100
     raw, query = case(vocab, 0.1, rows=2)
     raw[0, [7, 9000, 9001, vocab - 1]] += 20.0
     raw[1, 50 :: kernels.CHUNK // 4] += 20.0
-    marks, merged = ask(raw, None, query)
-    found = sparse.likely(raw, None, query.temperature_T, marks, merged)
-    ids, p, count, mass = sparse.survivors(raw, None, query.temperature_T, marks, merged, found)
+    stats = stats_of(raw, None, query)
+    found = topk.count_candidates(stats)
+    ids, p, count, mass = topk.gather_candidates(stats, found)
     want = (raw.double() / query.temperature_T[:, None].double()).softmax(-1)
     for row in range(2):
-        likely = (want[row] >= kernels.SPARE).nonzero()[:, 0]
-        assert ids[row, : count[row]].tolist() == likely.tolist()
+        candidates = (want[row] >= kernels.MIN_PROB).nonzero()[:, 0]
+        assert ids[row, : count[row]].tolist() == candidates.tolist()
         torch.testing.assert_close(
-            p[row, : count[row]].double(), want[row, likely], rtol=1e-4, atol=0
+            p[row, : count[row]].double(), want[row, candidates], rtol=1e-4, atol=0
         )
-        assert abs(mass[row] - want[row, likely].sum()) < 1e-4
+        assert abs(mass[row] - want[row, candidates].sum()) < 1e-4
     assert count.tolist() == [4, 81]
-    assert found.suffice()
+    assert found.covers_mass()
 
 
-GROUP = sparse.AT_ONCE * kernels.CHUNK
+GROUP = topk.CHUNKS_PER_PROGRAM * kernels.CHUNK
 
 
 @pytest.mark.parametrize("cap", [30.0, 0.5, None])
@@ -209,53 +217,53 @@ GROUP = sparse.AT_ONCE * kernels.CHUNK
 def test_counts_and_masses_are_those_of_the_definition(
     cap: float | None, dtype: torch.dtype, spread: float
 ) -> None:
-    """Many numbers are equal, some of them neighbours; under a low cap all tokens are likely."""
+    """Many logits are equal, some of them adjacent; under a low cap all tokens are candidates."""
     raw, query = case(2 * GROUP + 100, spread, rows=1)
     raw = raw.round(decimals=1).clamp(min=-15.0)
     raw[:, 9:13] = raw[:, -3:-2] = 4.5 * spread
     raw = raw.to(dtype)
-    marks, merged = ask(raw, cap, query)
-    marks.flat_C.zero_()  # nothing is spared here
-    found = sparse.likely(raw, cap, query.temperature_T, marks, merged)
+    stats = stats_of(raw, cap, query)
+    stats.chunks.flat_C.zero_()  # nothing is spared here
+    found = topk.count_candidates(stats)
     logits = raw.double() if cap is None else cap * torch.tanh(raw.double() / cap)
     p = (logits / query.temperature_T[:, None].double()).softmax(-1)[0]
-    likely = [part[part >= kernels.SPARE] for part in p.split(GROUP)]
-    for count, mass, want in zip(found.count_TG[0], found.mass_TG[0], likely, strict=True):
+    candidates = [part[part >= kernels.MIN_PROB] for part in p.split(GROUP)]
+    for count, mass, want in zip(found.count_TG[0], found.mass_TG[0], candidates, strict=True):
         assert count == len(want)
-        if count > kernels.SURVIVORS:
-            assert marks.flat_C.item() and mass == 0
+        if count > kernels.MAX_CANDIDATES:
+            assert stats.chunks.flat_C.item() and mass == 0
             break  # what comes after it may be left out
         torch.testing.assert_close(mass.double(), want.sum(), rtol=1e-4, atol=0)
 
 
-def test_cases_hold_rows_with_few_and_with_many_likely_tokens() -> None:
+def test_cases_hold_rows_with_few_and_with_many_candidates() -> None:
     """So that the test above means something: masses of many, of a few equal ones, and none."""
     counts = []
     for spread in (2.0, 5.0, 8.0):
         raw, query = case(2 * GROUP + 100, spread, rows=1)
-        marks, merged = ask(raw, 30.0, query)
-        marks.flat_C.zero_()
-        counts += sparse.likely(raw, 30.0, query.temperature_T, marks, merged).count_TG[0].tolist()
-    assert max(counts) > kernels.SURVIVORS > sorted(counts)[len(counts) // 2] > 4
+        stats = stats_of(raw, 30.0, query)
+        stats.chunks.flat_C.zero_()
+        counts += topk.count_candidates(stats).count_TG[0].tolist()
+    assert max(counts) > kernels.MAX_CANDIDATES > sorted(counts)[len(counts) // 2] > 4
 
 
-def test_a_search_that_found_too_many_together_spares_the_rest_its_own() -> None:
-    """And says so itself, whoever else is left out."""
+def test_a_search_that_finds_too_many_skips_the_rest() -> None:
+    """And sets the flag itself, whichever group is skipped."""
     raw, query = case(3 * GROUP, 0.1, rows=2)
     raw[:, 7] += 20.0
     raw[0, GROUP : GROUP + 200] += 15.0 - 0.02 * torch.arange(200)
-    marks, merged = ask(raw, None, query)
-    assert not marks.flat_C.item()
+    stats = stats_of(raw, None, query)
+    assert not stats.chunks.flat_C.item()
     for _ in range(2):  # asked again, it may say nothing, but nothing else
-        found = sparse.likely(raw, None, query.temperature_T, marks, merged)
-        assert marks.flat_C.item() and not found.suffice()
-    marks, merged = ask(raw[1:], None, query.rows(slice(1, 2)))
-    assert sparse.likely(raw[1:], None, query.temperature_T[1:], marks, merged).suffice()
+        found = topk.count_candidates(stats)
+        assert stats.chunks.flat_C.item() and not found.covers_mass()
+    stats = stats_of(raw[1:], None, query.rows(slice(1, 2)))
+    assert topk.count_candidates(stats).covers_mass()
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_canvases_of_a_pass_are_flat_each_for_itself(is_plain: bool) -> None:
-    """Seen from the marks, or by the search; the likely tokens of the others are found."""
+    """Seen from the chunk statistics, or by the search; the candidates of the others are found."""
     raw, query = case(3 * GROUP, 0.1, rows=5)
     query.temperature_T.fill_(0.85)
     raw[:, 7] += 20.0
@@ -263,20 +271,20 @@ def test_canvases_of_a_pass_are_flat_each_for_itself(is_plain: bool) -> None:
         raw[3] = 0.0
     else:
         raw[3, GROUP : GROUP + 200] += 15.0 - 0.02 * torch.arange(200)
-    marks, merged = ask(raw, None, query, length=2)
-    assert marks.flat_C.tolist() == [0, int(is_plain), 0]
-    found = sparse.likely(raw, None, query.temperature_T, marks, merged)
-    assert marks.flat_C.tolist() == [0, 1, 0]
+    stats = stats_of(raw, None, query, length=2)
+    assert stats.chunks.flat_C.tolist() == [0, int(is_plain), 0]
+    found = topk.count_candidates(stats)
+    assert stats.chunks.flat_C.tolist() == [0, 1, 0]
     for rows, want in ((slice(0, 2), True), (slice(2, 4), False), (slice(4, 5), True)):
-        own = sparse.Likely(found.count_TG[rows], found.mass_TG[rows])
-        assert bool(own.suffice()) == want
+        own = topk.Candidates(found.count_TG[rows], found.mass_TG[rows])
+        assert bool(own.covers_mass()) == want
         assert own.count_TG.sum() >= own.count_TG.shape[0] * want
-    again, _ = ask(raw[:2].contiguous(), None, query.rows(slice(0, 2)), length=2)
-    assert again.flat_C.tolist() == [0]  # set anew each time
+    again = stats_of(raw[:2].contiguous(), None, query.rows(slice(0, 2)), length=2)
+    assert again.chunks.flat_C.tolist() == [0]  # set anew each time
 
 
-def test_a_row_with_mass_in_chunks_without_likely_tokens_is_flat() -> None:
-    """Its tokens need not be looked at; where as much lies beside likely ones they have to be."""
+def test_a_row_with_mass_in_chunks_without_candidates_is_flat() -> None:
+    """Its tokens are not read; with as much mass in chunks that have candidates they are."""
     vocab = 4 * kernels.CHUNK
     for rest, want in ((1.9e-3, False), (2.1e-3, True)):
         p = torch.full((1, vocab), 1e-12, dtype=torch.float64)
@@ -284,14 +292,14 @@ def test_a_row_with_mass_in_chunks_without_likely_tokens_is_flat() -> None:
         p[0, 2 * kernels.CHUNK :] = rest / (2 * kernels.CHUNK)
         raw, (_, query) = p.log().float(), case(vocab, 1.0, rows=1)
         query.temperature_T.fill_(1.0)
-        marks, merged = ask(raw, None, query)
-        assert bool(marks.flat_C.item()) == want
-        assert bool(sparse.likely(raw, None, query.temperature_T, marks, merged).suffice()) != want
+        stats = stats_of(raw, None, query)
+        assert bool(stats.chunks.flat_C.item()) == want
+        assert bool(topk.count_candidates(stats).covers_mass()) != want
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_one_row_with_too_many_likely_tokens_says_that_few_do_not_suffice(is_plain: bool) -> None:
-    """Seen from the marks where they are far too many, else by the search."""
+def test_one_row_with_too_many_candidates_needs_the_dense_mean(is_plain: bool) -> None:
+    """Seen from the chunk statistics where they are far too many, else by the search."""
     vocab = 20 * kernels.CHUNK + 100
     raw, query = case(vocab, 0.1, rows=3)
     raw[:, 7] += 25.0
@@ -301,18 +309,18 @@ def test_one_row_with_too_many_likely_tokens_says_that_few_do_not_suffice(is_pla
         raw[2] = -40.0
         at = torch.arange(200)
         raw[2, at // 10 * kernels.CHUNK + at % 10] = 20.0 - 0.02 * at
-    marks, merged = ask(raw, None, query)
-    found = sparse.likely(raw, None, query.temperature_T, marks, merged)
-    assert bool(marks.flat_C.item()) == is_plain
+    stats = stats_of(raw, None, query)
+    found = topk.count_candidates(stats)
+    assert bool(stats.chunks.flat_C.item()) == is_plain
     assert bool(found.count_TG.any()) != is_plain
-    assert not found.suffice()
+    assert not found.covers_mass()
     sharp = [
         part[:2].contiguous() for part in (raw, query.temperature_T, query.uniform_T, query.held_T)
     ]
     alone = Query(temperature_T=sharp[1], uniform_T=sharp[2], held_T=sharp[3])
-    marks, merged = ask(sharp[0], None, alone)
-    assert not marks.flat_C.item()  # it is set anew each time
-    assert sparse.likely(sharp[0], None, alone.temperature_T, marks, merged).suffice()
+    stats = stats_of(sharp[0], None, alone)
+    assert not stats.chunks.flat_C.item()  # it is set anew each time
+    assert topk.count_candidates(stats).covers_mass()
 
 
 def test_no_row_that_few_tokens_hold_is_ever_called_flat() -> None:
@@ -331,9 +339,11 @@ def test_no_row_that_few_tokens_hold_is_ever_called_flat() -> None:
                     uniform_T=torch.zeros(1, dtype=torch.float64),
                     held_T=torch.zeros(1, dtype=torch.long),
                 )
-                marks, _ = ask(raw, None, query)
-                is_likely = p >= kernels.SPARE
-                suffices = int(is_likely.sum()) <= 128 and p[is_likely].sum() >= kernels.MASS
-                assert not (suffices and marks.flat_C.item()), (tokens, slope, rest)
-                flat, rows = flat + int(marks.flat_C), rows + (not suffices)
+                stats = stats_of(raw, None, query)
+                is_candidate = p >= kernels.MIN_PROB
+                covers = (
+                    int(is_candidate.sum()) <= 128 and p[is_candidate].sum() >= kernels.MIN_MASS
+                )
+                assert not (covers and stats.chunks.flat_C.item()), (tokens, slope, rest)
+                flat, rows = flat + int(stats.chunks.flat_C), rows + (not covers)
     assert flat > 0.3 * rows

@@ -1,19 +1,19 @@
-"""Experts for a few tokens, choice by choice: with 16, 8 and 4 bits, any shape."""
+"""Experts of a few tokens, one assignment at a time: 16-bit, fp8 and NVFP4 weights, any shape."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from dgemma.backends.cuda.configs import MoeDecodeConfig
-from dgemma.backends.cuda.kernels import moe
+from dgemma.backends.cuda.gemm import Fp8Moe, HalfMoe
 from dgemma.backends.cuda.kernels import moe_decode as kernels
-from dgemma.backends.cuda.moe import Fp8Moe
 from dgemma.model.moe import gelu_and_mul
-from dgemma.quant.fp4_experts import lay_stacked
-from dgemma.quant.fp8 import quantize
-from dgemma.quant.fp8_experts import Fp8Experts
+from dgemma.quant.fp8 import Fp8Experts, quantize
+from dgemma.quant.nvfp4 import quantize_tiled
 
-CUTS = {
+CONFIGS = {
     "whole": MoeDecodeConfig(columns=8, depth=64),
     "odd": MoeDecodeConfig(columns=16, depth=128),
     "small": MoeDecodeConfig(columns=16, depth=64, warps=1),
@@ -38,33 +38,33 @@ def wanted(x: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("tokens", "cut"), [(1, "whole"), (3, "odd"), (2, "small")])
-def test_a_few_tokens_agree_with_the_definition(tokens: int, cut: str) -> None:
+@pytest.mark.parametrize(("tokens", "name"), [(1, "whole"), (3, "odd"), (2, "small")])
+def test_a_few_tokens_agree_with_the_definition(tokens: int, name: str) -> None:
     x, ids, up, down = case(tokens, 72, 40)
-    hidden = kernels.gate_up(x, ids, up, CUTS[cut])
-    got = kernels.down(hidden, ids, down, CUTS[cut])
+    hidden = kernels.gate_up(x, ids, up, CONFIGS[name])
+    got = kernels.down(hidden, ids, down, CONFIGS[name])
     torch.testing.assert_close(got, wanted(x, ids, up, down), atol=2e-6, rtol=1e-5)
 
 
-def test_8_bit_weights_meet_whole_rows() -> None:
+def test_fp8_weights_meet_unquantized_rows() -> None:
     x, ids, up, down = case(2, 64, 48)
     up_8, down_8 = quantize(up), quantize(down)
-    got = Fp8Moe(Fp8Experts.packed(up_8, down_8)).outputs(x, ids, None, torch.float32)
-    want = wanted(x, ids, up_8.whole(), down_8.whole())
+    got = Fp8Moe(Fp8Experts(up_8, down_8)).outputs(x, ids, None, torch.float32)
+    want = wanted(x, ids, up_8.dequantize(), down_8.dequantize())
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("cut", "tokens", "width"), [("whole", 1, 128), ("odd", 2, 192)])
-def test_4_bit_weights_are_what_they_stand_for(cut: str, tokens: int, width: int) -> None:
+@pytest.mark.parametrize(("name", "tokens", "width"), [("whole", 1, 128), ("odd", 2, 192)])
+def test_nvfp4_weights_are_their_dequantized_values(name: str, tokens: int, width: int) -> None:
     x, ids, up, down = case(tokens, width, 64)
-    up_4, down_4 = lay_stacked(up, 2), lay_stacked(down, 1)
-    hidden = kernels.gate_up_4(x, ids, up_4, CUTS[cut])
-    got = kernels.down_4(hidden, ids, down_4, CUTS[cut])
-    heavy = [torch.stack([laid.whole(e) for e in range(4)]) for laid in (up_4, down_4)]
-    torch.testing.assert_close(got, wanted(x, ids, *heavy), atol=2e-6, rtol=1e-5)
+    up_4, down_4 = quantize_tiled(up, 2), quantize_tiled(down, 1)
+    hidden = kernels.gate_up_nvfp4(x, ids, up_4, CONFIGS[name])
+    got = kernels.down_nvfp4(hidden, ids, down_4, CONFIGS[name])
+    weights = [torch.stack([w.dequantize(e) for e in range(4)]) for w in (up_4, down_4)]
+    torch.testing.assert_close(got, wanted(x, ids, *weights), atol=2e-6, rtol=1e-5)
 
 
-def test_one_token_takes_this_way_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens_use_the_gemv_and_more_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     real = kernels.expert_outputs
 
@@ -73,8 +73,9 @@ def test_one_token_takes_this_way_and_many_do_not(monkeypatch: pytest.MonkeyPatc
         return real(*arguments)
 
     monkeypatch.setattr(kernels, "expert_outputs", watch)
-    for tokens in (1, kernels.FEW, kernels.FEW + 1):
+    for tokens in (1, kernels.MAX_TOKENS, kernels.MAX_TOKENS + 1):
         x, ids, up, down = case(tokens, 64, 32)
-        got = moe.expert_outputs(x, ids, up, down)
+        experts = SimpleNamespace(gate_up_proj=up, down_proj=down)
+        got = HalfMoe(experts).outputs(x, ids, None, x.dtype)  # type: ignore[arg-type]
         torch.testing.assert_close(got, wanted(x, ids, up, down), atol=2e-6, rtol=1e-5)
-    assert taken == [1, kernels.FEW]
+    assert taken == [1, kernels.MAX_TOKENS]

@@ -1,26 +1,25 @@
-"""Experts in four bits by kernel, beside what their numbers stand for."""
+"""Experts in NVFP4 by kernel agree with their dequantized weights."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from dgemma.backends.cuda.configs import MOE_4, MoeConfig
+from dgemma.backends.cuda.gemm import HalfMoe, moe_kernels
 from dgemma.backends.cuda.kernels import moe_nvfp4 as kernels
-from dgemma.backends.cuda.kernels.moe_sort import buckets
-from dgemma.backends.cuda.moe import Fp4Moe, moe_kernels
+from dgemma.backends.cuda.kernels.moe import sort_by_expert
 from dgemma.model.moe import expert_outputs, gelu_and_mul
-from dgemma.quant.fp4_experts import Fp4Experts, fp4_grouped, lay_stacked
-from dgemma.quant.nvfp4_tiles import Laid
+from dgemma.quant.nvfp4 import Nvfp4Experts, TiledNvfp4, nvfp4_grouped, quantize_tiled
 
 WIDTH, INNER, COUNT = 128, 64, 3
 # More columns than there are, and deeper than an expert is wide.
-FORMS = {
+CONFIGS = {
     "plain": MoeConfig(rows=16, columns=16, depth=64),
     "deep": MoeConfig(rows=16, columns=32, depth=128),
     "odd": MoeConfig(rows=16, columns=128, depth=256),
-    "whole": MoeConfig(rows=16, columns=32, depth=64, whole=True),
-    "whole odd": MoeConfig(rows=16, columns=128, depth=256, whole=True),
-    "unrolled": MoeConfig(rows=16, columns=32, depth=64, whole=True, unroll=2),
+    "whole": MoeConfig(rows=16, columns=32, depth=64, one_dot=True),
+    "whole odd": MoeConfig(rows=16, columns=128, depth=256, one_dot=True),
+    "unrolled": MoeConfig(rows=16, columns=32, depth=64, one_dot=True, unroll=2),
     "unrolled odd": MoeConfig(rows=16, columns=64, depth=64, unroll=3),
 }
 
@@ -29,23 +28,25 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def weights() -> tuple[Laid, Laid]:
+def weights() -> tuple[TiledNvfp4, TiledNvfp4]:
     up = normal(2, COUNT, 2 * INNER, WIDTH, scale=WIDTH**-0.5)
-    up[1, :7] *= 1e-3  # scales that are small beside others
+    up[1, :7] *= 1e-3  # scales much smaller than others
     up[2, 3, :16] = 0.0
-    return lay_stacked(up, 2), lay_stacked(normal(3, COUNT, WIDTH, INNER, scale=INNER**-0.5), 1)
+    return quantize_tiled(up, 2), quantize_tiled(
+        normal(3, COUNT, WIDTH, INNER, scale=INNER**-0.5), 1
+    )
 
 
-def wanted(x: Tensor, ids: Tensor, up: Laid, down: Laid) -> Tensor:
+def wanted(x: Tensor, ids: Tensor, up: TiledNvfp4, down: TiledNvfp4) -> Tensor:
     rows = [
-        gelu_and_mul(x[c // ids.shape[1]] @ up.whole(e).T) @ down.whole(e).T
+        gelu_and_mul(x[c // ids.shape[1]] @ up.dequantize(e).T) @ down.dequantize(e).T
         for c, e in enumerate(ids.flatten().tolist())
     ]
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "form"),
+    ("tokens", "name"),
     [
         (1, "plain"),
         (7, "deep"),
@@ -57,36 +58,36 @@ def wanted(x: Tensor, ids: Tensor, up: Laid, down: Laid) -> Tensor:
         (5, "unrolled odd"),
     ],
 )
-def test_products_with_four_bits_are_those_with_what_they_stand_for(tokens: int, form: str) -> None:
+def test_gemms_in_nvfp4_are_those_with_dequantized_weights(tokens: int, name: str) -> None:
     up, down = weights()
     x, ids = normal(4, tokens, WIDTH), normal(1, tokens, COUNT).topk(2).indices
-    into = buckets(ids, COUNT)
-    hidden = kernels.gate_up_4(x, up, into, 2, FORMS[form])
-    got = kernels.down_4(hidden, down, into, FORMS[form])
+    buckets = sort_by_expert(ids, COUNT)
+    hidden = kernels.gate_up_nvfp4(x, up, buckets, 2, CONFIGS[name])
+    got = kernels.down_nvfp4(hidden, down, buckets, CONFIGS[name])
     torch.testing.assert_close(got, wanted(x, ids, up, down), atol=2e-6, rtol=1e-5)
 
 
 def test_every_tile_of_the_table_gives_the_same() -> None:
     up, down = weights()
     x, ids = normal(4, 3, WIDTH), normal(1, 3, COUNT).topk(2).indices
-    want, into = wanted(x, ids, up, down), buckets(ids, COUNT)
-    for _, entry in MOE_4:
-        hidden = kernels.gate_up_4(x, up, into, 2, entry.gate_up)
-        got = kernels.down_4(hidden, down, into, entry.down)
+    want, buckets = wanted(x, ids, up, down), sort_by_expert(ids, COUNT)
+    for entry in MOE_4:
+        hidden = kernels.gate_up_nvfp4(x, up, buckets, 2, entry.gate_up)
+        got = kernels.down_nvfp4(hidden, down, buckets, entry.down)
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [3, 9])
 def test_the_module_s_kernels_compute_what_it_defines(tokens: int) -> None:
-    """Choice by choice, and expert by expert."""
+    """One assignment at a time, and grouped by expert."""
     up, down = weights()
-    part = Fp4Experts(up, down)
+    part = Nvfp4Experts(up, down)
     experts = moe_kernels(part, torch.float32)
     assert moe_kernels(part, torch.float16) is None  # weights are unpacked to bfloat16
     x, ids = normal(4, tokens, WIDTH), normal(1, tokens, COUNT).topk(2).indices
-    assert isinstance(experts, Fp4Moe)
+    assert isinstance(experts, HalfMoe)
     assert not experts.accepts_fp8(x)
-    want = expert_outputs(x, ids, fp4_grouped(up), fp4_grouped(down))
-    for into in (None, buckets(ids, COUNT)):
-        got = experts.outputs(x, ids, into, torch.float32)
+    want = expert_outputs(x, ids, nvfp4_grouped(up), nvfp4_grouped(down))
+    for buckets in (None, sort_by_expert(ids, COUNT)):
+        got = experts.outputs(x, ids, buckets, torch.float32)
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Heads between a layer's merged GEMM and attention: normalized, rotated, put into slots."""
+"""QK norm, RoPE and the KV cache write by kernel."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from torch import Tensor
 from dgemma.backends.cuda.configs import HeadsConfig, heads_config
 from dgemma.backends.cuda.kernels import qk_norm_rope as kernels
 from dgemma.backends.cuda.kernels.attention import MIXED, Segments
-from dgemma.model.norm import rms_norm
-from dgemma.model.rope import apply_rope
+from dgemma.model.norm_rope import apply_rope, rms_norm
 
 EPS = 1e-6
 QUERIES, KEYS, WIDTH, SLOTS = 8, 4, 16, 9
@@ -30,7 +29,7 @@ def shape_of(*, has_value: bool) -> kernels.Heads:
 
 
 def segments(counts: list[int], stride: int) -> Segments:
-    """Segments of these counts, whose entries stand in the opposite order, with others between."""
+    """Segments of these counts, whose entries are in the opposite order, with others between."""
     count_E2 = torch.tensor([[count, 99] for count in reversed(counts)])
     return Segments(
         entry_I=torch.arange(len(counts) - 1, -1, -1, dtype=torch.int32),
@@ -46,7 +45,7 @@ def segments(counts: list[int], stride: int) -> Segments:
 def test_heads_are_normalized_rotated_and_written_to_their_slots(
     has_value: bool, together: HeadsConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens behind a segment's count are not written, nor those of an entry without any."""
+    """Tokens beyond a segment's count are not written, nor those of an entry without any."""
     if together is not None:
         monkeypatch.setattr(kernels, "heads_config", lambda *_: together)
     counts, stride = [3, 1, 0, 2], 3
@@ -63,7 +62,7 @@ def test_heads_are_normalized_rotated_and_written_to_their_slots(
             keys, values = buffers[index, 0, 2].data_ptr(), buffers[index, 1, 2].data_ptr()
             table_EX6[entry, 1] = torch.tensor([0, 0, 0, keys, values, 5])
     given = (table_EX6[:, 1], segments(counts, stride))
-    q = kernels.heads(qkv, shape, cos_sin, *given, EPS)
+    q = kernels.qk_norm_rope(qkv, shape, cos_sin, *given, EPS)
     parts = qkv.view(tokens, count, WIDTH)
     want_q = apply_rope(rms_norm(parts[:, :QUERIES], shape.q_weight, EPS), *cos_sin)
     torch.testing.assert_close(q, want_q, atol=2e-6, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Quantized forms of a model through the CUDA backend, beside the reference."""
+"""Quantized models on the CUDA backend agree with the reference."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,21 +12,21 @@ from dgemma.backends.base import Backend, ForwardInput, TokenDraw
 from dgemma.backends.cuda import fused
 from dgemma.backends.cuda.backend import CudaBackend
 from dgemma.backends.cuda.configs import GemmConfig
+from dgemma.backends.cuda.gemm import Fp8Moe
 from dgemma.backends.cuda.kernels import attention, gemm_fp8
-from dgemma.backends.cuda.moe import Fp8Moe
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.sampler import Sampler
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
-from dgemma.quant.fp8_head import shrink_head
-from dgemma.quant.qtensor import Quantized
-from dgemma.weights.packed import FORMS, Form, shrink_model
-from dgemma.weights.random import random_model
+from dgemma.quant.head import quantize_head
+from dgemma.quant.qtensor import QTensor
+from dgemma.weights.layer_formats import LAYER_FORMATS, LayerFormat, quantize_model
+from dgemma.weights.load import random_model
 from tests.kernels import small
 from tests.kernels.small import SMALL
 
-pytestmark = pytest.mark.usefixtures("small_cuts")
+pytestmark = pytest.mark.usefixtures("small_configs")
 # Widths that four bits can hold, and all depths multiples of 16.
 WIDE = replace(SMALL, hidden_size=64, moe_intermediate_size=64, intermediate_size=32)
 
@@ -38,21 +38,21 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, int]]:
     Configs are small ones with as many parts.
     """
     found: set[tuple[Any, int]] = set()
-    product, gemm, outputs = gemm_fp8.product, fused.gemm, Fp8Moe.outputs
+    kernel, gemm, outputs = gemm_fp8.gemm, fused.gemm, Fp8Moe.outputs
 
     def watch(x: Any, weight: Any, dtype: torch.dtype, config: GemmConfig) -> Tensor:
-        out = product(x, weight, dtype, config)
-        found.add((tuple(weight.numbers.shape), len(out) if out.dim() == 3 else 1))
+        out = kernel(x, weight, dtype, config)
+        found.add((tuple(weight.values.shape), len(out) if out.dim() == 3 else 1))
         return out
 
     def small_gemm(x: Any, weight: Any, dtype: torch.dtype, config: GemmConfig) -> Tensor:
         return gemm(x, weight, dtype, replace(config, rows=16, outputs=64, depth=16))
 
     def experts(self: Fp8Moe, x: Any, *given: Any) -> Tensor:
-        found.add(("experts", int(isinstance(x, Quantized))))
+        found.add(("experts", int(isinstance(x, QTensor))))
         return outputs(self, x, *given)
 
-    monkeypatch.setattr(gemm_fp8, "product", watch)
+    monkeypatch.setattr(gemm_fp8, "gemm", watch)
     monkeypatch.setattr(fused, "gemm", small_gemm)
     monkeypatch.setattr(Fp8Moe, "outputs", experts)
     return found
@@ -73,31 +73,32 @@ def off(got: Tensor, want: Tensor) -> float:
 def stepped(backend: Backend) -> tuple[Canvas, Tensor]:
     """A canvas after a commit and its first step, and the logits after single tokens."""
     caches = [small.cache(backend.model, n) for n in (7, 5)]
-    row = small.row(Sampler(max_denoising_steps=2), 0)
-    (first,) = backend.run([ForwardInput(cache=caches[0], tokens=(5, 9, 2, 7), row=row)])
+    state = small.new_state(Sampler(max_denoising_steps=2), 0)
+    (first,) = backend.run([ForwardInput(cache=caches[0], tokens=(5, 9, 2, 7), state=state)])
     given = ForwardInput(cache=caches[1], tokens=(3,), draw=TokenDraw(), needs_logits=True)
     (second,) = backend.run([given])
-    assert first.row is not None and second.logits_V is not None
-    return first.row.canvas, second.logits_V.clone()
+    assert first.state is not None and second.logits_V is not None
+    return first.state.canvas, second.logits_V.clone()
 
 
-PRODUCTS = {((128, 64), 1), ((160, 64), 1), ((64, 64), 2), ((64, 128), 3), ((64, 32), 2)}
+GEMMS = {((128, 64), 1), ((160, 64), 1), ((64, 64), 2), ((64, 128), 3), ((64, 32), 2)}
 
 
 @pytest.mark.parametrize(
     ("form", "more"),
     [
-        (FORMS["fp8"], {("experts", 0), ("experts", 1)}),  # a single token's rows stay as they are
-        (FORMS["nvfp4"], set()),
-        (Form(experts="fp8"), {("experts", 0), ("experts", 1)}),
+        # A single token's rows are not quantized.
+        (LAYER_FORMATS["fp8"], {("experts", 0), ("experts", 1)}),
+        (LAYER_FORMATS["nvfp4"], set()),
+        (LayerFormat(experts="fp8"), {("experts", 0), ("experts", 1)}),
     ],
     ids=["fp8", "nvfp4", "experts in fp8"],
 )
 def test_a_quantized_model_is_near_the_reference(
-    form: Form, more: set[tuple[Any, int]], seen: set[tuple[Any, int]]
+    form: LayerFormat, more: set[tuple[Any, int]], seen: set[tuple[Any, int]]
 ) -> None:
     """Rows of GEMMs are quantized by the kernels before them, and rounded as by definition."""
-    model = shrink_model(random_model(WIDE, seed=0), form)
+    model = quantize_model(random_model(WIDE, seed=0), form)
     want_TD, (canvas, want_V) = encoded(ReferenceBackend(model)), stepped(ReferenceBackend(model))
     mine = CudaBackend(model)
     got_TD, (got, got_V) = encoded(mine), stepped(mine)
@@ -107,21 +108,21 @@ def test_a_quantized_model_is_near_the_reference(
     assert got.soft_LD is not None and canvas.soft_LD is not None
     assert off(got.soft_LD, canvas.soft_LD) < 0.05
     assert off(got_V, want_V) < 0.1  # by definition a single row is quantized too
-    assert seen == (PRODUCTS if form.dense == "fp8" else set()) | more
+    assert seen == (GEMMS if form.dense == "fp8" else set()) | more
 
 
 def test_attention_rounds_its_rows_for_an_fp8_gemm_as_the_gemm_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Segments after a prefix; in two parts that are reduced, and in one."""
-    model = shrink_model(small.model(), Form(dense="fp8"))
-    mine, plain, rows = CudaBackend(model), attention.attention_fp8, list[int]()
+    model = quantize_model(small.model(), LayerFormat(dense="fp8"))
+    mine, reduce, rows = CudaBackend(model), attention.reduce_splits_fp8, list[int]()
 
-    def watch(*given: Any) -> tuple[Tensor, Tensor]:
-        rows.append(len(given[0]))
-        return plain(*given)
+    def watch(out_PTNH: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        rows.append(out_PTNH.shape[1])
+        return reduce(out_PTNH, *given)
 
-    monkeypatch.setattr(attention, "attention_fp8", watch)
+    monkeypatch.setattr(attention, "reduce_splits_fp8", watch)
     got_TD = encoded(mine)
     assert rows == [10, 10]  # both segments as long as the longer, in both layers
     monkeypatch.setattr(fused, "accepts_fp8", lambda *_: False)
@@ -138,7 +139,7 @@ def test_a_model_in_16_bits_has_no_use_for_fp8_kernels(seen: set[tuple[Any, int]
 
 def test_steps_read_an_fp8_head_rounded_and_single_tokens_unrounded() -> None:
     """As the reference does; it would read a single token's row rounded too."""
-    model, plain = shrink_head(small.model()), small.model()
+    model, plain = quantize_head(small.model()), small.model()
     got, got_V = stepped(CudaBackend(model))
     want, _ = stepped(ReferenceBackend(model))
     assert torch.equal(got.guess_L, want.guess_L)
@@ -147,19 +148,19 @@ def test_steps_read_an_fp8_head_rounded_and_single_tokens_unrounded() -> None:
     assert (other.entropy_L - want.entropy_L).abs().max() > 1e-2
     # The same weights without any rounding of rows.
     weight = model.embed_tokens.head
-    assert weight.factor_O is not None
-    whole_VD = weight.numbers_OI.float() * weight.factor_O[:, None]
-    plain.embed_tokens.score = as_score(whole_VD)  # type: ignore[method-assign]
+    assert weight.scale_O is not None
+    dequantized_VD = weight.values_OI.float() * weight.scale_O[:, None]
+    plain.embed_tokens.raw_logits = as_head(dequantized_VD)  # type: ignore[method-assign]
     want_V = stepped(ReferenceBackend(plain))[1]
     torch.testing.assert_close(got_V, want_V, atol=1e-3, rtol=1e-3)
 
 
-def as_score(weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
+def as_head(weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda hidden_TD: hidden_TD @ weight_VD.T
 
 
 def test_the_model_is_the_same_after_its_weights_were_merged() -> None:
-    model: Gemma = shrink_model(random_model(WIDE, seed=0), FORMS["fp8"])
+    model: Gemma = quantize_model(random_model(WIDE, seed=0), LAYER_FORMATS["fp8"])
     before = encoded(ReferenceBackend(model))
     CudaBackend(model)
     assert torch.equal(encoded(ReferenceBackend(model)), before)

@@ -1,4 +1,4 @@
-"""The kernels between a layer's GEMMs beside their definitions."""
+"""The kernels between a layer's GEMMs agree with their definitions."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgemma.backends.cuda.kernels import residual_norm as kernels
 from dgemma.model.moe import gelu_and_mul, weighted_sum
-from dgemma.model.norm import rms_norm
+from dgemma.model.norm_rope import rms_norm
 from dgemma.quant.fp8 import quantize
 
 EPS = 1e-6
@@ -19,18 +19,18 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def joined(x_TD: Tensor, attended_TD: Tensor, weights: Weights) -> Weights:
-    """Return what `join` does, as a layer of the model does it."""
+def residual_add_norm(x_TD: Tensor, attended_TD: Tensor, weights: Weights) -> Weights:
+    """Define `residual_add_norm`, as a layer of the model computes it."""
     post_D, dense_D, expert_D, router_D = weights
     x_TD = x_TD + rms_norm(attended_TD, post_D, EPS)
     router_TD = rms_norm(x_TD, None, EPS) * router_D * x_TD.shape[1] ** -0.5
     return x_TD, rms_norm(x_TD, dense_D, EPS), rms_norm(x_TD, expert_D, EPS), router_TD
 
 
-def closed(
+def layer_epilogue(
     x_TD: Tensor, dense_TD: Tensor, mixed: tuple[Tensor, Tensor], weights: Weights
 ) -> Weights:
-    """Return what `close` does, as a layer of the model and the norm after it do it."""
+    """Define `layer_epilogue`, as a layer of the model and the norm after it compute it."""
     dense_D, expert_D, both_D, scalar, next_D = weights
     sum_TD = rms_norm(dense_TD, dense_D, EPS) + rms_norm(weighted_sum(*mixed), expert_D, EPS)
     x_TD = (x_TD + rms_norm(sum_TD, both_D, EPS)) * scalar
@@ -38,7 +38,7 @@ def closed(
 
 
 def drawn(width: int) -> tuple[Weights, Weights, tuple[Tensor, Tensor]]:
-    """Draw the weights of `join` and `close`, and outputs of three experts with their shares."""
+    """Draw the norms' weights, and outputs of three experts with their top-k weights."""
     weights = [1 + 0.1 * normal(seed, width) for seed in range(10, 15)]
     mixed = normal(4, 15, width), normal(5, 5, 3).softmax(-1)
     return tuple(weights[:4]), (*weights[:3], torch.tensor([0.7]), weights[4]), mixed
@@ -47,12 +47,15 @@ def drawn(width: int) -> tuple[Weights, Weights, tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("width", [40, 64])
 def test_norms_and_sums_agree(width: int) -> None:
     x, y, z = (normal(seed, 5, width) for seed in range(3))
-    joining, closing, mixed = drawn(width)
+    norms, ffn_norms, mixed = drawn(width)
     pairs = [
-        ((kernels.norm(x, joining[0], EPS),), (rms_norm(x, joining[0], EPS),)),
+        ((kernels.norm(x, norms[0], EPS),), (rms_norm(x, norms[0], EPS),)),
         ((kernels.norm(x, None, EPS),), (rms_norm(x, None, EPS),)),
-        (kernels.residual_add_norm(x, y, joining, EPS), joined(x, y, joining)),
-        (kernels.layer_epilogue(x, z, mixed, closing, EPS), closed(x, z, mixed, closing)),
+        (kernels.residual_add_norm(x, y, norms, EPS), residual_add_norm(x, y, norms)),
+        (
+            kernels.layer_epilogue(x, z, mixed, ffn_norms, EPS),
+            layer_epilogue(x, z, mixed, ffn_norms),
+        ),
         ((kernels.gelu_and_mul(y),), (gelu_and_mul(y),)),
     ]
     for got, want in pairs:
@@ -62,36 +65,36 @@ def test_norms_and_sums_agree(width: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_products_that_come_in_parts_are_added_up(count: int) -> None:
+def test_splits_of_a_gemm_are_added(count: int) -> None:
     x, parts = normal(0, 5, 40), normal(1, count, 5, 40)
-    joining, closing, mixed = drawn(40)
+    norms, ffn_norms, mixed = drawn(40)
     whole = parts.sum(0)
-    want = *joined(x, whole, joining), *closed(x, whole, mixed, closing)
+    want = *residual_add_norm(x, whole, norms), *layer_epilogue(x, whole, mixed, ffn_norms)
     for given in (whole, parts):
         got = (
-            *kernels.residual_add_norm(x, given, joining, EPS),
-            *kernels.layer_epilogue(x, given, mixed, closing, EPS),
+            *kernels.residual_add_norm(x, given, norms, EPS),
+            *kernels.layer_epilogue(x, given, mixed, ffn_norms, EPS),
         )
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=4e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("width", [40, 64])
-def test_rows_written_in_8_bits_are_those_written_whole(width: int) -> None:
+def test_rows_written_in_fp8_are_the_16_bit_ones_quantized(width: int) -> None:
     x, y, z = (normal(seed, 5, width) for seed in range(3))
-    joining, closing, mixed = drawn(width)
+    norms, ffn_norms, mixed = drawn(width)
     # Rows and who reads them; the others stay whole.
     works: list[tuple[Callable[..., object], str, int]] = [
-        (lambda **how: kernels.residual_add_norm(x, y, joining, EPS, **how), "fp8_out", 1),
-        (lambda **how: kernels.residual_add_norm(x, y, joining, EPS, **how), "fp8_experts", 2),
-        (lambda **how: kernels.layer_epilogue(x, z, mixed, closing, EPS, **how), "fp8_out", 1),
+        (lambda **how: kernels.residual_add_norm(x, y, norms, EPS, **how), "fp8_out", 1),
+        (lambda **how: kernels.residual_add_norm(x, y, norms, EPS, **how), "fp8_experts", 2),
+        (lambda **how: kernels.layer_epilogue(x, z, mixed, ffn_norms, EPS, **how), "fp8_out", 1),
         (lambda **how: (x, kernels.gelu_and_mul(y, **how)), "fp8_out", 1),
     ]
-    for work, reader, place in works:
+    for work, reader, index in works:
         wholes, found = list(work()), list(work(**{reader: True}))
-        whole, (numbers, factor) = wholes.pop(place), found.pop(place)
+        whole, (values, scale) = wholes.pop(index), found.pop(index)
         assert all(torch.equal(a, b) for a, b in zip(found, wholes, strict=True))
         want = quantize(whole)
-        torch.testing.assert_close(factor, want.factor, atol=0, rtol=1e-6)
-        assert numbers.dtype == torch.float8_e4m3fn
-        assert torch.equal(numbers.float(), want.numbers.float())
+        torch.testing.assert_close(scale, want.scale, atol=0, rtol=1e-6)
+        assert values.dtype == torch.float8_e4m3fn
+        assert torch.equal(values.float(), want.values.float())

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from dgemma.backends.base import ForwardInput
 from dgemma.backends.cuda.backend import CudaBackend
-from dgemma.backends.cuda.buffers import GraphBuffers
+from dgemma.backends.cuda.graphs import GraphBuffers
 from dgemma.backends.cuda.kernels import sampler_update as kernel
-from dgemma.backends.cuda.kernels import soft_embed_topk as sparse
-from dgemma.backends.cuda.kernels.soft_embed_topk import Into, Likely
+from dgemma.backends.cuda.kernels import soft_embed_topk as topk
+from dgemma.backends.cuda.kernels.soft_embed_topk import Candidates, SoftEmbedOut
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.diffusion.canvas import Canvas, Pins
-from dgemma.diffusion.logit_stats import RowStats
+from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import Confidence, EntropyBound, Rule, Sampler, advance
 from dgemma.model.gemma import Gemma, TokenTable
 from tests.kernels import small
 
 STEPS, GROUPS = 3, 5
-COMPARED = ("tokens_L", "kept_L", "guess_L", "entropy_L", "settled", "steady_steps")
+COMPARED = ("tokens_L", "kept_L", "guess_L", "entropy_L", "converged", "stable_steps")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ class Case:
     """A canvas in the middle of its steps, and what the next one says of it."""
 
     canvas: Canvas
-    stats: RowStats
-    likely: Likely
+    stats: PositionStats
+    candidates: Candidates
     noise_NL: Tensor
     rule: EntropyBound
 
@@ -60,8 +60,8 @@ def drawn(seed: int, length: int, rule: EntropyBound) -> Case:
         guess_L=guess_L,
         entropy_L=torch.full((length,), 9.0),
         soft_LD=None,
-        settled=torch.tensor(seed % 2 == 0),
-        steady_steps=torch.tensor(seed % 3),
+        converged=torch.tensor(seed % 2 == 0),
+        stable_steps=torch.tensor(seed % 3),
         # Positions without self-conditioning are open as others are.
         reopened_L=~pinned_L & (integers(8) < 2) if seed % 3 == 0 else None,
         num_steps=seed % STEPS,
@@ -69,7 +69,7 @@ def drawn(seed: int, length: int, rule: EntropyBound) -> Case:
     top_L = guess_L.clone()
     if seed % 2:
         top_L[integers(length, 1)] += 1
-    stats = RowStats(
+    stats = PositionStats(
         draw_T=integers(96),
         top_T=top_L,
         entropy_T=integers(2 + seed % 30).float() * 2.0 ** -(6 + seed % 9),
@@ -77,19 +77,19 @@ def drawn(seed: int, length: int, rule: EntropyBound) -> Case:
         held_p_T=torch.ones(length),
     )
     counts_LG = integers(1 + seed % 50, length, GROUPS).int()
-    likely = Likely(counts_LG, torch.full((length, GROUPS), 0.2))
+    candidates = Candidates(counts_LG, torch.full((length, GROUPS), 0.2))
     if seed % 5 == 0:
-        likely.mass_TG[integers(length, 1), 2] -= 0.003
-    return Case(canvas, stats, likely, integers(96, STEPS + 1, length), rule)
+        candidates.mass_TG[integers(length, 1), 2] -= 0.003
+    return Case(canvas, stats, candidates, integers(96, STEPS + 1, length), rule)
 
 
 def updated(model: Gemma, cases: list[Case]) -> tuple[list[Canvas], list[list[bool]]]:
-    """Return canvases and flags that one launch makes of these, which lie in any order.
+    """Return canvases and flags that one launch makes of these, in entries of any order.
 
     An entry that is not named stays as it is.
     """
     length = cases[0].canvas.length
-    size = {"num_rows": len(cases) + 1, "num_commits": 0, "max_steps": STEPS}
+    size = {"num_canvases": len(cases) + 1, "num_commits": 0, "max_steps": STEPS}
     buffers = GraphBuffers(model, length=length, **size)
     entries, idle = [*range(len(cases), 0, -1)], [0, len(cases) + 1]
     for entry, case in zip(entries, cases, strict=True):
@@ -101,13 +101,13 @@ def updated(model: Gemma, cases: list[Case]) -> tuple[list[Canvas], list[list[bo
         buffers.step_E[entry] = case.canvas.num_steps
     buffers.state_EB[idle] = 7
     names = ("draw_T", "top_T", "entropy_T")
-    joined = {name: torch.cat([getattr(case.stats, name) for case in cases]) for name in names}
-    likely = Likely(
-        torch.cat([case.likely.count_TG for case in cases]),
-        torch.cat([case.likely.mass_TG for case in cases]),
+    stats = {name: torch.cat([getattr(case.stats, name) for case in cases]) for name in names}
+    candidates = Candidates(
+        torch.cat([case.candidates.count_TG for case in cases]),
+        torch.cat([case.candidates.mass_TG for case in cases]),
     )
     entry_C = torch.tensor(entries, dtype=torch.int32)
-    kernel.update(buffers.canvas_states(), kernel.Stats(**joined, likely=likely), entry_C)
+    kernel.update(buffers.canvas_states(), kernel.Stats(**stats, candidates=candidates), entry_C)
     assert (buffers.state_EB[idle] == 7).all()
     assert buffers.step_E[entries].tolist() == [case.canvas.num_steps + 1 for case in cases]
     states_CB = buffers.state_EB[entries]
@@ -124,7 +124,7 @@ def same(got: Canvas, want: Canvas, but: str = "") -> None:
 
 def test_the_kernel_moves_canvases_as_the_rule_does(model: Gemma) -> None:
     """Sixteen in one launch, each by its own numbers."""
-    seen = {"settled": set[bool](), "sparse": set[bool](), "kept": set[int]()}
+    seen = {"converged": set[bool](), "sparse": set[bool](), "kept": set[int]()}
     for first, length in enumerate((1, 4, 9, 32, 50)):
         cases = []
         for seed in range(16 * first, 16 * first + 16):
@@ -139,11 +139,11 @@ def test_the_kernel_moves_canvases_as_the_rule_does(model: Gemma) -> None:
         for got, flag, case in zip(canvases, flags, cases, strict=True):
             want = case.moved()
             same(got, want)
-            assert flag == [bool(want.settled), bool(case.likely.suffice())]
-            seen["settled"].add(flag[0])
+            assert flag == [bool(want.converged), bool(case.candidates.covers_mass())]
+            seen["converged"].add(flag[0])
             seen["sparse"].add(flag[1])
             seen["kept"].add(int(want.kept_L.sum()))
-    assert seen["settled"] == seen["sparse"] == {True, False}
+    assert seen["converged"] == seen["sparse"] == {True, False}
     assert len(seen["kept"]) > 10
 
 
@@ -167,8 +167,8 @@ def test_a_position_that_is_no_number_is_never_decided_nor_settled(model: Gemma,
     entropy_L[at] = float("nan")
     canvas = replace(case.canvas, pinned_L=torch.zeros(9, dtype=torch.bool))
     case = replace(case, canvas=canvas, stats=replace(case.stats, entropy_T=entropy_L))
-    (got,), ((settled, _),) = updated(model, [case])
-    assert not got.settled and not settled
+    (got,), ((converged, _),) = updated(model, [case])
+    assert not got.converged and not converged
     assert not got.kept_L[at] and int(got.kept_L.sum()) == 8
     same(got, case.moved(), but="entropy_L")
     assert got.entropy_L.isnan().tolist() == entropy_L.isnan().tolist()
@@ -189,16 +189,16 @@ def test_longer_canvases_are_compared_a_part_at_a_time(
     same(updated(model, [case])[0][0], case.moved())
 
 
-def test_a_canvas_that_is_padding_steps_for_ever(model: Gemma) -> None:
-    """Its noise is not read behind its end, whatever its number of steps."""
+def test_padding_steps_without_end(model: Gemma) -> None:
+    """Its noise is not read past the end, whatever its number of steps."""
     case = drawn(1, 4, EntropyBound())
     late = replace(case, canvas=replace(case.canvas, num_steps=STEPS - 1))
-    buffers = GraphBuffers(model, length=4, num_rows=1, num_commits=0, max_steps=STEPS)
+    buffers = GraphBuffers(model, length=4, num_canvases=1, num_commits=0, max_steps=STEPS)
     buffers.step_E[0] = 1000
     buffers.write_state(0, case.canvas)
     buffers.noise_ENL[0].copy_(case.noise_NL)
     given = {name: getattr(case.stats, name) for name in ("draw_T", "top_T", "entropy_T")}
-    stats = kernel.Stats(**given, likely=case.likely)
+    stats = kernel.Stats(**given, candidates=case.candidates)
     kernel.update(buffers.canvas_states(), stats, torch.zeros(1, dtype=torch.int32))
     noise_L = buffers.views["tokens_L"][0]
     is_noise_L = ~buffers.views["kept_L"][0].bool()
@@ -221,14 +221,14 @@ def test_soft_embeddings_are_scaled_and_pinned_positions_have_their_own_token(wa
     soft_ELD = torch.full((3, 3, 300), 5.0, dtype=torch.float16)
     # Rows of states lie further apart than they are long.
     wide = [torch.cat([x, torch.full_like(x, 88)], 1)[:, :3] for x in (tokens_EL, pinned_EL)]
-    into = Into(soft_ELD, *wide, entry_I, table.scale)
+    out = SoftEmbedOut(soft_ELD, *wide, entry_I, table.scale)
     with torch.inference_mode():
         if way == "sparse":
             ids = torch.tensor([3, 50]).int().expand(6, 2).contiguous()
             p = torch.tensor([0.75, 0.25]).expand(6, 2).contiguous()
-            sparse.soft_mean(table.weight, ids, p, torch.full((6,), 2).int(), into)
+            topk.mean_of_candidates(table.weight, ids, p, torch.full((6,), 2).int(), out)
         else:
-            sparse.pin_mean(table.weight, mean_LD, into)
+            topk.store_mean(table.weight, mean_LD, out)
         own_ELD = table(tokens_EL)
     want_ELD = torch.where(pinned_EL[..., None] == 1, own_ELD, mean_LD[0] * table.scale)
     want_ELD = want_ELD.masked_fill(pinned_EL[..., None] == 2, 0.0)
@@ -238,23 +238,23 @@ def test_soft_embeddings_are_scaled_and_pinned_positions_have_their_own_token(wa
     assert not soft_ELD[2, 2].any()
 
 
-@pytest.mark.usefixtures("small_cuts")
+@pytest.mark.usefixtures("small_configs")
 @pytest.mark.parametrize("rule", [Confidence(), EntropyBound(entropy_bound=3.0)])
 def test_where_few_tokens_do_not_hold_a_position_the_whole_vocabulary_is_taken(
     model: Gemma, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a rule that the kernel knows, and with another."""
-    monkeypatch.setattr(kernel, "SURVIVORS", -1)
-    row = small.row(Sampler(max_denoising_steps=2, rule=rule), 0, Pins((1,), (5,)))
+    monkeypatch.setattr(kernel, "MAX_CANDIDATES", -1)
+    state = small.new_state(Sampler(max_denoising_steps=2, rule=rule), 0, Pins((1,), (5,)))
     mine, want = CudaBackend(model), ReferenceBackend(model)
-    held = [row, row]
+    held = [state, state]
     caches = [small.cache(model, 5) for _ in held]
     for number in range(2):
         for side, backend in enumerate((mine, want)):
-            (output,) = backend.run([ForwardInput(cache=caches[side], row=held[side])])
-            assert output.row is not None
-            held[side] = output.row
-        a, b = (row.canvas for row in held)
+            (output,) = backend.run([ForwardInput(cache=caches[side], state=held[side])])
+            assert output.state is not None
+            held[side] = output.state
+        a, b = (state.canvas for state in held)
         assert torch.equal(a.tokens_L, b.tokens_L)
         assert torch.equal(a.kept_L, b.kept_L)
         if number == 0:  # after the last step nothing is conditioned

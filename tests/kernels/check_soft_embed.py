@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.backends.cuda import logits
+from dgemma.backends.cuda import passes
 from dgemma.backends.cuda.configs import GemmConfig
 from dgemma.backends.cuda.kernels import soft_embed_fp8 as kernels
-from dgemma.backends.cuda.kernels.soft_embed_topk import Into
-from dgemma.backends.cuda.logits import LogitStats, TokenQuery
+from dgemma.backends.cuda.kernels.logit_stats import LogitStats, TokenQuery, logit_stats
+from dgemma.backends.cuda.kernels.soft_embed_topk import SoftEmbedOut, count_candidates
 from dgemma.model.gemma import TokenTable
-from dgemma.quant.fp8_head import Fp8HeadTable
-from dgemma.quant.soft_embed import soft_mean_reference
-from dgemma.quant.soft_table import NEAR, SoftTable
+from dgemma.quant.head import CHUNK, Fp8HeadTable, SoftTable, soft_embed_reference
 
 SMALL = GemmConfig(rows=16, outputs=16, depth=16)
 
@@ -31,9 +29,9 @@ def table_of(vocab: int, width: int, *, soft: bool = True) -> Fp8HeadTable:
     return Fp8HeadTable(table, soft=soft)
 
 
-def soft_of(table: Fp8HeadTable, share: int) -> SoftTable:
+def soft_of(table: Fp8HeadTable, split: int) -> SoftTable:
     assert table.soft is not None
-    return table.soft._replace(share=share)
+    return table.soft._replace(split=split)
 
 
 def logits_of(vocab: int, rows: int = 6) -> tuple[Tensor, Tensor]:
@@ -56,21 +54,16 @@ def stats_of(raw_TV: Tensor, cap: float | None, temperature_T: Tensor) -> LogitS
         uniform_T=torch.full((rows,), 0.5, dtype=torch.float64),
         held_T=torch.zeros(rows, dtype=torch.long),
     )
-    return logits.logit_stats(raw_TV.clone(), cap, query, rows)
+    return logit_stats(raw_TV.clone(), cap, query, rows)
 
 
-def shares_of(found: LogitStats, soft: SoftTable) -> kernels.Shares:
-    given = (found.raw_TV, found.softcap, found.temperature_T, found.marks, found.merged)
-    return kernels.shares(*given, soft)
+def quantized(p_TV: Tensor, soft: SoftTable) -> kernels.QuantizedProbs:
+    return kernels.quantize_probs(stats_of(p_TV.log(), None, torch.ones(len(p_TV))), soft)
 
 
-def shares_by_p(p_TV: Tensor, soft: SoftTable) -> kernels.Shares:
-    return shares_of(stats_of(p_TV.log(), None, torch.ones(len(p_TV))), soft)
-
-
-def into_of(rows: int, width: int, scale: float = 1.0) -> Into:
+def out_of(rows: int, width: int, scale: float = 1.0) -> SoftEmbedOut:
     """Room for one canvas without pins."""
-    return Into(
+    return SoftEmbedOut(
         torch.empty(1, rows, width),
         torch.zeros(1, rows, dtype=torch.long),
         torch.zeros(1, rows, dtype=torch.uint8),
@@ -79,14 +72,14 @@ def into_of(rows: int, width: int, scale: float = 1.0) -> Into:
     )
 
 
-def mean_of(found: kernels.Shares, soft: SoftTable, weight_VD: Tensor) -> Tensor:
-    into = into_of(len(found.top_T), weight_VD.shape[1])
-    kernels.mean(found, soft, weight_VD, into)
-    return into.soft_ELD[0]
+def mean_of(found: kernels.QuantizedProbs, soft: SoftTable, weight_VD: Tensor) -> Tensor:
+    out = out_of(len(found.top_T), weight_VD.shape[1])
+    kernels.mean(found, soft, weight_VD, out)
+    return out.soft_ELD[0]
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab", "width", "share", "form"),
+    ("rows", "vocab", "width", "split", "config"),
     [
         (5, 48, 24, 48, SMALL),  # one part; positions and width beyond the last
         (18, 80, 40, 48, SMALL),  # two parts, the second of them shorter
@@ -94,32 +87,34 @@ def mean_of(found: kernels.Shares, soft: SoftTable, weight_VD: Tensor) -> Tensor
         (3, 48, 20, 32, replace(SMALL, depth=32)),  # a step beyond the vocabulary
     ],
 )
-def test_products_of_parts_are_exact_on_what_was_rounded(
-    rows: int, vocab: int, width: int, share: int, form: GemmConfig
+def test_sums_of_splits_are_exact_on_quantized_values(
+    rows: int, vocab: int, width: int, split: int, config: GemmConfig
 ) -> None:
-    soft = soft_of(table_of(vocab, width), share)
+    soft = soft_of(table_of(vocab, width), split)
     raw_TV, temperature_T = logits_of(vocab, rows)
-    found = shares_of(stats_of(raw_TV, None, temperature_T), soft)
-    got_STD = kernels.product(found, soft, torch.float32, form)
+    found = kernels.quantize_probs(stats_of(raw_TV, None, temperature_T), soft)
+    got_STD = kernels.split_sums(found, soft, torch.float32, config)
     pieces = zip(
-        torch.split(found.numbers_TV.float(), share, 1),
-        torch.split(soft.numbers_DV.float(), share, 1),
-        found.factor_ST,
+        torch.split(found.values_TV.float(), split, 1),
+        torch.split(soft.values_DV.float(), split, 1),
+        found.scale_ST,
         strict=True,
     )
-    want_STD = torch.stack([(p @ vectors.T) * factor[:, None] for p, vectors, factor in pieces])
+    want_STD = torch.stack([(p @ vectors.T) * scale[:, None] for p, vectors, scale in pieces])
     torch.testing.assert_close(got_STD, want_STD, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cap", [30.0, None])
-@pytest.mark.parametrize("share", [1152, 2304, 3456])
-def test_means_are_the_definition_s(cap: float | None, share: int) -> None:
+@pytest.mark.parametrize("split", [1152, 2304, 3456])
+def test_means_are_the_definition_s(cap: float | None, split: int) -> None:
     # Chunks and parts begin and end inside each other, and the last of both are short ones.
-    vocab = 2 * NEAR + 560
+    vocab = 2 * CHUNK + 560
     table, (raw_TV, temperature_T) = table_of(vocab, 24), logits_of(vocab)
-    soft, p_TV = soft_of(table, share), probabilities(raw_TV, cap, temperature_T)
-    want_TD = soft_mean_reference(p_TV, table.weight, soft)
-    got_TD = mean_of(shares_of(stats_of(raw_TV, cap, temperature_T), soft), soft, table.weight)
+    soft, p_TV = soft_of(table, split), probabilities(raw_TV, cap, temperature_T)
+    want_TD = soft_embed_reference(p_TV, table.weight, soft)
+    got_TD = mean_of(
+        kernels.quantize_probs(stats_of(raw_TV, cap, temperature_T), soft), soft, table.weight
+    )
     # A last bit of a probability may round to another of the few 8-bit numbers.
     assert far(got_TD, want_TD) < 0.004
     assert 0.002 < far(want_TD, p_TV @ table.weight) < 0.05
@@ -130,68 +125,68 @@ def far(got_TD: Tensor, want_TD: Tensor) -> float:
     return float(((got_TD - want_TD).norm(dim=-1) / want_TD.norm(dim=-1)).max())
 
 
-def test_small_probabilities_count_where_no_great_one_stands_beside_them() -> None:
+def test_small_probabilities_count_where_no_large_one_is_near() -> None:
     """Even with the likeliest token: it is not rounded with them."""
-    vocab = 3 * NEAR
-    soft = soft_of(table_of(vocab, 24), NEAR + NEAR // 2)
+    vocab = 3 * CHUNK
+    soft = soft_of(table_of(vocab, 24), CHUNK + CHUNK // 2)
     p_TV = torch.full((1, vocab), 1e-9)
     p_TV[0, 7] = 1 - vocab * 1e-9
-    rest_V = shares_by_p(p_TV, soft).numbers_TV[0].float() / soft.beside_V
+    rest_V = quantized(p_TV, soft).values_TV[0].float() / soft.rel_scale_V
     assert rest_V[7] == 0
     assert (rest_V[:7] - 1).abs().max() < 1 / 15.9
     # And now there is one, in the second part and the third chunk, which the first does not touch.
-    p_TV[0, 2 * NEAR] = 2e-3
-    first_V, second_V = shares_by_p(p_TV, soft).numbers_TV[0].float().split(soft.share)
-    assert first_V.count_nonzero() == soft.share - 1
+    p_TV[0, 2 * CHUNK] = 2e-3
+    first_V, second_V = quantized(p_TV, soft).values_TV[0].float().split(soft.split)
+    assert first_V.count_nonzero() == soft.split - 1
     assert second_V.count_nonzero() == 1
-    # In the second chunk, which reaches into both parts: the second loses its small ones as well.
-    p_TV[0, 2 * NEAR], p_TV[0, 2 * NEAR - 1 - NEAR // 2] = 1e-9, 2e-3
-    assert shares_by_p(p_TV, soft).numbers_TV[0].float().count_nonzero() == 1
+    # In the second chunk, which reaches out both parts: the second loses its small ones as well.
+    p_TV[0, 2 * CHUNK], p_TV[0, 2 * CHUNK - 1 - CHUNK // 2] = 1e-9, 2e-3
+    assert quantized(p_TV, soft).values_TV[0].float().count_nonzero() == 1
 
 
 @pytest.mark.parametrize("cap", [30.0, None])
-def test_what_is_rounded_is_known_to_be_no_greater_than_what_it_is_rounded_beside(
+def test_no_quantized_value_exceeds_the_largest_of_its_chunks(
     cap: float | None,
 ) -> None:
-    """The greatest of each part that is its chunks' greatest is the greatest 8-bit number."""
-    vocab = 4 * NEAR + 48
-    soft, (raw_TV, temperature_T) = soft_of(table_of(vocab, 24), NEAR + 128), logits_of(vocab)
-    soft = soft._replace(beside_V=torch.full((vocab,), 448.0))
+    """The largest of a split that is its chunks' largest is FP8_MAX."""
+    vocab = 4 * CHUNK + 48
+    soft, (raw_TV, temperature_T) = soft_of(table_of(vocab, 24), CHUNK + 128), logits_of(vocab)
+    soft = soft._replace(rel_scale_V=torch.full((vocab,), 448.0))
     p_TV = probabilities(raw_TV, cap, temperature_T)
     rest_TV = p_TV.scatter(-1, p_TV.argmax(-1, keepdim=True), 0.0)
-    found = shares_of(stats_of(raw_TV, cap, temperature_T), soft)
-    for part, numbers_TW in enumerate(found.numbers_TV.float().split(soft.share, 1)):
-        begin, end = part * soft.share, min((part + 1) * soft.share, vocab)
-        near = slice(begin // NEAR * NEAR, -(-end // NEAR) * NEAR)
+    found = kernels.quantize_probs(stats_of(raw_TV, cap, temperature_T), soft)
+    for part, values_TW in enumerate(found.values_TV.float().split(soft.split, 1)):
+        begin, end = part * soft.split, min((part + 1) * soft.split, vocab)
+        near = slice(begin // CHUNK * CHUNK, -(-end // CHUNK) * CHUNK)
         greatest_T = rest_TV[:, near].amax(-1)
-        unit_T = found.factor_ST[part] / soft.unit_1
+        unit_T = found.scale_ST[part] / soft.unit_scale_1
         torch.testing.assert_close(unit_T, greatest_T, rtol=1e-4, atol=0)
         want_TW = 448 * rest_TV[:, begin:end] / greatest_T[:, None]
-        torch.testing.assert_close(numbers_TW, want_TW, rtol=1 / 15.9, atol=2**-10 * 1.01)
+        torch.testing.assert_close(values_TW, want_TW, rtol=1 / 15.9, atol=2**-10 * 1.01)
 
 
-def test_a_position_that_is_sure_is_told_of_its_token_as_it_is() -> None:
+def test_the_likeliest_token_is_not_quantized() -> None:
     table = table_of(96, 24)
     p_TV = torch.full((2, 96), 1e-7)
     p_TV[:, 95] = 1 - 95e-7
     soft = soft_of(table, 128)
-    got_TD = mean_of(shares_by_p(p_TV, soft), soft, table.weight)
+    got_TD = mean_of(quantized(p_TV, soft), soft, table.weight)
     assert far(got_TD, table.weight[[95, 95]]) < 1e-4
-    assert far(table.head_8[[95]].float() * table.head_factor[95], table.weight[[95]]) > 0.01
+    assert far(table.head_values[[95]].float() * table.head_scale[95], table.weight[[95]]) > 0.01
 
 
 @pytest.mark.parametrize("has_soft", [True, False])
 def test_pinned_positions_have_their_own_tokens_and_reopened_ones_nothing(has_soft: bool) -> None:
     """In fp8 where the table has it so, else in the table's own type."""
     table, (raw_TV, temperature_T) = table_of(96, 24, soft=has_soft), logits_of(96)
-    into = into_of(6, 24, scale=2.5)
-    into.tokens_EL[0] = torch.arange(6) + 3
-    into.pinned_EL[0] = torch.tensor([0, 1, 0, 1, 2, 0])
+    out = out_of(6, 24, scale=2.5)
+    out.tokens_EL[0] = torch.arange(6) + 3
+    out.pinned_EL[0] = torch.tensor([0, 1, 0, 1, 2, 0])
     p_TV = probabilities(raw_TV, 30.0, temperature_T)
     with torch.inference_mode():
-        logits.soft_embed_dense(table, stats_of(raw_TV, 30.0, temperature_T), into)
-        want_TD = table.mean(p_TV) * (2.5 / table.scale)
-    soft_TD, pinned_T = into.soft_ELD[0], into.pinned_EL[0]
+        passes.soft_embed_dense(table, stats_of(raw_TV, 30.0, temperature_T), out)
+        want_TD = table.soft_embed(p_TV) * (2.5 / table.scale)
+    soft_TD, pinned_T = out.soft_ELD[0], out.pinned_EL[0]
     assert torch.equal(soft_TD[pinned_T == 1], 2.5 * table.weight[[4, 6]])
     assert not soft_TD[4].any()
     off = far(soft_TD[pinned_T == 0], want_TD[pinned_T == 0])
@@ -200,18 +195,19 @@ def test_pinned_positions_have_their_own_tokens_and_reopened_ones_nothing(has_so
     assert (far(want_TD, exact_TD) > 0.002) == has_soft
 
 
-def test_the_sparse_mean_is_the_dense_one_where_few_tokens_suffice() -> None:
+def test_the_sparse_mean_is_the_dense_one_where_candidates_cover_the_mass() -> None:
     """Of two canvases in one call."""
     table, (raw_TV, temperature_T) = table_of(96, 24), logits_of(96)
-    found = stats_of(raw_TV, 30.0, temperature_T)
-    assert found.likely is not None and found.likely.suffice()
-    into = replace(
-        into_of(6, 24),
+    stats = stats_of(raw_TV, 30.0, temperature_T)
+    candidates = count_candidates(stats)
+    assert candidates.covers_mass()
+    out = replace(
+        out_of(6, 24),
         soft_ELD=torch.empty(2, 3, 24),
         tokens_EL=torch.zeros(2, 3, dtype=torch.long),
         pinned_EL=torch.zeros(2, 3, dtype=torch.uint8),
         entry_I=torch.tensor([1, 0], dtype=torch.int32),
     )
-    logits.soft_embed_sparse(table, found, into)
+    passes.soft_embed_sparse(table, passes.StepStats(stats, candidates), out)
     want_TD = probabilities(raw_TV, 30.0, temperature_T) @ table.weight
-    assert far(into.soft_ELD.flip(0).flatten(0, 1), want_TD) < 0.004
+    assert far(out.soft_ELD.flip(0).flatten(0, 1), want_TD) < 0.004

@@ -1,4 +1,4 @@
-"""Compiles a kernel for a GPU that need not be there, and says what it takes of it."""
+"""Compiles a kernel for any GPU and reports the resources it uses."""
 
 import re
 import subprocess
@@ -15,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from dgemma.backends.cuda import device
 from dgemma.backends.cuda.kernels import (
     attention,
     attention_wide,
-    device,
     gemm_fp8,
     gemv,
     qk_norm_rope,
@@ -33,13 +33,13 @@ WIDTH, INNER, EXPERTS, TOP_K, CANVAS = 2816, 704, 128, 8, 256
 NOT_YET = ("st.global", "atom.", "red.global", "cp.async", "bra", "ret;")
 # These read what never changes, or was written before the kernel that they wait for.
 READ_WEIGHTS = (
-    qk_norm_rope._heads,
-    gemm_fp8._product,
-    gemv._product,
-    gemv._residual_add_norm,
+    qk_norm_rope._qk_norm_rope,
+    gemm_fp8._gemm,
+    gemv._gemv,
+    gemv._residual_add_norm_router,
     residual_norm._layer_epilogue,
-    router._parts,
-    router._choose,
+    router._router_logits,
+    router._topk,
     attention._attend,
 )
 Types = dict[str, str]
@@ -133,7 +133,7 @@ def compiled(case: Case, card: Card) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", card.number, 32), options=options)
 
 
-def told(case: Case, card: Card, made: Any) -> str:
+def usage_line(case: Case, card: Card, made: Any) -> str:
     """Return a line that says what a kernel takes; fails if that is too much."""
     registers, spilled = usage(made.asm["cubin"])
     shared = made.metadata.shared

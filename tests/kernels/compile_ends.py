@@ -14,22 +14,22 @@ from compile_card import (
     fp8_operand,
 )
 
-from dgemma.backends.cuda.configs import SOFT, fitted
+from dgemma.backends.cuda import device
+from dgemma.backends.cuda.configs import SOFT_EMBED, for_device
 from dgemma.backends.cuda.kernels import (
-    device,
     embed,
     logit_stats,
     sampler_update,
     soft_embed_fp8,
     soft_embed_topk,
 )
-from dgemma.quant.soft_table import NEAR, SHARE
+from dgemma.quant.head import CHUNK, VOCAB_SPLIT
 
 VOCAB = 1 << 18
 PAIRS = 128 + 64  # of RoPE, of both layer types
-# Where soft embeddings go.
-INTO = {"soft_ELD": HALF, "tokens_EL": LONG, "pinned_EL": BYTE, "entry_I": INT, "scale": "fp32"}
-INTO |= {"tokens_stride": "i32", "pinned_stride": "i32"}
+# Destination of soft embeddings.
+OUT = {"soft_ELD": HALF, "tokens_EL": LONG, "pinned_EL": BYTE, "entry_I": INT, "scale": "fp32"}
+OUT |= {"tokens_stride": "i32", "pinned_stride": "i32"}
 
 
 def end_cases() -> list[Case]:
@@ -61,83 +61,88 @@ def embed_cases() -> list[Case]:
 
 
 def stats_cases() -> list[Case]:
-    """Return row statistics, and the search for likely tokens."""
+    """Return logit statistics, and the search for candidates."""
     sizes = {"CAP": 30.0, "W": logit_stats.CHUNK, "CHUNKS": 128, "C": 128, "S": 128}
-    sizes |= {"EACH": 4, "EVEN": True, "MOST": logit_stats.most_entropy(VOCAB), "L": CANVAS}
-    sizes |= {n: getattr(logit_stats, n) for n in ("SPARE", "READ", "MISSED", "SMALL", "COLDEST")}
-    sizes |= {"TOKENS": logit_stats.most_tokens()}
+    sizes |= {"PER_PROGRAM": 4, "EVEN": True, "L": CANVAS}
+    sizes |= {"MAX_ENTROPY": logit_stats.max_entropy(VOCAB), "MAX_TOKENS": logit_stats.max_tokens()}
+    names = "MIN_PROB MIN_CHUNK_PROB MAX_MISSED MIN_COUNTED_PROB MIN_TEMPERATURE"
+    sizes |= {name: getattr(logit_stats, name) for name in names.split()}
     row = {"raw_TV": HALF, "temperature_T": FLOAT, "vocab": "i32"}
-    marks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "draw_sum_TC": FLOAT}
-    marks |= {"draw_temperature_T": FLOAT, "flat_C": INT}
-    totals = {"peak_T": FLOAT, "total_T": FLOAT, "least_T": FLOAT}
+    chunks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "draw_sum_TC": FLOAT}
+    chunks |= {"draw_temperature_T": FLOAT, "flat_C": INT}
+    totals = {"peak_T": FLOAT, "total_T": FLOAT, "min_logit_T": FLOAT}
     merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
-    floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT, "next_T": FLOAT}
-    merged = {**row, **marks, **merge, **floats, **totals}
-    likely = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
+    floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT, "second_T": FLOAT}
+    merged = {**row, **chunks, **merge, **floats, **totals}
+    candidates = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
     seen = {**row, **totals, "peak_TC": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
-    grouped = {**sizes, "EACH": soft_embed_topk.AT_ONCE, "COLUMN": soft_embed_topk.COLUMN, "G": 32}
+    grouped = {**sizes, "PER_PROGRAM": soft_embed_topk.CHUNKS_PER_PROGRAM, "G": 32}
+    grouped["COLUMN"] = soft_embed_topk.COLUMN
+    count, gather = soft_embed_topk._count_candidates, soft_embed_topk._gather_candidates
     return [
-        Case("marks", logit_stats._marks, {**row, **marks, "chunks": "i32"}, sizes),
-        Case("merge", logit_stats._merge, merged, sizes, 8),
+        Case("marks", logit_stats._chunk_stats, {**row, **chunks, "chunks": "i32"}, sizes),
+        Case("merge", logit_stats._merge_chunks, merged, sizes, 8),
         Case("probabilities", logit_stats._probabilities, {**row, **totals}, sizes),
-        Case("likely", soft_embed_topk._likely, {**seen, "flat_C": INT}, grouped, 8),
-        Case("survivors", soft_embed_topk._survivors, {**seen, **likely}, grouped, 8),
+        Case("likely", count, {**seen, "flat_C": INT}, grouped, 8),
+        Case("survivors", gather, {**seen, **candidates}, grouped, 8),
     ]
 
 
 def soft_cases() -> list[Case]:
     """Return the sparse soft embedding."""
-    into = {**INTO, "table_VD": HALF}
-    mean = {**into, "id_TS": INT, "p_TS": FLOAT, "count_T": INT}
-    sizes = {"D": WIDTH, "S": 128, "BLOCK": soft_embed_topk.BLOCK, "EACH": 16, "L": CANVAS}
+    out = {**OUT, "table_VD": HALF}
+    mean = {**out, "id_TS": INT, "p_TS": FLOAT, "count_T": INT}
+    sizes = {"D": WIDTH, "S": 128, "BLOCK": soft_embed_topk.BLOCK, "STEP": 16, "L": CANVAS}
     return [
-        Case("soft mean", soft_embed_topk._soft_mean, mean, sizes),
-        Case("pin mean", soft_embed_topk._pin_mean, {**into, "mean_TD": HALF}, sizes),
+        Case("soft mean", soft_embed_topk._mean_of_candidates, mean, sizes),
+        Case("pin mean", soft_embed_topk._store_mean, {**out, "mean_TD": HALF}, sizes),
     ]
 
 
 def soft_fp8_cases() -> list[Case]:
     """Return the dense soft embedding in fp8."""
-    form = fitted(SOFT)
+    form = for_device(SOFT_EMBED)
     row = {
         "temperature_T": FLOAT,
         "peak_T": FLOAT,
         "total_T": FLOAT,
         "top_T": LONG,
-        "factor_ST": FLOAT,
+        "scale_ST": FLOAT,
     }
-    row |= {"peak_TC": FLOAT, "next_T": FLOAT}
-    shares = {**row, "raw_TV": HALF, "beside_V": FLOAT, "unit_1": FLOAT, "numbers_TV": FP8}
-    rounding = {"CAP": 30.0, "SHARE": SHARE, "W": soft_embed_fp8.AT_ONCE}
-    rounding |= {"CHUNKS": 128, "NEAR": NEAR, "REACH": soft_embed_fp8.reach(SHARE)}
+    row |= {"peak_TC": FLOAT, "second_T": FLOAT}
+    probs = {**row, "raw_TV": HALF, "rel_scale_V": FLOAT, "unit_scale_1": FLOAT, "values_TV": FP8}
+    rounding = {"CAP": 30.0, "SPLIT": VOCAB_SPLIT, "W": soft_embed_fp8.TOKENS_PER_STEP}
+    near = soft_embed_fp8.chunks_per_split(VOCAB_SPLIT)
+    rounding |= {"CHUNKS": 128, "CHUNK": CHUNK, "NEAR": near}
     product = {
-        "numbers_TV": fp8_operand(form.rows, form.depth),
-        "numbers_DV": fp8_operand(form.outputs, form.depth),
+        "values_TV": fp8_operand(form.rows, form.depth),
+        "values_DV": fp8_operand(form.outputs, form.depth),
     }
-    product |= {"factor_ST": FLOAT, "out_STD": HALF, "rows": "i32"}
-    cut = {"D": WIDTH, "SHARE": SHARE, "BM": form.rows, "BN": form.outputs, "BK": form.depth}
-    cut |= {"V": VOCAB, "TMA": device.has_tma()}
-    adding = {**INTO, "weight_VD": HALF, "parts_STD": HALF, "top_T": LONG, "top_p_T": FLOAT}
-    sizes = {"D": WIDTH, "PARTS": 36, "BLOCK": soft_embed_topk.BLOCK, "L": CANVAS}
+    product |= {"scale_ST": FLOAT, "out_STD": HALF, "rows": "i32"}
+    block = {"D": WIDTH, "BM": form.rows, "BN": form.outputs, "BK": form.depth}
+    block |= {"V": VOCAB, "SPLIT": VOCAB_SPLIT, "TMA": device.has_tma()}
+    adding = {**OUT, "weight_VD": HALF, "sums_STD": HALF, "top_T": LONG, "top_p_T": FLOAT}
+    sizes = {"D": WIDTH, "SPLITS": 36, "BLOCK": soft_embed_topk.BLOCK, "L": CANVAS}
     of_soft = soft_embed_fp8
     return [
-        Case("soft fp8 shares", of_soft._shares, {**shares, "vocab": "i32"}, rounding),
-        Case("soft fp8 product", of_soft._product, product, cut, form.warps, form.stages),
-        Case("soft fp8 sum", of_soft._add_up, adding, sizes),
+        Case("soft fp8 shares", of_soft._quantize_probs, {**probs, "vocab": "i32"}, rounding),
+        Case("soft fp8 product", of_soft._split_sums, product, block, form.warps, form.stages),
+        Case("soft fp8 sum", of_soft._add_splits, adding, sizes),
     ]
 
 
 def sampler_cases() -> list[Case]:
-    """Return the update of canvases, of the released length and of the greatest."""
-    longs = "draw_T top_T noise_ENL tokens_EL guess_EL steady_E step_E"
+    """Return the update of canvases, of the released and of the maximal length."""
+    longs = "draw_T top_T noise_ENL tokens_EL guess_EL stable_E step_E"
     types = {**dict.fromkeys(longs.split(), LONG), "entry_C": INT}
-    types |= {"found_T": FLOAT, "entropy_EL": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
-    types |= dict.fromkeys("pinned_EL kept_EL settled_E flags_E2".split(), BYTE)
+    types |= {"entropy_T": FLOAT, "entropy_EL": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
+    types |= dict.fromkeys("pinned_EL kept_EL converged_E flags_E2".split(), BYTE)
     types |= {"rule_E3": FLOAT, **dict.fromkeys("stride_1 stride_8 stride_4".split(), "i32")}
     types["num_noise"] = "i32"
     found = []
     for length in (CANVAS, sampler_update.MAX_LENGTH):
         sizes = {"L": length, "P": length, "B": sampler_update.PAIRS // length}
-        sizes |= {"GROUPS": 32, "G": 32, "S": logit_stats.SURVIVORS, "MASS": logit_stats.MASS}
+        sizes |= {"GROUPS": 32, "G": 32, "S": logit_stats.MAX_CANDIDATES}
+        sizes["MIN_MASS"] = logit_stats.MIN_MASS
         found.append(Case(f"sampler update {length}", sampler_update._update, types, sizes, 8))
     return found

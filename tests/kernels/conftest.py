@@ -65,32 +65,32 @@ if IS_INTERPRETED:
 
 
 @pytest.fixture
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs for whole small models, where the interpreter pays for programs and for masks.
+def small_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use configs for small models: the interpreter's time is that of programs and masks.
 
-    Attention has two parts, and the deepest products take two steps.
+    Attention has two splits, and the deepest GEMMs take two steps.
     """
     from dgemma.backends.cuda import configs
     from dgemma.backends.cuda.kernels import attention, gemv, moe, moe_decode, moe_nvfp4, router
 
     def swap(module: object, config: object, other: object) -> None:
-        """Replace a config, or a choice of one, by whatever name a kernel's module has it."""
+        """Replace a config, or a function that chooses one, in a kernel's module."""
         names = [name for name, value in vars(module).items() if value is config]
         assert names
         for name in names:
             monkeypatch.setattr(module, name, other)
 
     blocks = {"queries": 16, "keys": 16, "warps": 4, "stages": 2}
-    form = configs.AttentionConfig(**blocks, parts=2)
-    swap(attention, configs.attention_config, lambda *_: form)
-    tile = configs.MoeConfig(rows=16, columns=16, depth=32)
-    swap(moe, configs.moe_config, lambda *_: configs.MoeConfigs(tile, tile))
+    split = configs.AttentionConfig(**blocks, splits=2)
+    swap(attention, configs.attention_config, lambda *_: split)
+    small = configs.MoeConfig(rows=16, columns=16, depth=32)
+    swap(moe, configs.moe_config, lambda *_: configs.MoeConfigs(small, small))
     large = configs.MoeConfig(rows=16, columns=64, depth=64)
     swap(moe_nvfp4, configs.moe_config, lambda *_: configs.MoeConfigs(large, large))
     few = configs.MoeDecodeConfig(columns=16, depth=64)
     by_bits = dict.fromkeys((16, 8, 4), configs.MoeDecodeConfigs(few, few))
     swap(moe_decode, configs.MOE_DECODE, by_bits)
-    narrow = configs.RouterConfig(rows=16, columns=16, share=32, depth=32)
+    narrow = configs.RouterConfig(rows=16, columns=16, k_split=32, depth=32)
     swap(router, configs.router_config, lambda *_: narrow)
     streamed = configs.GemvConfig(outputs=32, chunk=64)
     swap(gemv, configs.gemv_config, lambda *_, **__: streamed)

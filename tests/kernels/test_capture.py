@@ -1,4 +1,4 @@
-"""When a pass runs eagerly, is captured and is replayed; what torch is asked for, without a GPU."""
+"""Passes run eagerly first, are captured second, then replayed; torch is faked, without a GPU."""
 
 import logging
 from collections.abc import Iterator
@@ -9,44 +9,44 @@ from typing import Any
 import pytest
 import torch
 
-from dgemma.backends.cuda import capture
-from dgemma.backends.cuda.capture import Graphs
+from dgemma.backends.cuda import graphs as graphs_module
+from dgemma.backends.cuda.graphs import Graphs
 
 POOL, GPU = (0, 7), torch.device("cuda", 1)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What torch was asked for, in order; a stream is a name."""
-    told: list[str] = []
+    """Calls of torch, in order; a stream is a name."""
+    said: list[str] = []
 
     class Graph:
         def replay(self) -> None:
-            told.append("replay")
+            said.append("replay")
 
     @contextmanager
     def graph(of: Graph, *, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
         assert (pool, stream, capture_error_mode) == (POOL, "stream", "thread_local")
-        told.append("begin")
+        said.append("begin")
         try:
             yield
         finally:
-            told.append("end")
+            said.append("end")
 
-    monkeypatch.setattr(capture, "_streams", {})
+    monkeypatch.setattr(graphs_module, "_streams", {})
     fakes = {
         "graph_pool_handle": lambda: POOL,
         "CUDAGraph": Graph,
         "graph": graph,
-        "synchronize": lambda device: told.append("wait"),
-        "empty_cache": lambda: told.append("empty"),
+        "synchronize": lambda device: said.append("wait"),
+        "empty_cache": lambda: said.append("empty"),
         "current_device": lambda: 1,
         "Stream": lambda device: "stream",
         "stream": lambda stream: nullcontext(),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    return told
+    return said
 
 
 CAPTURED = ["wait", "empty", "begin", "work", "end", "replay"]

@@ -6,19 +6,50 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import anthropic
 import httpx
 import openai
 import pytest
+import torch
 
 from dgemma.engine import Engine
-from dgemma.server.drain import Server
+from dgemma.server.app import make_app
+from dgemma.server.lifecycle import Server, bind, make_server
 from dgemma.server.limits import Limits
-from dgemma.server.run import bind, make_server
 from dgemma.server.service import Service, Settings
+from dgemma.text.chat import ChatTemplate, Message
+from dgemma.text.messages import read_tools
+from dgemma.weights.load import random_model
+from examples.memorize import memorize
+from tests.taught import CANVAS, GENERATION, taught_config
+from tests.text.small import TEMPLATE, small_tokenizer
 
+T = TypeVar("T")
 MODEL = "taught"
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "the", "parameters": {"type": "object"}}}
+]
+CALLS = (
+    '<|tool_call>call:the{a:<|"|>é<|"|>}<tool_call|><|tool_call>call:the{b:[1,true]}<tool_call|>'
+)
+QUESTION = "call"
+
+
+OPEN: list[Any] = []  # clients of the running test
+
+
+def opened(client: T) -> T:
+    OPEN.append(client)
+    return client
+
+
+@pytest.fixture(autouse=True)
+def close_clients() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 @dataclass(frozen=True)
@@ -30,7 +61,13 @@ class Running:
     service: Service
 
     def client(self, key: str = "unused-key") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        url = f"{self.url}/v1"
+        return opened(openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60))
+
+    def anthropic(self, **key: str) -> anthropic.Anthropic:
+        named: Any = key or {"api_key": "unused-key"}
+        client = anthropic.Anthropic(base_url=self.url, max_retries=0, timeout=60, **named)
+        return opened(client)
 
     def post(self, path: str, body: object, **more: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **more)
@@ -46,7 +83,7 @@ class Running:
 @contextmanager
 def running(engine: Engine, settings: Settings) -> Iterator[Running]:
     taken = bind("127.0.0.1", 0)
-    server = make_server(engine, settings)
+    server = make_server(make_app(engine, settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
     thread.start()
     try:
@@ -70,7 +107,7 @@ def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def load(checkpoint: Path) -> Engine:
-    """The taught model with a third of the steps: what it was not taught does not settle anyway."""
+    """The taught model with a third of the steps: what it was not taught does not converge."""
     engine = Engine.load(checkpoint, device="cpu", dtype="float32")
     engine.sampler = replace(engine.sampler, max_denoising_steps=16)
     return engine
@@ -93,3 +130,19 @@ def serve(checkpoint: Path) -> Iterator[Callable[..., Running]]:
             return stack.enter_context(running(load(checkpoint), chosen))
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def caller() -> Iterator[Running]:
+    """A server of a tiny model that was taught to call a tool twice."""
+    tokenizer = small_tokenizer()
+    template = ChatTemplate(TEMPLATE, tokenizer)
+    prompt = template.prompt([Message(role="user", content=QUESTION)], read_tools(TOOLS))
+    ids = [*tokenizer.encode_control(CALLS), tokenizer.control_ids["<|tool_response>"]]
+    ids += [GENERATION.stop_ids[0]] * (-len(ids) % CANVAS)
+    model = random_model(taught_config(), seed=0)
+    for _ in memorize(model, [(torch.tensor(prompt.ids), torch.tensor(ids))], 100):
+        pass
+    engine = Engine(model, tokenizer, template, GENERATION)
+    with running(engine, Settings(names=("caller",))) as server:
+        yield server

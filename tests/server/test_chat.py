@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.server.conftest import MODEL, Running
+from tests.server.conftest import MODEL, Running, load
 from tests.taught import ANSWERS, CANVAS, LONG, SHORT, THOUGHT
 
 # For what the model was not taught: it does not settle, however many steps it has.
@@ -142,11 +143,13 @@ def test_autoregression_says_the_same(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ar", "diffusion"])
-def test_log_probabilities_are_those_of_the_causal_pass(shared: Running, mode: str) -> None:
+def test_log_probabilities_are_those_of_the_causal_pass(
+    shared: Running, checkpoint: Path, mode: str
+) -> None:
     answer = chat(shared, SHORT, seed=1, logprobs=True, extra_body={"dgemma": {"mode": mode}})
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
-    engine = shared.service.engine
+    engine = load(checkpoint)  # the server's belongs to its thread
     (score,) = engine.score(SHORT, [ANSWERS[SHORT]])
     assert [entry.logprob for entry in logprobs.content] == pytest.approx(score.logprobs, abs=1e-4)
     data = bytes(byte for entry in logprobs.content for byte in entry.bytes or [])
@@ -235,6 +238,32 @@ def test_eight_requests_at_once_get_what_each_gets_alone(shared: Running) -> Non
         assert list(pool.map(ask, range(8))) == alone
 
 
+def test_a_prompt_is_echoed_with_its_scores(shared: Running, checkpoint: Path) -> None:
+    """As lm-eval sends it: token ids, one more token, the likeliest token at each position."""
+    engine, text = load(checkpoint), "the one"
+    ids = list(engine.plain_prompt(text).ids)
+    (score,) = engine.run(engine.score_program(ids[:1], [ids[1:]]))
+
+    def echo(prompt: Any, **fields: Any) -> Any:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0, **fields}
+        return shared.client().completions.create(model=MODEL, seed=1234, **asked).choices
+
+    plain, again = echo([ids, ids[:1]], max_tokens=1)
+    assert len(plain.logprobs.token_logprobs) == len(ids) + 1 and again.logprobs.tokens
+    assert plain.logprobs.token_logprobs[0] is None
+    assert plain.logprobs.token_logprobs[1:-1] == pytest.approx(score.logprobs, abs=1e-4)
+    tops = plain.logprobs.top_logprobs[1:]
+    chosen = zip(plain.logprobs.token_logprobs[1:], tops, strict=True)
+    assert all(logprob <= max(top.values()) for logprob, top in chosen)
+    assert plain.logprobs.token_logprobs[-1] == max(tops[-1].values()), "the last is the likeliest"
+    (named,) = echo(text, max_tokens=0)
+    assert named.text == text and "".join(named.logprobs.tokens) == text
+    assert named.logprobs.token_logprobs == pytest.approx(score.logprobs, abs=1e-4)
+    assert named.finish_reason == "length"
+    (bare,) = echo(text, max_tokens=0, logprobs=None)
+    assert bare.text == text and bare.logprobs is None
+
+
 def test_plain_text_is_gone_on_with(shared: Running) -> None:
     client = shared.client()
     engine = shared.service.engine
@@ -244,7 +273,7 @@ def test_plain_text_is_gone_on_with(shared: Running) -> None:
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and len(logprobs.tokens or []) == answer.usage.completion_tokens  # type: ignore[union-attr]
     ids = [2, *engine.tokenizer.encode("the ")]
-    assert engine.plain("the ").ids == tuple(ids)
+    assert engine.plain_prompt("the ").ids == tuple(ids)
     same = client.completions.create(prompt=ids, **asked)
     assert same.choices[0].text == answer.choices[0].text
     both = client.completions.create(prompt=["the ", "a"], n=2, **asked)

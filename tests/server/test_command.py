@@ -2,12 +2,13 @@
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -22,10 +23,19 @@ COMMAND = [sys.executable, "-c", "from dgemma.cli import main; main()", "serve"]
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    environment = {**os.environ, "DGEMMA_API_KEYS": ""}
+def serving(
+    *options: str, num_files: int | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    def limit_files() -> None:
+        if num_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
+
     process = subprocess.Popen(
-        [*COMMAND, "--port", "0", *options], stderr=subprocess.PIPE, text=True, env=environment
+        [*COMMAND, "--port", "0", *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "DGEMMA_API_KEYS": ""},
+        preexec_fn=limit_files,
     )
     assert process.stderr is not None
     try:
@@ -72,6 +82,30 @@ def test_a_served_directory_answers_and_drains_on_a_signal(checkpoint: Path) -> 
         assert "finishing" in process.stderr.read()
 
 
+def test_half_sent_heads_neither_stop_a_server_nor_fill_its_log(checkpoint: Path) -> None:
+    """300 of them where 256 files may be open."""
+    options = ("-m", str(checkpoint), "--device", "cpu", "--dtype", "float32")
+    with serving(*options, num_files=256) as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with ExitStack() as stack:
+            for _ in range(300):
+                line = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+                line.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+            for _ in range(5):
+                assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+        assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+        for garbage in (b"\0\1\2", b"GET\r\n\r\n", b"GET / HTTP/9\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=10) as line:
+                line.sendall(garbage)
+                line.settimeout(1)
+                assert b"200" not in line.recv(100)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert process.wait(timeout=30) == 0
+        assert log == "dgemma: stopping\n"
+
+
 def test_wrong_calls_are_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,8 +119,8 @@ def test_wrong_calls_are_refused_before_anything_is_loaded(
 
     code, told = call("--host", "0.0.0.0")
     assert code == 2 and "a key is needed" in told
-    code, told = call("--max-rows", "0")
-    assert code == 2 and "(--max-rows) is 0" in told
+    code, told = call("--max-batch-size", "0")
+    assert code == 2 and "(--max-batch-size) is 0" in told
     code, told = call("--max-seconds", "nan")
     assert code == 2 and "(--max-seconds) is nan" in told
     code, told = call("--api-key-file", str(tmp_path / "absent"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgemma.server import call
+from dgemma.server import service
 from tests.server.conftest import Running
 from tests.taught import ANSWERS, CANVAS, LONG, SHORT, THOUGHT
 
@@ -100,7 +100,7 @@ def test_a_plain_completion_has_drafts_too(shared: Running) -> None:
 def test_a_slow_reader_loses_drafts_and_no_text(
     shared: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call, "MAX_BACKLOG", 0)
+    monkeypatch.setattr(service, "MAX_BACKLOG", 0)
     stream = events(shared, LONG, seed=1, dgemma={"drafts": True, "pace": 100})
     assert "".join(contents(stream)) == ANSWERS[LONG]
     drafts = [c for c in stream if c.get("dgemma", {}).get("type") == "draft"]

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dgemma.engine.generation import Generation
 from dgemma.server.app import make_app
 from dgemma.server.limits import Limits
 from dgemma.server.service import Settings
@@ -124,7 +125,7 @@ async def post(app: Any, path: str, data: bytes) -> int:
 def test_ten_thousand_random_bodies_do_no_harm(checkpoint: Path, caplog: Any) -> None:
     """An answer or a sentence, never a 500; the deadlines of what turns out good are short."""
     engine = load(checkpoint)
-    limits = Limits(rows=64, queue=1024, seconds=0.05)
+    limits = Limits(max_batch_size=64, max_queue=1024, max_seconds=0.05)
     app = make_app(engine, Settings(names=(MODEL,), limits=limits))
     dice = random.Random(0)
     seen: dict[int, int] = {}
@@ -149,7 +150,7 @@ def test_ten_thousand_random_bodies_do_no_harm(checkpoint: Path, caplog: Any) ->
     assert seen.keys() <= {200, 400, 404, 503}, seen
     assert seen[400] > 5_000 and seen[200] > 100
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
-    assert not engine.jobs and not engine.waiting
+    assert not engine.scheduler.requests
 
 
 def kill(line: socket.socket) -> None:
@@ -166,19 +167,19 @@ def test_a_client_killed_amid_its_stream_is_out_and_others_go_on(
     brake = Brake(engine)
     with ThreadPoolExecutor(1) as pool:
         stay = pool.submit(server.ask, LONG, seed=1, stream=True)
-        wait_for(lambda: len(worker.running) == 1)
+        wait_for(lambda: worker.num_running == 1)
         drafts = {**ENDLESS["dgemma"], "drafts": True}
         lines = [hang_up_later(server, messages=USER, stream=True, dgemma=drafts) for _ in range(3)]
         # While the pass is held: after the four nobody is let in any more.
         wait_for(lambda: worker.num_waiting == 3)
         brake.allow(4)
-        wait_for(lambda: len(brake.rows) >= 4 and len(worker.running) == 4)
+        wait_for(lambda: len(brake.rows) >= 4 and worker.num_running == 4)
         for line in lines:
             assert b"event-stream" in line.recv(200)
             kill(line)
         brake.off()
         assert stay.result(timeout=30).text.endswith("data: [DONE]\n\n")
-    wait_for(lambda: not worker.running and not engine.jobs)
+    wait_for(lambda: not worker.num_running and not engine.scheduler.requests)
     assert server.service.metrics.cancelled._value.get() == 3
     assert server.ask(LONG, seed=1).json()["choices"][0]["message"]["content"] == ANSWERS[LONG]
 
@@ -188,14 +189,14 @@ def test_a_grammar_that_cannot_be_begun_is_its_own_requests_fault(
 ) -> None:
     """What fails while a request is let in is told to its client, which does not wait for ever."""
     server = serve()
-    submit = server.service.engine.submit
+    start = Generation.start
 
-    def refuse(plan: Any, **more: Any) -> Any:
-        if plan.noise.seed == 666:
+    def refuse(self: Generation, engine: Any, deadline: float) -> None:
+        if self.noise.seed == 666:
             raise RuntimeError("the grammar is too deep")
-        return submit(plan, **more)
+        start(self, engine, deadline)
 
-    monkeypatch.setattr(server.service.engine, "submit", refuse)
+    monkeypatch.setattr(Generation, "start", refuse)
     assert server.ask(SHORT, seed=666).status_code == 500
     assert server.ask(SHORT, seed=666, stream=True).status_code == 500
     assert server.ask(SHORT, seed=1).json()["choices"][0]["message"]["content"] == ANSWERS[SHORT]
@@ -203,7 +204,7 @@ def test_a_grammar_that_cannot_be_begun_is_its_own_requests_fault(
 
 
 def test_a_signal_under_load_ends_every_request_clearly(serve: Callable[..., Running]) -> None:
-    server = serve(limits={"rows": 4})
+    server = serve(limits={"max_batch_size": 4})
     statuses: list[int] = []
     begun = threading.Barrier(9)
 
@@ -235,4 +236,5 @@ def test_a_signal_under_load_ends_every_request_clearly(serve: Callable[..., Run
             one.result(timeout=60)
     assert set(statuses) <= {200, 503} and statuses.count(200) >= 8
     wait_for(lambda: server.server.should_exit)
-    assert not server.service.engine.jobs and not server.service.worker.running
+    assert not server.service.engine.scheduler.requests
+    assert not server.service.worker.num_running

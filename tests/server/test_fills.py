@@ -1,7 +1,6 @@
 """Holes, edits and puzzles over HTTP: editors' own requests, and the rules all requests keep."""
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,23 @@ import httpx
 import openai
 import pytest
 
-from dgemma.engine import Engine, FillOptions, Options
-from dgemma.server import asking
-from dgemma.server.asking_fill import read_fill, read_fim, read_infill
-from dgemma.server.errands import FENCE, rewrite_errand
-from dgemma.server.sentinels import Around, find_hole, read_region, read_update
-from dgemma.server.wire import Body, CompletionBody
-from dgemma.server.wire_fill import FillBody, FimBody, InfillBody
+from dgemma.engine import Done, Engine, SamplingParams
+from dgemma.programs.edit.edit import without_fence
+from dgemma.programs.infill.infill import FillParams
+from dgemma.server import infill_api
+from dgemma.server.completions_api import CompletionBody, parse_completion
+from dgemma.server.edit_api import rewrite_answer
+from dgemma.server.infill_api import (
+    FillBody,
+    FimBody,
+    InfillBody,
+    hole_programs,
+    parse_fill,
+    parse_fim,
+    parse_infill,
+)
+from dgemma.server.schemas import Body
+from dgemma.server.sentinels import HoleContext, find_hole, read_region, read_update
 from tests.server.conftest import MODEL, Running, wait_for
 from tests.server.test_scheduling import Brake
 from tests.taught import ANSWERS, LONG, SHORT, ask
@@ -160,7 +169,7 @@ def chunks(text: str) -> list[dict[str, Any]]:
     ],
 )
 def test_the_sentinels_of_editors_mark_a_hole(prompt: str) -> None:
-    assert find_hole(prompt) == Around("a", "b")
+    assert find_hole(prompt) == HoleContext("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +190,7 @@ def test_what_is_not_a_whole_hole_is_plain_text(prompt: str) -> None:
 
 def test_other_files_come_before_the_prefix() -> None:
     prompt = "<|repo_name|>r<|file_sep|>x.py\n1\n<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
-    assert find_hole(prompt) == Around("r\nx.py\n1\na", "b")
+    assert find_hole(prompt) == HoleContext("r\nx.py\n1\na", "b")
 
 
 def test_messages_of_mercury_are_read() -> None:
@@ -285,25 +294,21 @@ def test_a_next_edit_is_a_fenced_region_or_none(shared: Running) -> None:
 @pytest.mark.parametrize(
     ("read", "body", "usual"),
     [
-        (read_fim, FimBody(prompt=BEFORE, suffix=AFTER, seed=3), "fast"),
-        (read_infill, InfillBody(prompt=BEFORE, input_suffix=AFTER, seed=3), "fast"),
-        (asking.read_completion, CompletionBody(prompt=BEFORE, suffix=AFTER, seed=3), "fast"),
-        (read_fill, FillBody(text=[BEFORE, AFTER], seed=3), "thorough"),
+        (parse_fim, FimBody(prompt=BEFORE, suffix=AFTER, seed=3), "fast"),
+        (parse_infill, InfillBody(prompt=BEFORE, input_suffix=AFTER, seed=3), "fast"),
+        (parse_completion, CompletionBody(prompt=BEFORE, suffix=AFTER, seed=3), "fast"),
+        (parse_fill, FillBody(text=[BEFORE, AFTER], seed=3), "thorough"),
     ],
 )
 def test_editors_are_served_fast_unless_they_ask_for_more(
-    checkpoint: Path, read: Callable[..., asking.Asked], body: Body, usual: str
+    checkpoint: Path, read: Callable[..., list[Any]], body: Body, usual: str
 ) -> None:
     engine = Engine.load(checkpoint, device="cpu", dtype="float32")
 
     def steps(**chosen: str) -> int:
-        (errand,) = read(engine, body.model_copy(update=chosen)).plans
-        course = errand.run(engine)  # type: ignore[union-attr]
-        while True:
-            try:
-                next(course)
-            except StopIteration as end:
-                return int(end.value[0].steps)
+        (program,) = read(engine, body.model_copy(update=chosen))
+        done: Done = engine.run(program)
+        return done.steps
 
     by_effort = {effort: steps(effort=effort) for effort in ("fast", "thorough")}
     assert steps() == by_effort[usual] and by_effort["fast"] < by_effort["thorough"]
@@ -313,24 +318,20 @@ def test_of_several_fills_the_first_alone_takes_what_knows_no_seed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine.load(checkpoint, device="cpu", dtype="float32")
-    taken: list[FillOptions] = []
-    monkeypatch.setattr(asking, "fill_errand", lambda engine, holed, own: taken.append(own))
+    taken: list[FillParams] = []
+    monkeypatch.setattr(infill_api, "fill_answer", lambda engine, document, own: taken.append(own))
     body = CompletionBody(model=MODEL, prompt=BEFORE, suffix=AFTER, seed=3, n=3)
-    assert len(asking.fills_for(engine, body, Around(BEFORE, AFTER))) == 3
+    assert len(hole_programs(engine, body, HoleContext(BEFORE, AFTER))) == 3
     assert [own.seed for own in taken] == [3, 4, 5]
-    assert [own.proposals for own in taken] == [FillOptions().proposals, 0, 0]
+    assert [own.num_proposals for own in taken] == [FillParams().num_proposals, 0, 0]
 
 
 def test_an_update_is_written_from_the_old_file(checkpoint: Path) -> None:
     engine = Engine.load(checkpoint, device="cpu", dtype="float32")
-    fresh = engine.generate(ask(SHORT), Options(seed=1))
-    plan = engine.plan(ask(SHORT), Options(seed=1))
-    course = rewrite_errand(plan, ANSWERS[SHORT]).run(engine)
-    promised = [next(course).text]  # type: ignore[union-attr]
-    with pytest.raises(StopIteration) as end:
-        next(course)
-    done, text = end.value.value
-    assert promised == [text] == [ANSWERS[SHORT]] == [done.text]
+    fresh = engine.generate(ask(SHORT), SamplingParams(seed=1))
+    task = engine.generation(ask(SHORT), SamplingParams(seed=1))
+    promised, done = engine.follow(rewrite_answer(engine, task, ANSWERS[SHORT]))
+    assert promised.text == ANSWERS[SHORT] == done.text
     assert done.steps <= fresh.steps
 
 
@@ -344,8 +345,8 @@ def test_an_update_is_applied_if_it_fits(shared: Running) -> None:
 
 
 def test_the_fence_around_a_file_is_taken_off() -> None:
-    assert FENCE.match("```python\nx = 1\n```")[1] == "x = 1"  # type: ignore[index]
-    assert FENCE.match("x = '```'") is None
+    assert without_fence("```python\nx = 1\n```") == "x = 1"
+    assert without_fence("x = '```'") == "x = '```'"
 
 
 def test_what_stands_outside_holes_and_edits_stays(shared: Running) -> None:
@@ -427,11 +428,8 @@ def test_fills_and_chats_share_passes_and_keep_their_answers(shared: Running) ->
         answers = {one.result().json()["choices"][0]["message"]["content"] for one in chats}
     assert answers == {ANSWERS[LONG]}
     worker = shared.service.worker
-    assert not worker.running and not worker.engine.jobs and not worker.engine.waiting
-
-
-def guests() -> int:
-    return sum(thread.name == "guest" for thread in threading.enumerate())
+    wait_for(lambda: not worker.num_running)
+    assert not worker.engine.scheduler.requests
 
 
 def long_fill() -> dict[str, object]:
@@ -443,11 +441,9 @@ def test_a_fill_ends_when_its_client_leaves(serve: Callable[..., Running]) -> No
     worker = server.service.worker
     with httpx.stream("POST", server.url + "/v1/dgemma/fill", json=long_fill(), timeout=30) as got:
         next(got.iter_lines())
-        # Between two canvases of a fill nothing runs for a moment.
-        wait_for(lambda: bool(worker.running and guests()))
-    wait_for(lambda: not worker.running)
-    wait_for(lambda: not guests())
-    assert not worker.engine.jobs and not worker.engine.waiting
+        assert worker.num_running == 1
+    wait_for(lambda: not worker.num_running)
+    assert not worker.engine.scheduler.requests
     assert server.ask(SHORT, seed=1).json()["choices"][0]["message"]["content"] == ANSWERS[SHORT]
 
 
@@ -458,8 +454,7 @@ def test_a_fill_that_takes_too_long_is_a_503(serve: Callable[..., Running]) -> N
     late = server.post("/v1/dgemma/fill", body)
     assert late.status_code == 503 and late.json()["error"]["code"] == "timeout"
     assert time.monotonic() - begun < 10
-    wait_for(lambda: not guests())
-    assert not server.service.worker.engine.jobs
+    wait_for(lambda: not server.service.worker.engine.scheduler.requests)
 
 
 def test_an_error_in_a_fill_is_its_own(
@@ -470,7 +465,7 @@ def test_an_error_in_a_fill_is_its_own(
     def broken(*arguments: object) -> object:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr("dgemma.engine.fill.fill", broken)
+    monkeypatch.setattr("dgemma.programs.infill.infill.InfillRun.run", broken)
     response = server.post("/v1/dgemma/fill", {"text": "a<|fill|>b"})
     assert response.status_code == 500 and "broken" not in response.text
     assert server.ask(SHORT, seed=1).json()["choices"][0]["message"]["content"] == ANSWERS[SHORT]
@@ -482,7 +477,7 @@ def test_a_stopping_server_finishes_its_fills(serve: Callable[..., Running]) -> 
     fill = {"text": f"{BEFORE}<|fill|>{AFTER}", "seed": 4}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.post, "/v1/dgemma/fill", fill)
-        wait_for(lambda: bool(server.service.worker.running))
+        wait_for(lambda: bool(server.service.worker.num_running))
         server.service.drain.begin()
         assert server.post("/v1/dgemma/fill", fill).status_code == 503
         brake.off()

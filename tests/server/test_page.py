@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from dgemma.engine import Draft
-from dgemma.server.app import router
-from dgemma.server.fill_routes import router as fill_router
+from dgemma.server import app, chat_api, completions_api, edit_api, infill_api, sudoku_api
 from dgemma.server.metrics import Metrics
 from dgemma.server.stream import draft_data
 from tests.server.conftest import Running
@@ -24,7 +23,8 @@ def test_the_tables_are_the_servers_own() -> None:
 
 
 def test_every_route_and_number_is_on_the_page() -> None:
-    for route in [*router.routes, *fill_router.routes]:
+    modules = (app, chat_api, completions_api, infill_api, edit_api, sudoku_api)
+    for route in [route for module in modules for route in module.router.routes]:
         path = str(route.path).replace("{name:path}", "NAME")  # type: ignore[attr-defined]
         assert f"`{path}`" in PAGE or f" {path}`" in PAGE, path
     for family in Metrics().registry.collect():

@@ -12,8 +12,10 @@ import openai
 import pytest
 
 from dgemma.errors import UsageError
-from dgemma.server import fields, wire
-from dgemma.server.security import Keys, check_listening, names_of, read_keys
+from dgemma.server.auth import Keys, check_listening, names_of, read_keys
+from dgemma.server.chat_api import ChatBody
+from dgemma.server.completions_api import CompletionBody
+from dgemma.server.schemas import Body, Extension
 from tests.server.conftest import MODEL, Running
 from tests.taught import SHORT
 
@@ -28,6 +30,27 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.headers["x-request-id"]
     found: dict[str, Any] = body["error"]
     return found
+
+
+# As sglang-router and vllm-router add them to every request.
+GATEWAY = {
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "include_reasoning": True,
+    "return_hidden_states": False,
+}
+
+
+def test_the_fields_that_gateways_add_pass_at_their_usual_values(shared: Running) -> None:
+    assert shared.ask(SHORT, **GATEWAY, seed=1).json()["choices"][0]["message"]["content"]
+    assert shared.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **GATEWAY}).is_success
+    for name, value in GATEWAY.items():
+        refused = error(shared.ask(SHORT, **{**GATEWAY, name: not value}), 400)
+        assert refused["param"] == name and "is refused" in refused["message"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +93,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half a surrogate pair", None),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "'image_url' are not supported yet",
+            "url is None; it must be a string",
             None,
         ),
         ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "has 'weight'", None),
@@ -97,14 +120,17 @@ def test_a_wrong_request_is_told_what_is_wrong(
     ("change", "sentence"),
     [
         ({"suffix": "x", "logprobs": 0}, "a hole is filled without logprobs"),
-        ({"echo": True}, "the prompt is not repeated"),
+        ({"echo": True}, "with echo it must be 0 or 1"),
+        ({"echo": True, "max_tokens": 1, "stream": True}, "echo takes no stream"),
+        ({"max_tokens": 0}, "it must be 1 or more without echo"),
+        ({"logprobs": 1}, "it must be 0 without echo"),
         ({"logprobs": 5}, "logprobs is 5"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": ["a", ""]}, "prompt is empty"),
-        ({"prompt": []}, "1 to 16 texts"),
+        ({"prompt": []}, "or 1 to 16 of one kind"),
         ({"prompt": {}}, "prompt is {}"),
-        ({"prompt": [[1], [2]]}, "1 to 16 texts"),
-        ({"prompt": ["x"] * 17}, "1 to 16 texts"),
+        ({"prompt": [[1], "x"]}, "or 1 to 16 of one kind"),
+        ({"prompt": ["x"] * 17}, "or 1 to 16 of one kind"),
         ({"prompt": [10**6]}, "1000000 is no token id"),
         ({"prompt": [1, "x"]}, "prompt is [1, 'x']; it must be a text"),
         ({"messages": USER}, "'messages' is not known"),
@@ -157,12 +183,40 @@ def test_harmless_fields_are_named_in_the_reply(shared: Running) -> None:
     assert '"ignored":["top_p","user","store"]' in stream
 
 
-@pytest.mark.parametrize("body", [wire.ChatBody, wire.CompletionBody])
-def test_the_table_of_fields_is_what_bodies_read(body: type[wire.Body]) -> None:
+@pytest.mark.parametrize("mode", ["ar", "hybrid"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_p": 0.9, "temperature": 0.5},
+        {"top_k": 40, "temperature": 0.5},
+        {"min_p": 0.1, "temperature": 1},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+    ],
+)
+def test_what_would_change_a_draw_in_ar_is_refused_by_name(
+    shared: Running, mode: str, given: dict[str, Any]
+) -> None:
+    name = next(iter(given))
+    found = error(shared.ask(SHORT, **given, dgemma={"mode": mode}), 400)
+    assert found["param"] == name and found["code"] == "unsupported_parameter"
+    assert f"{name} is refused in mode {mode}" in found["message"]
+    assert shared.ask(SHORT, **given).status_code == 200, "a canvas does not depend on it"
+
+
+def test_values_without_effect_on_a_draw_pass_in_ar(shared: Running) -> None:
+    neutral = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "top_k": -1}
+    for given in (neutral, {**neutral, "temperature": 0.5}, {"top_p": 0.9}, {"top_p": None}):
+        response = shared.ask(SHORT, **given, max_tokens=4, dgemma={"mode": "ar"})
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody])
+def test_the_table_of_fields_is_what_bodies_read(body: type[Body]) -> None:
     honoured = {name for name, field in body.table.items() if field.kind == "honoured"}
     assert honoured == body.model_fields.keys()
     assert all(field.note for field in body.table.values())
-    assert fields.EXTENSION.keys() == wire.Extension.model_fields.keys()
+    assert all(field.description for field in Extension.model_fields.values())
 
 
 def test_tokens_and_back(shared: Running) -> None:
@@ -247,7 +301,7 @@ def test_other_sites_may_ask_only_if_they_are_named(
 
 
 def test_bodies_are_bounded_in_size_and_time(serve: Callable[..., Running]) -> None:
-    server = serve(limits={"body_bytes": 1000, "body_seconds": 0.3})
+    server = serve(limits={"max_body": 1000, "body_seconds": 0.3})
     assert "over 1000 bytes" in error(server.ask("x" * 2000), 413)["message"]
 
     def pieces() -> Any:

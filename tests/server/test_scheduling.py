@@ -14,9 +14,9 @@ import pytest
 
 from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.engine import Engine
-from dgemma.server.security import Keys
-from dgemma.server.waiting import FairQueue
-from dgemma.server.worker import Ticket
+from dgemma.engine.request import Request
+from dgemma.engine.scheduler import AdmittedTask
+from dgemma.server.auth import Keys
 from tests.server.conftest import Running, wait_for
 from tests.taught import ANSWERS, LONG, SHORT
 
@@ -26,28 +26,34 @@ ENDLESS = {"dgemma": {"max_denoising_steps": 512, "confidence_threshold": 1e-9}}
 
 
 class Brake:
-    """Lets an engine's passes through one by one, and notes who ran in each."""
+    """Lets an engine's passes through one by one, and counts the tasks of each."""
 
     def __init__(self, engine: Engine) -> None:
         self.rows: list[int] = []
-        self.is_holding = False  # a pass: who comes now waits
+        self.is_holding = False  # a pass: whoever comes now waits
         self._passes = threading.Semaphore(0)
         self._is_off = False
-        step = engine.step
+        self._seconds = 0.0
+        run_pass = engine._run_pass
 
-        def braked() -> None:
+        def braked(batch: Sequence[AdmittedTask]) -> None:
+            if not batch:
+                return
             while not self._is_off and not self._passes.acquire(timeout=0.05):
                 self.is_holding = True
             self.is_holding = False
-            self.rows.append(len(engine.jobs) + len(engine.waiting))
-            step()
+            self.rows.append(len(batch))
+            time.sleep(self._seconds)
+            run_pass(batch)
 
-        engine.step = braked  # type: ignore[method-assign]
+        engine._run_pass = braked  # type: ignore[method-assign]
 
     def allow(self, passes: int = 1) -> None:
         self._passes.release(passes)
 
-    def off(self) -> None:
+    def off(self, seconds: float = 0.0) -> None:
+        """Let all passes through, each after a pause of so many seconds."""
+        self._seconds = seconds
         self._is_off = True
 
 
@@ -66,26 +72,11 @@ def text(answer: "Future[Any]") -> str:
     return content
 
 
-def test_owners_take_turns() -> None:
-    queue: FairQueue[str] = FairQueue(3)
-    for item in ("a1", "a2", "a3"):
-        queue.push("a", item)
-    assert not queue.has_room("a") and queue.has_room("b", 3) and not queue.has_room("b", 4)
-    queue.push("b", "b1")
-    queue.push("c", "c1")
-    assert queue.peek() == "a1"
-    assert [queue.pop() for _ in range(3)] == ["a1", "b1", "c1"]
-    assert queue.remove("a", "a3") and not queue.remove("a", "a3")
-    queue.push("b", "b2")
-    assert [queue.pop() for _ in range(len(queue))] == ["a2", "b2"]
-    assert queue.peek() is None and not queue
-
-
 def test_a_full_queue_says_when_to_come_back(serve: Serve, pool: ThreadPoolExecutor) -> None:
-    server = serve(limits={"rows": 1, "queue": 1})
+    server = serve(limits={"max_batch_size": 1, "max_queue": 1})
     brake, worker = Brake(server.service.engine), server.service.worker
     running = ask(server, pool, LONG, seed=1)
-    wait_for(lambda: len(worker.running) == 1)
+    wait_for(lambda: worker.num_running == 1)
     waiting = ask(server, pool, SHORT, seed=1)
     wait_for(lambda: worker.num_waiting == 1)
     refused = server.ask(SHORT)
@@ -101,24 +92,24 @@ def test_a_full_queue_says_when_to_come_back(serve: Serve, pool: ThreadPoolExecu
 
 
 def test_several_answers_need_as_many_places(serve: Serve) -> None:
-    server = serve(limits={"rows": 1, "queue": 2})
+    server = serve(limits={"max_batch_size": 1, "max_queue": 2})
     assert server.ask(SHORT, n=3).status_code == 400, "it could never be served"
     assert len(server.ask(SHORT, n=2, seed=1).json()["choices"]) == 2
 
 
 def test_a_key_cannot_crowd_out_another(serve: Serve, pool: ThreadPoolExecutor) -> None:
     keys = ["greedy-key", "modest-key"]
-    server = serve(limits={"rows": 1, "queue": 4}, keys=Keys.of(keys))
+    server = serve(limits={"max_batch_size": 1, "max_queue": 4}, keys=Keys.of(keys))
     engine, worker = server.service.engine, server.service.worker
     brake = Brake(engine)
-    braked = engine.step
-    ran: dict[Ticket, None] = {}  # in their order, which clients may hear of in another
+    braked = engine._run_pass
+    ran: dict[Request[Any], None] = {}  # in their order, which clients may hear of in another
 
-    def noting() -> None:
-        ran.update(dict.fromkeys(worker.running))
-        braked()
+    def recorded(batch: Sequence[AdmittedTask]) -> None:
+        ran.update(dict.fromkeys(slot.request for slot in batch))
+        braked(batch)
 
-    engine.step = noting  # type: ignore[method-assign]
+    engine._run_pass = recorded  # type: ignore[method-assign]
 
     def post(key: str) -> None:
         body = {"messages": [{"role": "user", "content": SHORT}], "max_tokens": 1}
@@ -126,7 +117,7 @@ def test_a_key_cannot_crowd_out_another(serve: Serve, pool: ThreadPoolExecutor) 
         server.post("/v1/chat/completions", body, headers=headers)
 
     jobs = [pool.submit(post, "greedy-key")]
-    wait_for(lambda: len(worker.running) == 1)
+    wait_for(lambda: worker.num_running == 1)
     for count in range(1, 5):
         jobs.append(pool.submit(post, "greedy-key"))
         wait_for(lambda count=count: worker.num_waiting == count)  # type: ignore[misc]
@@ -135,16 +126,17 @@ def test_a_key_cannot_crowd_out_another(serve: Serve, pool: ThreadPoolExecutor) 
     brake.off()
     for job in jobs:
         job.result(timeout=30)
-    owners = [ticket.owner for ticket in ran]
+    owners = [request.owner for request in ran]
     (modest,) = [place for place, owner in enumerate(owners) if owners.count(owner) == 1]
     assert len(owners) == 6 and modest <= 2, "it is served after the one that ran, and one more"
 
 
-def hang_up_later(server: Running, **body: Any) -> socket.socket:
+def hang_up_later(server: Running, key: str = "", **body: Any) -> socket.socket:
     """Ask on a plain socket; closing it is leaving."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
     line = socket.create_connection((host, int(port)))
     line.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return line
@@ -158,38 +150,34 @@ def test_who_leaves_is_out_of_the_engine_before_the_next_pass(
     worker, engine = server.service.worker, server.service.engine
     brake = Brake(engine)
     stay = ask(server, pool, LONG, seed=1)
-    wait_for(lambda: brake.is_holding and len(worker.running) == 1)
+    wait_for(lambda: brake.is_holding and worker.num_running == 1)
     messages = [{"role": "user", "content": "what?"}]
     line = hang_up_later(server, messages=messages, stream=stream, **ENDLESS)
     wait_for(lambda: worker.num_waiting == 1)
     brake.allow(3)
-    wait_for(lambda: brake.rows == [1, 2, 2])
+    wait_for(lambda: brake.is_holding and brake.rows == [1, 2, 2])
     if stream:
         assert b"text/event-stream" in line.recv(4000)
-    (ticket,) = [
-        ticket for ticket in worker.running if ticket.plan.sampler.max_denoising_steps == 512
-    ]
     line.close()
-    wait_for(lambda: ticket.is_cancelled)
+    wait_for(lambda: bool(worker._cancelled))
     brake.off()
     assert text(stay) == ANSWERS[LONG]
     # The pass that the brake was holding may still have it; none after that.
     assert len(brake.rows) > 5
     assert set(brake.rows[4:]) == {1}
     assert server.service.metrics.cancelled._value.get() == 1
-    assert not engine.jobs and not worker.running
+    assert not engine.scheduler.requests and not worker.num_running
 
 
 def test_who_leaves_the_queue_never_runs(serve: Serve, pool: ThreadPoolExecutor) -> None:
-    server = serve(limits={"rows": 1})
+    server = serve(limits={"max_batch_size": 1})
     brake, worker = Brake(server.service.engine), server.service.worker
     running = ask(server, pool, SHORT, seed=1)
-    wait_for(lambda: len(worker.running) == 1)
+    wait_for(lambda: worker.num_running == 1)
     line = hang_up_later(server, messages=[{"role": "user", "content": LONG}])
     wait_for(lambda: worker.num_waiting == 1)
-    (ticket,) = worker._queue.items()
     line.close()
-    wait_for(lambda: ticket.is_cancelled)
+    wait_for(lambda: bool(worker._cancelled))
     brake.off()
     assert text(running) == ANSWERS[SHORT]
     wait_for(lambda: worker.num_waiting == 0)
@@ -199,24 +187,26 @@ def test_who_leaves_the_queue_never_runs(serve: Serve, pool: ThreadPoolExecutor)
 
 def test_a_deadline_cuts_an_answer_and_says_so(serve: Serve) -> None:
     server = serve()
+    Brake(server.service.engine).off(seconds=0.05)  # 512 steps: 25 s at least
     begun = time.monotonic()
-    asked = {**ENDLESS["dgemma"], "max_seconds": 0.2}
+    asked = {**ENDLESS["dgemma"], "max_seconds": 1.0}
     choice = server.ask("what?", dgemma=asked, max_tokens=200).json()["choices"][0]
     assert time.monotonic() - begun < 10
     assert choice["finish_reason"] == "length"
     assert choice["dgemma"]["finish"] == "budget"
     assert choice["dgemma"]["remaining_entropy"] >= 0
-    strict = serve(limits={"seconds": 0.2})
+    strict = serve(limits={"max_seconds": 2.0})
+    Brake(strict.service.engine).off(seconds=0.05)
     slow = {"dgemma": {**ENDLESS["dgemma"], "max_seconds": 100.0}}
     choice = strict.ask("what?", **slow).json()["choices"][0]
     assert choice["dgemma"]["finish"] == "budget", "nobody may ask for more than the server gives"
 
 
 def test_who_waits_past_its_deadline_is_told(serve: Serve, pool: ThreadPoolExecutor) -> None:
-    server = serve(limits={"rows": 1})
+    server = serve(limits={"max_batch_size": 1})
     brake, worker = Brake(server.service.engine), server.service.worker
     running = ask(server, pool, SHORT, seed=1)
-    wait_for(lambda: len(worker.running) == 1)
+    wait_for(lambda: worker.num_running == 1)
     late = [
         ask(server, pool, SHORT, stream=stream, dgemma={"max_seconds": 0.1})
         for stream in (False, True)
@@ -233,10 +223,10 @@ def test_who_waits_past_its_deadline_is_told(serve: Serve, pool: ThreadPoolExecu
 
 
 def test_memory_bounds_who_runs_together(serve: Serve, pool: ThreadPoolExecutor) -> None:
-    server = serve(limits={"tokens": 150})
+    server = serve(limits={"max_context": 150})
     brake, worker = Brake(server.service.engine), server.service.worker
     answers = [ask(server, pool, LONG, seed=seed) for seed in range(4)]
-    wait_for(lambda: len(worker.running) + worker.num_waiting == 4)
+    wait_for(lambda: worker.num_running + worker.num_waiting == 4)
     brake.off()
     assert [text(answer) for answer in answers] == [ANSWERS[LONG]] * 4
     assert max(brake.rows) == 2, "each may take 67 tokens"
@@ -257,16 +247,17 @@ def test_a_row_that_breaks_a_pass_takes_nobody_with_it(
     monkeypatch.setattr(backend, "run", run)
     brake = Brake(server.service.engine)
     good = [ask(server, pool, question, seed=1) for question in (LONG, SHORT)]
-    wait_for(lambda: len(server.service.worker.running) >= 1)
+    wait_for(lambda: server.service.worker.num_running >= 1)
     brake.allow(1)
     bad = [ask(server, pool, "Ж", stream=stream) for stream in (False, True)]
-    wait_for(lambda: len(server.service.worker.running) + server.service.worker.num_waiting >= 3)
+    wait_for(lambda: server.service.worker.num_running + server.service.worker.num_waiting >= 3)
     brake.off()
     assert [text(answer) for answer in good] == [ANSWERS[LONG], ANSWERS[SHORT]]
     whole, stream = (answer.result(timeout=30) for answer in bad)
     assert whole.status_code == 500
     assert whole.json()["error"]["message"] == "the engine failed on this request"
-    assert '"type": "server_error"' in stream.text and "[DONE]" not in stream.text
+    assert stream.status_code == 500, "it has not begun"
+    assert stream.json()["error"]["type"] == "server_error"
     assert server.get("/health").status_code == 200
     assert server.ask(LONG, seed=1).json()["choices"][0]["message"]["content"] == ANSWERS[LONG]
     assert server.service.metrics.failed_passes._value.get() >= 1
@@ -276,16 +267,16 @@ def test_a_row_that_breaks_a_pass_takes_nobody_with_it(
 def test_an_error_in_one_row_is_its_own(
     serve: Serve, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from dgemma.engine.job import Job
+    from dgemma.engine.generation import Generation
 
-    real = Job.take
+    real = Generation.process
 
-    def take(self: Job, work: Any, outcome: Any) -> None:
-        if self.plan.noise.seed == 666:
+    def process(self: Generation, inputs: Any, outputs: Any) -> None:
+        if self.noise.seed == 666:
             raise ValueError("a bug")
-        real(self, work, outcome)
+        real(self, inputs, outputs)
 
-    monkeypatch.setattr(Job, "take", take)
+    monkeypatch.setattr(Generation, "process", process)
     server = serve()
     answers = [ask(server, pool, LONG, seed=seed) for seed in (1, 666, 2)]
     assert [answer.result(timeout=30).status_code for answer in answers] == [200, 500, 200]
@@ -297,7 +288,7 @@ def test_a_server_that_cannot_go_on_says_so(
 ) -> None:
     server = serve()
 
-    def broken() -> None:
+    def broken() -> bool:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(server.service.engine, "step", broken)
@@ -318,10 +309,10 @@ def is_gone(server: Running) -> bool:
 
 
 def test_a_signal_lets_running_requests_finish(serve: Serve, pool: ThreadPoolExecutor) -> None:
-    server = serve(limits={"rows": 1})
+    server = serve(limits={"max_batch_size": 1})
     brake, worker = Brake(server.service.engine), server.service.worker
     running = ask(server, pool, LONG, seed=1, stream=True)
-    wait_for(lambda: len(worker.running) == 1)
+    wait_for(lambda: worker.num_running == 1)
     waiting = ask(server, pool, SHORT, seed=1)
     wait_for(lambda: worker.num_waiting == 1)
     server.server.handle_exit(signal.SIGTERM, None)
@@ -341,29 +332,41 @@ def test_a_signal_lets_running_requests_finish(serve: Serve, pool: ThreadPoolExe
 
 def test_a_second_signal_quits_at_once(serve: Serve, pool: ThreadPoolExecutor) -> None:
     server = serve()
-    slow = {"dgemma": {"pace": 0.5}}
-    running = ask(server, pool, LONG, seed=1, stream=True, **slow)
-    wait_for(lambda: bool(server.service.drain.in_flight))
+    brake = Brake(server.service.engine)
+    brake.allow(2)
+    running = ask(server, pool, "what?", stream=True, **ENDLESS)
+    wait_for(lambda: brake.is_holding and len(brake.rows) == 2)
     server.server.handle_exit(signal.SIGTERM, None)
     wait_for(lambda: server.get("/ready").status_code == 503)
     begun = time.monotonic()
     server.server.handle_exit(signal.SIGTERM, None)
     with pytest.raises(httpx.RemoteProtocolError):
         running.result(timeout=30)
-    assert time.monotonic() - begun < 5, "the text would take a minute and a half"
+    assert time.monotonic() - begun < 5
+    brake.off()
+
+
+def test_a_drain_ends_the_pacing_of_text(serve: Serve, pool: ThreadPoolExecutor) -> None:
+    server = serve()
+    running = ask(server, pool, LONG, seed=1, stream=True, dgemma={"pace": 0.5})
+    wait_for(lambda: bool(server.service.metrics.tokens._value.get()))
+    begun = time.monotonic()
+    server.server.handle_exit(signal.SIGTERM, None)
+    assert running.result(timeout=30).text.endswith("data: [DONE]\n\n")
+    assert time.monotonic() - begun < 10, "the text would take a minute and a half"
 
 
 def test_a_drain_does_not_wait_for_ever(serve: Serve, pool: ThreadPoolExecutor) -> None:
-    server = serve(limits={"drain_seconds": 0.3, "rows": 1})
+    server = serve(limits={"drain_seconds": 0.3, "max_batch_size": 1})
     brake, worker = Brake(server.service.engine), server.service.worker
     brake.allow(20)
     running = ask(server, pool, "what?", **ENDLESS, stream=True)
-    wait_for(lambda: len(worker.running) == 1)
+    wait_for(lambda: worker.num_running == 1)
     waiting = ask(server, pool, SHORT)
     wait_for(lambda: worker.num_waiting == 1)
     server.server.handle_exit(signal.SIGTERM, None)
     wait_for(lambda: server.server.should_exit)
-    brake.off()
+    brake.off(seconds=0.05)  # 512 steps: longer than the drain
     assert waiting.result(timeout=30).status_code == 503
     assert '"code": "draining"' in running.result(timeout=30).text
 

@@ -1,44 +1,9 @@
 """Calls of tools, by a tiny model that was taught to make them."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-import torch
-
-from dgemma.engine import Engine
-from dgemma.server.service import Settings
-from dgemma.text.chat import ChatTemplate, Message
-from dgemma.text.messages import read_tools
-from dgemma.weights.random import random_model
-from examples.memorize import memorize
-from tests.server.conftest import Running, running
-from tests.taught import CANVAS, GENERATION, taught_config
-from tests.text.small import TEMPLATE, small_tokenizer
-
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "the", "parameters": {"type": "object"}}}
-]
-CALLS = (
-    '<|tool_call>call:the{a:<|"|>é<|"|>}<tool_call|><|tool_call>call:the{b:[1,true]}<tool_call|>'
-)
-QUESTION = "call"
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Running]:
-    tokenizer = small_tokenizer()
-    template = ChatTemplate(TEMPLATE, tokenizer)
-    prompt = template.prompt([Message(role="user", content=QUESTION)], read_tools(TOOLS))
-    ids = [*tokenizer.encode_control(CALLS), tokenizer.control_ids["<|tool_response>"]]
-    ids += [GENERATION.stop_ids[0]] * (-len(ids) % CANVAS)
-    model = random_model(taught_config(), seed=0)
-    for _ in memorize(model, [(torch.tensor(prompt.ids), torch.tensor(ids))], 100):
-        pass
-    engine = Engine(model, tokenizer, template, GENERATION)
-    with running(engine, Settings(names=("caller",))) as server:
-        yield server
+from tests.server.conftest import QUESTION, TOOLS, Running
 
 
 def ask(server: Running, **fields: Any) -> Any:

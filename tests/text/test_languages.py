@@ -1,13 +1,13 @@
 """Whole texts in many languages survive encoding, decoding and streaming in any cut."""
 
-from dgemma.text.stream import TextStream
+from dgemma.text.detokenizer import Detokenizer
 from dgemma.text.tokenizer import Tokenizer
 from tests.text.languages import texts_by_language
 from tests.text.strategies import cut
 
 
 def stream(tokenizer: Tokenizer, blocks: list[list[int]]) -> list[str]:
-    texts = TextStream(tokenizer)
+    texts = Detokenizer(tokenizer)
     return [*map(texts.feed, blocks), texts.finish()]
 
 

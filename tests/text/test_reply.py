@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgemma.text.calls import MAX_DEPTH, QUOTE, MalformedCall, parse_call
 from dgemma.text.chat import ChatTemplate, Message, ToolCall
 from dgemma.text.reply import (
     AnswerText,
@@ -15,6 +14,7 @@ from dgemma.text.reply import (
     parse_reply,
 )
 from dgemma.text.tokenizer import Tokenizer
+from dgemma.text.tool_calls import MAX_DEPTH, QUOTE, MalformedCall, parse_call
 from tests.text.small import CONTROL, small_tokenizer
 from tests.text.strategies import any_text, arguments, cut, quick
 

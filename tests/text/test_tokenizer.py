@@ -195,7 +195,7 @@ def test_a_block_is_cut_before_its_first_stop_id() -> None:
 
 
 def test_importing_text_brings_in_nothing_heavy() -> None:
-    modules = "calls chat messages reply stream tokenizer".split()
+    modules = "chat control_tokens detokenizer messages reply tokenizer tool_calls".split()
     code = f"import sys; {'; '.join(f'import dgemma.text.{name}' for name in modules)}; "
     code += "print({'torch', 'transformers', 'tokenizers', 'jinja2', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

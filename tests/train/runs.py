@@ -12,16 +12,16 @@ from torch import Tensor
 
 from dgemma.config import ModelConfig, config_to_json, generation_config_to_json
 from dgemma.model.gemma import Gemma
-from dgemma.train.context import Batch
-from dgemma.train.fresh import fresh_model
-from dgemma.train.loop import RunSettings, Trainer
-from dgemma.train.mix import Ingredient, Mixture, Source
-from dgemma.train.objective import Counts, Losses, Objective
-from dgemma.train.optim import Masters, OptimSettings, Schedule
-from dgemma.train.rows import Corruption, Example, Ints, Tally
-from dgemma.train.weighting import Weighting
-from dgemma.weights.load import Checkpoint
-from dgemma.weights.random import random_model
+from dgemma.train.batches import Mixture, MixtureComponent
+from dgemma.train.build import initialize
+from dgemma.train.corruption import Corruption, Rows
+from dgemma.train.loop import RunOptions, Trainer
+from dgemma.train.objective import LossCounts, Losses, LossSettings, Objective
+from dgemma.train.optim import MixedPrecisionOptimizer, OptimSettings, Schedule
+from dgemma.train.packing import Batch, Example, RowCounts
+from dgemma.train.recipe import RunSettings
+from dgemma.train.sources import Source
+from dgemma.weights.load import Checkpoint, random_model
 from dgemma.weights.save import save_checkpoint
 from tests.taught import ANSWERS, GENERATION, taught_config
 from tests.text.small import TEMPLATE, make_backend
@@ -42,26 +42,26 @@ class RandomTexts:
         return [Example(p if self.has_prompt else p[:0], r) for p, r in pairs]
 
 
-def ingredient(source: Source, **changes: Any) -> Ingredient:
+def component(source: Source, **changes: Any) -> MixtureComponent:
     """A source whose canvases have 8 tokens, all of them the tiny model's."""
     given = {"weight": 1.0, "canvas_lengths": {8: 1.0}}
     corruption = Corruption(vocab_size=TINY.vocab_size)
-    return Ingredient(**{"source": source, "corruption": corruption, **given, **changes})
+    return MixtureComponent(**{"source": source, "corruption": corruption, **given, **changes})
 
 
 def mixture(**changes: Any) -> Mixture:
     """Two kinds of texts, canvases of two lengths, two copies of each."""
-    ingredients = [
-        ingredient(RandomTexts(), weight=2.0, canvas_lengths={8: 1.0, 5: 1.0}, copies=2),
-        ingredient(RandomTexts(has_prompt=False), canvas_lengths={4: 1.0}),
+    components = [
+        component(RandomTexts(), weight=2.0, canvas_lengths={8: 1.0, 5: 1.0}, copies=2),
+        component(RandomTexts(has_prompt=False), canvas_lengths={4: 1.0}),
     ]
-    given = {"ingredients": ingredients, "sequences": 4, "rows": 96, "seed": 0}
+    given = {"components": components, "sequences": 4, "rows": 96, "seed": 0}
     return Mixture(**{**given, **changes})
 
 
 def shaken(config: ModelConfig = TINY, seed: int = 0) -> Gemma:
     """A model that is not as even as a fresh one: every weight has a say."""
-    model = fresh_model(config, seed)
+    model = initialize(config, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -69,11 +69,11 @@ def shaken(config: ModelConfig = TINY, seed: int = 0) -> Gemma:
     return model
 
 
-def counts_of(rows: Tensor, parts: int = 1) -> Counts:
-    return Counts.of(Tally.of(rows.numpy()), torch.device("cpu"), parts)
+def counts_of(rows: Tensor, parts: int = 1) -> LossCounts:
+    return LossCounts.of(RowCounts.of(rows.numpy()), torch.device("cpu"), parts)
 
 
-def losses_of(objective: Objective, rows: Ints | Tensor, parts: int = 1, depth: int = 1) -> Losses:
+def losses_of(objective: Objective, rows: Rows | Tensor, parts: int = 1, depth: int = 1) -> Losses:
     """Losses of a whole batch, and their gradients in the model."""
     rows = torch.as_tensor(rows)
     counts = counts_of(rows, parts)
@@ -91,22 +91,19 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
 
 
+def run_options(directory: Path, **changes: Any) -> RunOptions:
+    own = {k: changes.pop(k) for k in ("grad_accum_steps", "seconds") if k in changes}
+    return RunOptions(directory=directory, settings=RunSettings(**changes), **own)
+
+
 def trainer(directory: Path, **changes: Any) -> Trainer:
     """A run of a few steps; `changes` are those of its settings, or its optimizer's or schedule."""
     optim = OptimSettings(**{k: changes.pop(k) for k in ("muon_lr", "adam_lr") if k in changes})
     schedule = changes.pop("schedule", Schedule(steps=12, warmup=2))
-    average = changes.pop("average", None)
-    model = fresh_model(TINY, 0)
-    masters = Masters(model, optim)
-    settings = RunSettings(directory=directory, report_every=1, save_every=6, **changes)
-    return Trainer(
-        Objective(model, Weighting()),
-        masters,
-        mixture(),
-        schedule,
-        settings,
-        None if average is None else average(masters.weights),
-    )
+    model = initialize(TINY, 0)
+    optimizer = MixedPrecisionOptimizer(model, optim)
+    run = run_options(directory, **{"report_every": 1, "save_every": 6, **changes})
+    return Trainer(Objective(model, LossSettings()), optimizer, mixture(), schedule, run)
 
 
 def save_shape(directory: Path) -> Path:
@@ -144,7 +141,7 @@ rows = 164
 [canvas]
 lengths = { 16 = 1.0 }
 copies = 2
-hole_share = 0.0
+hole_fraction = 0.0
 [schedule]
 steps = 8
 warmup = 2

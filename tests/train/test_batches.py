@@ -1,4 +1,4 @@
-"""Examples as rows, and rows as batches: what is asked, what is noised, what is mixed."""
+"""Packing, corruption and mixtures: targets, noise and batches."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,65 +8,70 @@ import pytest
 from numpy.typing import NDArray
 
 from dgemma.errors import UsageError
-from dgemma.train.lines import LineTokens
-from dgemma.train.mix import Source, StoreSource
-from dgemma.train.rows import (
+from dgemma.train.corruption import (
+    EOS_ID,
+    MAX_REPEAT_DISTANCE,
+    NONE,
+    CanvasText,
+    Corruption,
+    LineTokens,
+    Rows,
+    canvas_lines,
+)
+from dgemma.train.packing import (
     CANVAS,
-    ECHO_REACH,
     EXAMPLE,
     FIELDS,
-    LOT,
-    NOTHING,
     PINNED,
     POSITION,
+    RNG_KEY,
     START,
     TARGET,
     TOKEN,
     WEIGHT,
-    Corruption,
     Example,
-    Ints,
-    Layout,
-    Reply,
-    Tally,
-    cut_text,
-    lay_out,
-    lines_of,
-    real_rows,
+    PackingLayout,
+    RowCounts,
+    count_real_rows,
+    pack_example,
+    split_text,
 )
-from dgemma.train.store import Store
-from tests.train.runs import RandomTexts, ingredient, mixture
+from dgemma.train.sources import Source, StoreSource
+from dgemma.train.tokens import TokenStore
+from tests.train.runs import RandomTexts, component, mixture
 
-CLEAN = Corruption(vocab_size=100, lowest=0.0, highest=0.0, hole_share=0.0)
-NOISE = Corruption(vocab_size=100, lowest=1.0, highest=1.0, hole_share=0.0)
+CLEAN = Corruption(vocab_size=100, min_level=0.0, max_level=0.0, hole_fraction=0.0)
+NOISE = Corruption(vocab_size=100, min_level=1.0, max_level=1.0, hole_fraction=0.0)
 
 
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def ids(*tokens: int) -> Ints:
+def ids(*tokens: int) -> Rows:
     return np.array(tokens, np.int32)
 
 
-def test_a_tally_counts_what_is_asked_of_canvases_of_texts_and_what_is_real() -> None:
+def test_rows_with_targets_are_counted_by_canvases_and_texts_and_real_rows() -> None:
     rows = mixture().batch(3)
     columns = list(
         zip(*(rows[field].ravel().tolist() for field in range(len(FIELDS))), strict=True)
     )
-    asked = [column for column in columns if column[TARGET] > NOTHING]
-    canvas = sum(column[CANVAS] > NOTHING for column in asked)
-    real = sum(column[EXAMPLE] > NOTHING for column in columns)
-    assert Tally.of(rows) == (canvas, len(asked) - canvas) and sum(real_rows(rows)) == real
-    assert 0 < canvas < len(asked) < real < len(columns)
+    targets = [column for column in columns if column[TARGET] > NONE]
+    canvas = sum(column[CANVAS] > NONE for column in targets)
+    real = sum(column[EXAMPLE] > NONE for column in columns)
+    assert (
+        RowCounts.of(rows) == (canvas, len(targets) - canvas) and sum(count_real_rows(rows)) == real
+    )
+    assert 0 < canvas < len(targets) < real < len(columns)
 
 
 PAIR = Example(ids(2, 11, 12), ids(21, 22, 23, 24, 25, 16))
 
 
-def laid(example: Example = PAIR, corruption: Corruption = CLEAN, **layout: int | bool) -> Ints:
-    made = lay_out(
-        example, Layout(**{"canvas_length": 4, "max_rows": 64, **layout}), corruption, rng()
+def pack(example: Example = PAIR, corruption: Corruption = CLEAN, **layout: int | bool) -> Rows:
+    made = pack_example(
+        example, PackingLayout(**{"canvas_length": 4, "max_rows": 64, **layout}), corruption, rng()
     )
     assert made is not None
     return made
@@ -75,13 +80,13 @@ def laid(example: Example = PAIR, corruption: Corruption = CLEAN, **layout: int 
 # --- one example
 
 
-def test_clean_rows_are_asked_for_the_next_token_and_canvas_rows_for_their_own() -> None:
-    rows = laid()
-    clean, canvas = rows[:, rows[CANVAS] == NOTHING], rows[:, rows[CANVAS] > NOTHING]
+def test_clean_rows_target_the_next_token_and_canvas_rows_their_own() -> None:
+    rows = pack()
+    clean, canvas = rows[:, rows[CANVAS] == NONE], rows[:, rows[CANVAS] > NONE]
     assert clean[TOKEN].tolist() == [2, 11, 12, 21, 22, 23, 24, 25, 16]
-    assert clean[TARGET].tolist() == [11, 12, 21, 22, 23, 24, 25, 16, NOTHING]
+    assert clean[TARGET].tolist() == [11, 12, 21, 22, 23, 24, 25, 16, NONE]
     assert clean[POSITION].tolist() == list(range(9))
-    # The last canvas is filled up with the token that ends texts, and asked for it.
+    # The last canvas is filled up with the token that ends texts, and has it as target.
     assert canvas[TARGET].tolist() == [21, 22, 23, 24, 25, 16, 1, 1]
     assert canvas[TOKEN].tolist() == canvas[TARGET].tolist()
     assert canvas[POSITION].tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
@@ -89,26 +94,26 @@ def test_clean_rows_are_asked_for_the_next_token_and_canvas_rows_for_their_own()
     assert canvas[START].tolist() == [3] * 4 + [7] * 4
 
 
-def test_a_prompt_need_not_be_learned() -> None:
-    rows = laid(learn_prompt=False)
-    asked = rows[TARGET, rows[CANVAS] == NOTHING]
-    assert asked.tolist() == [NOTHING, NOTHING, 21, 22, 23, 24, 25, 16, NOTHING]
+def test_a_prompt_may_have_no_targets() -> None:
+    rows = pack(train_on_prompt=False)
+    targets = rows[TARGET, rows[CANVAS] == NONE]
+    assert targets.tolist() == [NONE, NONE, 21, 22, 23, 24, 25, 16, NONE]
 
 
-def test_copies_are_noised_apart_and_share_the_clean_text() -> None:
-    rows = laid(corruption=NOISE, copies=3)
-    assert (rows[CANVAS] == NOTHING).sum() == 9
-    assert sorted(Counter(rows[CANVAS]).items()) == [(NOTHING, 9), *((i, 4) for i in range(6))]
+def test_copies_are_noised_independently_and_have_one_clean_text() -> None:
+    rows = pack(corruption=NOISE, copies=3)
+    assert (rows[CANVAS] == NONE).sum() == 9
+    assert sorted(Counter(rows[CANVAS]).items()) == [(NONE, 9), *((i, 4) for i in range(6))]
     copies = [rows[:, (rows[CANVAS] == i)] for i in (0, 2, 4)]
     assert all((copy[TARGET] == [21, 22, 23, 24]).all() for copy in copies)
     assert len({tuple(copy[TOKEN]) for copy in copies}) == 3
 
 
 def test_what_has_no_room_is_cut_to_whole_canvases_without_an_end() -> None:
-    rows = laid(max_rows=3 + 8)
-    assert (rows[CANVAS] > NOTHING).sum() == 4
-    assert rows[TOKEN, rows[CANVAS] == NOTHING].tolist() == [2, 11, 12, 21, 22, 23, 24]
-    assert lay_out(PAIR, Layout(canvas_length=4, max_rows=10), CLEAN, rng()) is None
+    rows = pack(max_rows=3 + 8)
+    assert (rows[CANVAS] > NONE).sum() == 4
+    assert rows[TOKEN, rows[CANVAS] == NONE].tolist() == [2, 11, 12, 21, 22, 23, 24]
+    assert pack_example(PAIR, PackingLayout(canvas_length=4, max_rows=10), CLEAN, rng()) is None
 
 
 def test_plain_text_is_cut_anywhere_and_filled_up_only_if_it_is_over() -> None:
@@ -116,14 +121,14 @@ def test_plain_text_is_cut_anywhere_and_filled_up_only_if_it_is_over() -> None:
     starts = set()
     for seed in range(40):
         for text in (over, piece):
-            made = lay_out(
-                Example(ids(), text), Layout(canvas_length=4, max_rows=64), CLEAN, rng(seed)
+            made = pack_example(
+                Example(ids(), text), PackingLayout(canvas_length=4, max_rows=64), CLEAN, rng(seed)
             )
             assert made is not None
-            canvas = made[:, made[CANVAS] > NOTHING]
+            canvas = made[:, made[CANVAS] > NONE]
             starts.add(int(canvas[POSITION, 0]))
             assert (1 in canvas[TARGET]) == (text is over)
-            clean = made[TOKEN, made[CANVAS] == NOTHING]
+            clean = made[TOKEN, made[CANVAS] == NONE]
             assert clean.tolist() == text[: len(clean)].tolist()
             # What the canvases hold is what stands at their places.
             within = canvas[POSITION] < len(text)
@@ -133,14 +138,14 @@ def test_plain_text_is_cut_anywhere_and_filled_up_only_if_it_is_over() -> None:
 
 def test_levels_are_spread_evenly_over_canvases() -> None:
     text = ids(*[50] * 400)
-    made = laid(
+    made = pack(
         Example(ids(2), text),
-        Corruption(vocab_size=1000, hole_share=0.0),
+        Corruption(vocab_size=1000, hole_fraction=0.0),
         canvas_length=100,
         max_rows=99999,
         copies=60,
     )
-    canvas = made[:, made[CANVAS] > NOTHING]
+    canvas = made[:, made[CANVAS] > NONE]
     is_noise = (canvas[TOKEN] != canvas[TARGET]).reshape(-1, 100).mean(1)
     assert len(is_noise) == 240
     counts, _ = np.histogram(is_noise, bins=4, range=(0, 1))
@@ -149,25 +154,25 @@ def test_levels_are_spread_evenly_over_canvases() -> None:
 
 
 def test_noise_is_uniform_over_the_vocabulary() -> None:
-    made = laid(
+    made = pack(
         Example(ids(2), ids(*[50] * 400)), NOISE, canvas_length=100, max_rows=99999, copies=25
     )
-    drawn = made[TOKEN, made[CANVAS] > NOTHING]
+    drawn = made[TOKEN, made[CANVAS] > NONE]
     counts = np.bincount(drawn, minlength=100)
     assert counts.min() > 50 and counts.max() < 170  # 100 each
 
 
-def test_holes_are_spans_and_everything_else_is_given() -> None:
-    corruption = Corruption(vocab_size=1000, hole_share=1.0, lowest=1.0, highest=1.0)
-    made = laid(
+def test_holes_are_spans_and_everything_else_is_pinned() -> None:
+    corruption = Corruption(vocab_size=1000, hole_fraction=1.0, min_level=1.0, max_level=1.0)
+    made = pack(
         Example(ids(2), ids(*[50] * 400)), corruption, canvas_length=100, max_rows=99999, copies=20
     )
-    canvas = made[:, made[CANVAS] > NOTHING].reshape(len(made), -1, 100)
+    canvas = made[:, made[CANVAS] > NONE].reshape(len(made), -1, 100)
     at_start = 0
     for one in canvas.swapaxes(0, 1):
         given = one[PINNED] > 0
         assert (one[TOKEN, given] == 50).all() and (one[TOKEN, ~given] != 50).mean() > 0.9
-        assert (one[TARGET, given] == NOTHING).all() and (one[TARGET, ~given] == 50).all()
+        assert (one[TARGET, given] == NONE).all() and (one[TARGET, ~given] == 50).all()
         edges = np.diff(np.concatenate([[0], ~given, [0]]).astype(int))
         assert 1 <= (edges == 1).sum() <= 3
         at_start += not given[0]
@@ -175,10 +180,10 @@ def test_holes_are_spans_and_everything_else_is_given() -> None:
 
 
 def test_holes_lie_in_the_text_and_not_behind_it() -> None:
-    corruption = Corruption(vocab_size=1000, hole_share=1.0)
+    corruption = Corruption(vocab_size=1000, hole_fraction=1.0)
     example = Example(ids(2), ids(*[50] * 110))
-    made = laid(example, corruption, canvas_length=100, max_rows=99999, copies=40)
-    given = made[PINNED, made[CANVAS] > NOTHING].reshape(40, 200) > 0
+    made = pack(example, corruption, canvas_length=100, max_rows=99999, copies=40)
+    given = made[PINNED, made[CANVAS] > NONE].reshape(40, 200) > 0
     assert given[:, 110:].all() and not given[:, :100].all(1).any()
     assert not given[:, 100:110].all(1).any()  # the last canvas has holes too
 
@@ -190,22 +195,24 @@ def flags(*tokens: int) -> NDArray[np.bool_]:
 
 
 LINES = LineTokens(
-    breaks_V=flags(7, 8), blank_V=flags(51), quotes_V=flags(9), other_V=flags(60)
+    breaks_V=flags(7, 8), blank_V=flags(51), quotes_V=flags(9), skipped_V=flags(60)
 )  # tokens of a language of lines
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_holes_may_be_lines(share: float) -> None:
-    corruption = Corruption(vocab_size=1000, hole_share=1.0, line_share=share, lines=LINES)
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_holes_may_be_lines(fraction: float) -> None:
+    corruption = Corruption(
+        vocab_size=1000, hole_fraction=1.0, line_hole_fraction=fraction, lines=LINES
+    )
     line, other = [51, 52, 53, 54, 55, 56], [51, 60, 61, 62, 63, 64]
     example = Example(ids(2), ids(*[*line, 7, *line, 8] * 6, *other, 7, *line, 7))
-    made = laid(example, corruption, canvas_length=98, max_rows=99999, copies=90)
-    given = made[PINNED, made[CANVAS] > NOTHING].reshape(90, 14, 7) > 0
+    made = pack(example, corruption, canvas_length=98, max_rows=99999, copies=90)
+    given = made[PINNED, made[CANVAS] > NONE].reshape(90, 14, 7) > 0
     is_open = ~given[..., 1:6]
     whole = is_open.all(-1) | given.all(-1)
     # Neither what indents a line nor what breaks it.
-    assert (whole & given[..., 0] & given[..., 6]).all() == (share == 1.0)
-    if share:
+    assert (whole & given[..., 0] & given[..., 6]).all() == (fraction == 1.0)
+    if fraction:
         assert not is_open[:, 12].any()
         assert set(is_open[:, :, 0].sum(1)) == set(range(1, 10))  # of 13
         assert 45 <= is_open[:, 0, 0].sum() <= 80  # half of the canvases begin with one, and more
@@ -213,119 +220,125 @@ def test_holes_may_be_lines(share: float) -> None:
 
 def test_a_canvas_without_a_line_of_code_has_no_holes() -> None:
     corruption = Corruption(
-        vocab_size=1000, hole_share=1.0, line_share=1.0, lines=LINES, hole_weight=5
+        vocab_size=1000, hole_fraction=1.0, line_hole_fraction=1.0, lines=LINES, hole_loss_weight=5
     )
     line, text = [51, *[52] * 8, 7], [51, *[61] * 8, 7]
     # What stands in quotes is no code, also where they opened on a canvas before.
     reply = ids(*line * 4, 9, 7, *[70] * 8, *text * 7, 9, 7, *[70] * 8)
-    made = laid(Example(ids(2), reply), corruption, canvas_length=40, max_rows=99999, copies=20)
-    is_canvas = made[CANVAS] > NOTHING
+    made = pack(Example(ids(2), reply), corruption, canvas_length=40, max_rows=99999, copies=20)
+    is_canvas = made[CANVAS] > NONE
     pinned, weight = (made[f, is_canvas].reshape(20, 4, 40) for f in (PINNED, WEIGHT))
     has_hole = (pinned > 0).any(-1)
     assert has_hole[:, 0].all() and not has_hole[:, 1:].any()
     assert (weight == np.where(has_hole, 5, 1)[..., None]).all()
-    assert (made[TARGET, is_canvas].reshape(20, 4, 40)[:, 1:] > NOTHING).all()
+    assert (made[TARGET, is_canvas].reshape(20, 4, 40)[:, 1:] > NONE).all()
 
 
 def test_a_line_that_began_before_its_canvas_is_opened_from_there() -> None:
-    reply = Reply(np.zeros((2, 10), np.int32), np.array([10, 10]), [(-3, 4), (6, 12), (15, 20)])
-    assert lines_of(reply, 0) == [(0, 4)]
-    assert lines_of(reply, 1) == [(0, 2), (5, 10)]
+    reply = CanvasText(
+        np.zeros((2, 10), np.int32), np.array([10, 10]), [(-3, 4), (6, 12), (15, 20)]
+    )
+    assert canvas_lines(reply, 0) == [(0, 4)]
+    assert canvas_lines(reply, 1) == [(0, 2), (5, 10)]
 
 
 def test_half_of_the_texts_are_cut_where_a_line_begins() -> None:
-    """So a canvas begins that is asked for a line."""
+    """So a canvas begins that is targets for a line."""
     text = ids(*[51, *range(52, 60), 7] * 20)
-    layout = Layout(canvas_length=100, max_rows=99999)
+    layout = PackingLayout(canvas_length=100, max_rows=99999)
     lines = LINES.spans(text)
-    cuts = [cut_text(text, layout, lines, rng(seed)) for seed in range(600)]
-    assert all([*cut.prompt, *cut.reply] == [*text] for cut in cuts)
-    begun = [cut for cut in cuts if cut.reply[0] == 52]
+    splits = [split_text(text, layout, lines, rng(seed)) for seed in range(600)]
+    assert all([*cut.prompt, *cut.reply] == [*text] for cut in splits)
+    begun = [cut for cut in splits if cut.reply[0] == 52]
     assert len(begun) == pytest.approx(330, abs=40)  # half of all, and a tenth of the others
     assert {len(cut.prompt) for cut in begun} == set(range(1, 200, 10))
-    plain = [cut_text(text, layout, [], rng(seed)) for seed in range(600)]
+    plain = [split_text(text, layout, [], rng(seed)) for seed in range(600)]
     assert all(1 <= len(cut.prompt) <= 100 for cut in plain)
     assert sum(cut.reply[0] == 52 for cut in plain) == pytest.approx(60, abs=25)
-    alone = cut_text(ids(50, 50, 50), layout, [], rng())
+    alone = split_text(ids(50, 50, 50), layout, [], rng())
     assert len(alone.prompt) in (1, 2)
 
 
 def test_without_copies_the_clean_rows_stand_alone() -> None:
-    both = laid(PAIR, CLEAN, canvas_length=4, max_rows=99, copies=1)
-    alone = laid(PAIR, CLEAN, canvas_length=4, max_rows=99, copies=0)
-    assert (alone == both[:, both[CANVAS] == NOTHING]).all() and alone.shape[1] == 9
+    both = pack(PAIR, CLEAN, canvas_length=4, max_rows=99, copies=1)
+    alone = pack(PAIR, CLEAN, canvas_length=4, max_rows=99, copies=0)
+    assert (alone == both[:, both[CANVAS] == NONE]).all() and alone.shape[1] == 9
 
 
 @pytest.mark.parametrize("other", [1, 3])
 def test_a_source_and_its_canvases_with_holes_may_count_for_more(other: int) -> None:
-    corruption = Corruption(vocab_size=1000, hole_share=0.5, canvas_weight=other, hole_weight=4)
+    corruption = Corruption(
+        vocab_size=1000, hole_fraction=0.5, canvas_loss_weight=other, hole_loss_weight=4
+    )
     example = Example(ids(2), ids(*[50] * 100))
-    made = laid(example, corruption, canvas_length=50, max_rows=99999, copies=20)
-    is_canvas, is_asked = made[CANVAS] > NOTHING, made[TARGET] > NOTHING
+    made = pack(example, corruption, canvas_length=50, max_rows=99999, copies=20)
+    is_canvas, has_target = made[CANVAS] > NONE, made[TARGET] > NONE
     weight = made[WEIGHT, is_canvas].reshape(40, 50)
     has_hole = (made[PINNED, is_canvas].reshape(40, 50) > 0).any(1)
     assert 0 < has_hole.sum() < 40
     assert (weight == other * np.where(has_hole, 4, 1)[:, None]).all()
     assert (made[WEIGHT, ~is_canvas] == 1).all()
-    asked = made[WEIGHT][is_canvas & is_asked]
-    assert Tally.of(made).canvas == asked.sum() > len(asked)
+    targets = made[WEIGHT][is_canvas & has_target]
+    assert RowCounts.of(made).canvas == targets.sum() > len(targets)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_a_share_of_what_fills_the_last_canvas_is_asked_for(share: float) -> None:
-    corruption = Corruption(vocab_size=1000, hole_share=0.0, fill_share=share)
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+def test_a_fraction_of_the_padding_has_a_target(fraction: float) -> None:
+    corruption = Corruption(vocab_size=1000, hole_fraction=0.0, padding_loss_fraction=fraction)
     example = Example(ids(2), ids(*[50] * 150))
-    made = laid(example, corruption, canvas_length=100, max_rows=99999, copies=40)
-    target = made[TARGET, made[CANVAS] > NOTHING].reshape(40, 200)
+    made = pack(example, corruption, canvas_length=100, max_rows=99999, copies=40)
+    target = made[TARGET, made[CANVAS] > NONE].reshape(40, 200)
     assert (target[:, :150] == 50).all()
-    assert set(np.unique(target[:, 150:])) <= {corruption.fill, NOTHING}
-    assert (target[:, 150:] == corruption.fill).mean() == pytest.approx(share, abs=0.03)
+    assert set(np.unique(target[:, 150:])) <= {EOS_ID, NONE}
+    assert (target[:, 150:] == EOS_ID).mean() == pytest.approx(fraction, abs=0.03)
 
 
-def test_a_share_of_the_noise_repeats_a_token_that_stands_near_it() -> None:
+def test_a_fraction_of_the_noise_repeats_a_clean_token_nearby() -> None:
     text = np.arange(100, 200)  # each token once: an echo is known by where its like stands
     copies = 200
-    for share in (0.0, 0.5, 1.0):
-        corruption = Corruption(vocab_size=1_000_000, hole_share=0.0, echo_share=share)
+    for fraction in (0.0, 0.5, 1.0):
+        corruption = Corruption(
+            vocab_size=1_000_000, hole_fraction=0.0, repeat_noise_fraction=fraction
+        )
         example = Example(ids(2), ids(*text))
-        made = laid(example, corruption, canvas_length=100, max_rows=99_999, copies=copies)
-        token = made[TOKEN, made[CANVAS] > NOTHING].reshape(copies, 100)
+        made = pack(example, corruption, canvas_length=100, max_rows=99_999, copies=copies)
+        token = made[TOKEN, made[CANVAS] > NONE].reshape(copies, 100)
         is_noise = token != text
         away = np.where((token >= 100) & (token < 200), token - text, 100)
-        is_echo = is_noise & (np.abs(away) <= ECHO_REACH)
+        is_echo = is_noise & (np.abs(away) <= MAX_REPEAT_DISTANCE)
         where, place = np.nonzero(is_echo)
         # What is repeated is to be seen, but for noise that happens to look like an echo.
         assert is_noise[where, place + away[is_echo]].sum() <= 2
         light = is_noise.mean(1) < 0.1  # elsewhere there is often nothing near it to repeat
-        assert is_echo[light].sum() / is_noise[light].sum() == pytest.approx(share, abs=0.12)
+        assert is_echo[light].sum() / is_noise[light].sum() == pytest.approx(fraction, abs=0.12)
 
 
-def test_a_share_of_the_examples_is_asked_for_causally() -> None:
-    made = ingredient(RandomTexts(), causal_share=0.25)
-    batch = mixture(ingredients=[made], sequences=64).batch(0).reshape(len(FIELDS), -1)
-    asked = []
+def test_a_fraction_of_the_examples_has_causal_targets() -> None:
+    made = component(RandomTexts(), causal_fraction=0.25)
+    batch = mixture(components=[made], sequences=64).batch(0).reshape(len(FIELDS), -1)
+    targets = []
     for number in range(batch[EXAMPLE].max() + 1):
         rows = batch[:, batch[EXAMPLE] == number]
-        *clean, last = (rows[TARGET, rows[CANVAS] == NOTHING] > NOTHING).tolist()
+        *clean, last = (rows[TARGET, rows[CANVAS] == NONE] > NONE).tolist()
         assert len(set(clean)) == 1 and not last
-        assert (rows[TARGET, rows[CANVAS] > NOTHING] > NOTHING).any()
-        asked.append(clean[0])
-    assert np.mean(asked) == pytest.approx(0.25, abs=0.08)
+        assert (rows[TARGET, rows[CANVAS] > NONE] > NONE).any()
+        targets.append(clean[0])
+    assert np.mean(targets) == pytest.approx(0.25, abs=0.08)
 
 
 def test_a_source_may_keep_its_canvases_from_being_rolled_out() -> None:
-    for rolls in (True, False):
-        corruption = Corruption(vocab_size=100, rolls=rolls)
-        batch = mixture(ingredients=[ingredient(RandomTexts(), corruption=corruption)]).batch(0)
-        lots = batch[LOT][batch[CANVAS] > NOTHING]
-        assert (lots >= 0).all() if rolls else (lots == NOTHING).all()
+    for on_policy in (True, False):
+        corruption = Corruption(vocab_size=100, on_policy=on_policy)
+        batch = mixture(components=[component(RandomTexts(), corruption=corruption)]).batch(0)
+        keys = batch[RNG_KEY][batch[CANVAS] > NONE]
+        assert (keys >= 0).all() if on_policy else (keys == NONE).all()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_the_shortest_canvases_may_have_holes_too(length: int) -> None:
-    corruption = Corruption(vocab_size=100, hole_share=1.0)
-    rows = laid(corruption=corruption, canvas_length=length, copies=5)
-    assert (rows[CANVAS] > NOTHING).sum() == 5 * -(-6 // length) * length
+    corruption = Corruption(vocab_size=100, hole_fraction=1.0)
+    rows = pack(corruption=corruption, canvas_length=length, copies=5)
+    assert (rows[CANVAS] > NONE).sum() == 5 * -(-6 // length) * length
 
 
 # --- batches
@@ -345,7 +358,7 @@ def test_batches_are_well_filled_and_of_one_shape() -> None:
     mix = mixture(sequences=8, rows=256)
     batches = [mix.batch(step) for step in range(5)]
     assert {batch.shape for batch in batches} == {(len(FIELDS), 8, 256)}
-    assert np.mean([(batch[EXAMPLE] > NOTHING).mean() for batch in batches]) > 0.9
+    assert np.mean([(batch[EXAMPLE] > NONE).mean() for batch in batches]) > 0.9
 
 
 @dataclass(frozen=True)
@@ -359,47 +372,47 @@ class Marked:
         return [Example(ids(self.token), ids(*[self.token] * self.length)) for _ in range(count)]
 
 
-def test_sources_have_their_shares_of_the_rows() -> None:
+def test_sources_get_rows_by_their_weights() -> None:
     weights = {10: 5.0, 11: 3.0, 12: 1.0, 13: 1.0}
     lengths = {10: 8, 11: 40, 12: 8, 13: 16}
-    ingredients = [
-        ingredient(Marked(token, lengths[token]), weight=weight, copies=1 + token % 2)
+    components = [
+        component(Marked(token, lengths[token]), weight=weight, copies=1 + token % 2)
         for token, weight in weights.items()
     ]
-    mix = mixture(ingredients=ingredients, sequences=8, rows=512)
-    counted: Counter[int] = Counter()
+    mix = mixture(components=components, sequences=8, rows=512)
+    on_device: Counter[int] = Counter()
     for step in range(25):
         batch = mix.batch(step)
-        counted.update(batch[TARGET, batch[CANVAS] == NOTHING].tolist())
-    # Clean rows of each source are a known share of its rows.
+        on_device.update(batch[TARGET, batch[CANVAS] == NONE].tolist())
+    # Clean rows of each source are a known fraction of its rows.
     clean = {t: (1 + n) / (1 + n + n * (1 + t % 2)) for t, n in lengths.items()}
-    rows = {t: counted[t] / clean[t] * (1 + lengths[t]) / lengths[t] for t in weights}
+    rows = {t: on_device[t] / clean[t] * (1 + lengths[t]) / lengths[t] for t in weights}
     for token, weight in weights.items():
-        share = rows[token] / sum(rows.values())
-        assert share == pytest.approx(weight / 10, abs=0.03), f"source {token}"
+        fraction = rows[token] / sum(rows.values())
+        assert fraction == pytest.approx(weight / 10, abs=0.03), f"source {token}"
 
 
 def test_every_kind_of_example_meets_both_kinds_of_sequences() -> None:
-    """Every second sequence is conditioned on a guess."""
-    ingredients = [ingredient(Marked(token, 8)) for token in (10, 11)]
-    mix = mixture(ingredients=ingredients, sequences=4, rows=128)
+    """Every second sequence is self-conditioned."""
+    components = [component(Marked(token, 8)) for token in (10, 11)]
+    mix = mixture(components=components, sequences=4, rows=128)
     counts = np.zeros((2, 2))
     for step in range(20):
         batch = mix.batch(step)
         for kind, token in enumerate((10, 11)):
-            is_kind = (batch[TARGET] == token) & (batch[EXAMPLE] > NOTHING)
+            is_kind = (batch[TARGET] == token) & (batch[EXAMPLE] > NONE)
             counts[kind] += is_kind[::2].sum(), is_kind[1::2].sum()
     assert (abs(counts / counts.sum(1, keepdims=True) - 0.5) < 0.1).all()
 
 
 def test_canvas_lengths_have_their_frequencies() -> None:
-    marked = ingredient(Marked(10, 8), canvas_lengths={8: 3.0, 4: 1.0})
-    mix = mixture(ingredients=[marked], sequences=4, rows=256)
+    marked = component(Marked(10, 8), canvas_lengths={8: 3.0, 4: 1.0})
+    mix = mixture(components=[marked], sequences=4, rows=256)
     counts: Counter[int] = Counter()
     for step in range(20):
         batch = mix.batch(step)
         for sequence in batch.swapaxes(0, 1):
-            for number in set(sequence[EXAMPLE]) - {NOTHING}:
+            for number in set(sequence[EXAMPLE]) - {NONE}:
                 own = sequence[:, sequence[EXAMPLE] == number]
                 counts[int((own[CANVAS] == 0).sum())] += 1
     assert counts[8] / counts.total() == pytest.approx(0.75, abs=0.07)
@@ -410,38 +423,38 @@ def test_canvas_lengths_have_their_frequencies() -> None:
 
 def test_a_weight_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="a weight above 0"):
-        mixture(ingredients=[ingredient(RandomTexts(), weight=0.0)])
+        mixture(components=[component(RandomTexts(), weight=0.0)])
 
 
 @pytest.mark.parametrize("source", [Marked(10, 8), RandomTexts(has_prompt=False, lengths=(2, 4))])
 def test_examples_that_give_no_canvas_are_named_and_not_sought_for_ever(source: Source) -> None:
     with pytest.raises(UsageError, match="not one canvas could be made of 32 examples"):
-        mixture(ingredients=[ingredient(source)], rows=8).batch(0)
+        mixture(components=[component(source)], rows=8).batch(0)
 
 
 def test_a_useless_source_leaves_the_batch_to_the_others() -> None:
-    good = ingredient(Marked(10, 8))
-    useless = ingredient(RandomTexts(has_prompt=False, lengths=(2, 3)), weight=9.0)
-    batch = mixture(ingredients=[good, useless]).batch(0)
-    assert (batch[EXAMPLE] > NOTHING).mean() > 0.7
+    good = component(Marked(10, 8))
+    useless = component(RandomTexts(has_prompt=False, lengths=(2, 3)), weight=9.0)
+    batch = mixture(components=[good, useless]).batch(0)
+    assert (batch[EXAMPLE] > NONE).mean() > 0.7
 
 
 def test_an_empty_store_is_refused() -> None:
     with pytest.raises(UsageError, match="no examples"):
-        StoreSource(Store.build([], vocab_size=10))
+        StoreSource(TokenStore.build([], vocab_size=10))
 
 
 def test_a_store_is_drawn_from_evenly() -> None:
-    store = Store.build([([2], [token]) for token in range(3, 9)], vocab_size=10)
+    store = TokenStore.build([([2], [token]) for token in range(3, 9)], vocab_size=10)
     drawn = StoreSource(store).draw(rng(), 6000)
     counts = Counter(int(example.reply[0]) for example in drawn)
     assert set(counts) == set(range(3, 9)) and min(counts.values()) > 850
 
 
-def test_an_ingredient_may_have_its_own_share_of_holes() -> None:
-    for share, expected in ((0.0, 0.0), (1.0, 1.0)):
-        corruption = Corruption(vocab_size=100, hole_share=share)
-        batch = mixture(ingredients=[ingredient(Marked(10, 8), corruption=corruption)]).batch(0)
-        canvases = batch[PINNED][batch[CANVAS] > NOTHING].reshape(-1, 8)
+def test_a_component_may_have_its_own_fraction_of_holes() -> None:
+    for fraction, expected in ((0.0, 0.0), (1.0, 1.0)):
+        corruption = Corruption(vocab_size=100, hole_fraction=fraction)
+        batch = mixture(components=[component(Marked(10, 8), corruption=corruption)]).batch(0)
+        canvases = batch[PINNED][batch[CANVAS] > NONE].reshape(-1, 8)
         # A canvas may be one hole, but hardly all of them.
         assert (canvases.any(1).mean() > 0.5) == bool(expected)

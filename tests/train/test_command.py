@@ -15,22 +15,23 @@ import torch
 from safetensors.torch import load_file
 
 from dgemma.cli import main
-from dgemma.cli.before_after import Trial
+from dgemma.cli.before_after import BeforeAfter
+from dgemma.cli.train import MinuteLines
 from dgemma.errors import UsageError
 from dgemma.train import command
 from dgemma.train.__main__ import main as plain
-from dgemma.train.command import Wanted, note_recipe
-from dgemma.train.feed import Loaded
+from dgemma.train.batches import DeviceBatch
+from dgemma.train.checkpoint import HELDOUT, MetricsFile, Report, saved_states
+from dgemma.train.command import TrainArgs, record_recipe
 from dgemma.train.loop import Trainer
-from dgemma.train.recipe import load_recipe
-from dgemma.train.report import Metrics
-from dgemma.train.state import states
+from dgemma.train.recipe import RECIPES, find_recipe, load_recipe
+from dgemma.train.tokens import TokenStore
 from tests.taught import SHORT
 from tests.train.runs import save_random, save_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ("--device", "cpu", "--dtype", "float32")
-TIMELESS = ("step", "steps", "total", "denoise", "causal", "balance", "norm", "rate")
+TIMELESS = ("step", "steps", "total", "denoise", "causal", "balance", "grad_norm", "lr_scale")
 
 
 @pytest.fixture
@@ -42,6 +43,12 @@ def recipe(tmp_path: Path) -> Path:
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing has its own tests; its first use on a machine takes long and speaks on stderr."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model ends no reply before its limit."""
+    monkeypatch.setattr("dgemma.cli.before_after.SAMPLE_TOKENS", 8)
 
 
 Call = Callable[..., tuple[int, str, str]]
@@ -63,7 +70,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def course(directory: Path) -> list[tuple[Any, ...]]:
-    return [tuple(line[name] for name in TIMELESS) for line in Metrics(directory).read()]
+    return [tuple(line[name] for name in TIMELESS) for line in MetricsFile(directory).read()]
 
 
 # --- a run from end to end
@@ -76,14 +83,14 @@ def test_it_says_where_everything_is_and_goes_on_when_called_again(
     code, said, erred = call(recipe, "--out", out, "--set", "schedule.warmup=3")
     assert (code, erred) == (0, "")
     assert said.splitlines()[0] == f"checkpoint: {out / 'checkpoint'}"
-    assert "pip install 'dgemma[train]'" in said.splitlines()[1]  # for a plot
-    assert len(course(out)) == 8 and [step for step, _ in states(out)] == [4, 8]
+    assert said.splitlines()[1:] == [f"losses: {out / 'loss.svg'}"]  # nothing is held out
+    assert len(course(out)) == 8 and [step for step, _ in saved_states(out)] == [4, 8]
     assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"} <= {
         path.name for path in (out / "checkpoint").iterdir()
     }
     # Longer, by the same command: nothing is done twice.
     code, _, erred = call(recipe, "--out", out, "--set", "schedule.warmup=3", "--steps", "10")
-    assert code == 0 and f"dgemma: going on from step 8 of 10 in {out}; --fresh" in erred
+    assert code == 0 and f"dgemma: resuming from step 8 of 10 in {out}; --fresh" in erred
     assert [line[0] for line in course(out)] == list(range(1, 11))
     code, _, erred = call(recipe, "--out", out, "--steps", "2", "--fresh")
     assert (code, erred, len(course(out))) == (0, "", 2)
@@ -107,7 +114,7 @@ def test_a_run_is_not_forgotten_for_one_that_cannot_begin(
     before = course(out)
     code, _, erred = call(recipe, "--out", out, "--fresh", "--set", "data.0.file=none.jsonl")
     assert code == 2 and "none.jsonl" in erred
-    assert [step for step, _ in states(out)] == [4] and course(out) == before
+    assert [step for step, _ in saved_states(out)] == [4] and course(out) == before
     assert call(recipe, "--out", out, "--steps", "5")[0] == 0, "it can be gone on with"
 
 
@@ -126,27 +133,32 @@ def test_another_recipe_is_not_taken_for_the_same_run(
 
 def test_what_may_change_in_the_middle_of_a_run(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "state-00000001.pt").touch()
-    note_recipe(tmp_path, load_recipe(recipe))
-    note_recipe(tmp_path, load_recipe(recipe, ["name=other", "schedule.hold=0.1", "eval.limit=3"]))
+    record_recipe(tmp_path, load_recipe(recipe))
+    record_recipe(
+        tmp_path, load_recipe(recipe, ["name=other", "schedule.hold=0.1", "eval.limit=3"])
+    )
     for change in ("batch.rows=96", 'data=[{file="chats.jsonl", weight=2.0}]'):
         with pytest.raises(UsageError, match="another recipe"):
-            note_recipe(tmp_path, load_recipe(recipe, [change]))
+            record_recipe(tmp_path, load_recipe(recipe, [change]))
 
 
 def test_a_run_is_gone_on_with_when_recipes_have_learned_a_new_word(
     recipe: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "state-00000001.pt").touch()
-    note_recipe(tmp_path, load_recipe(recipe))
+    record_recipe(tmp_path, load_recipe(recipe))
     path = tmp_path / "recipe.json"
     older = json.loads(path.read_text())
-    assert older["data"][0].pop("causal_share") == 1.0 and older["batch"].pop("carried") == 0
+    assert (
+        older["data"][0].pop("causal_fraction") == 1.0
+        and older["batch"].pop("persistent_sequences") == 0
+    )
     path.write_text(json.dumps(older))
-    note_recipe(tmp_path, load_recipe(recipe))
-    assert "causal_share" in path.read_text()
+    record_recipe(tmp_path, load_recipe(recipe))
+    assert "causal_fraction" in path.read_text()
     path.write_text(json.dumps(older))
     with pytest.raises(UsageError, match=r"another recipe \(data differ\)"):
-        note_recipe(tmp_path, load_recipe(recipe, ["data.0.causal_share=0.5"]))
+        record_recipe(tmp_path, load_recipe(recipe, ["data.0.causal_fraction=0.5"]))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +171,7 @@ def test_a_run_is_gone_on_with_when_recipes_have_learned_a_new_word(
         (("--export",), 2, "holds no saved state to write the weights of"),
         (("--export", "--fresh"), 2, "--export and --fresh"),
         (("--eval", "chess"), 2, "tasks: chess is not known"),
-        (("--set", "batch.accumulate=4"), 2, "must be a multiple of 8"),
+        (("--set", "batch.grad_accum_steps=4"), 2, "must be a multiple of 8"),
         (("--set", "batch.sequences=3"), 2, "3 sequences in a batch"),
     ],
 )
@@ -172,8 +184,8 @@ def test_a_wrong_call_is_one_sentence(
 
 
 def test_the_default_directory_bears_the_recipes_name(recipe: Path) -> None:
-    wanted = Wanted(recipe=recipe)
-    assert wanted.directory(wanted.read()) == Path("out/train/small")
+    args = TrainArgs(recipe=recipe)
+    assert args.directory(args.load_recipe()) == Path("out/train/small")
 
 
 # --- interrupted and killed
@@ -182,23 +194,23 @@ def test_the_default_directory_bears_the_recipes_name(recipe: Path) -> None:
 def test_ctrl_c_saves_a_state_and_says_how_to_go_on(
     call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, move = tmp_path / "run", Trainer._move
+    out, train_step = tmp_path / "run", Trainer.train_step
     recipe.write_text(recipe.read_text().replace("[schedule]", "[schedule]\nhold = 1.0"))
     call(recipe, "--out", tmp_path / "through")
 
-    def interrupted(self: Trainer, loaded: Loaded) -> Any:
+    def interrupted(self: Trainer, batch: DeviceBatch) -> Any:
         if self.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return move(self, loaded)
+        return train_step(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_move", interrupted)
+        patch.setattr(Trainer, "train_step", interrupted)
         code, said, erred = call(recipe, "--out", out)
     assert (code, said) == (130, "")
     state = out / "state-00000003.pt"
     assert erred == (
-        f"dgemma: interrupted after 3 steps; {state} holds the run, and the same command goes on "
-        "from there (or, with --export, makes a model of it as it is)\n"
+        f"dgemma: interrupted after 3 steps; the state is saved in {state}. The same command "
+        "resumes the run; with --export it writes the model as it is\n"
     )
     code, said, erred = call(recipe, "--out", out, "--export")
     assert (code, erred) == (0, "dgemma: weights of step 3 of 8\n")
@@ -228,11 +240,11 @@ def test_a_killed_process_goes_on_to_the_last_bit(recipe: Path, tmp_path: Path) 
             stderr=log,
         )
         deadline = time.monotonic() + 120
-        while not states(out) and time.monotonic() < deadline and process.poll() is None:
+        while not saved_states(out) and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.02)
         process.kill()
         assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
-    reached = states(out)[-1][0]
+    reached = saved_states(out)[-1][0]
     changes = ["--set", "schedule.warmup=2", "--set", "schedule.hold=1.0"]
     for directory in (out, tmp_path / "through"):
         steps = ["--steps", str(reached + 4)]
@@ -253,8 +265,8 @@ def test_the_plain_command_reports_on_stdout(
     assert said.count("\n") == 8 and said.startswith("step 1/8  loss ")
     assert f"checkpoint: {out / 'checkpoint'}" in erred
     assert plain([str(recipe), "--out", str(out), "--set", "seed=9", *HERE]) == 2
-    assert plain([str(tmp_path / "none.toml"), *HERE]) == 1
-    assert "cannot read the recipe" in capsys.readouterr().err
+    assert plain([str(tmp_path / "none.toml"), *HERE]) == 2
+    assert "no recipe " in capsys.readouterr().err
 
 
 # --- before and after
@@ -267,14 +279,14 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*args: Any) -> None:
         raise AssertionError("measured first")
 
-    monkeypatch.setattr(Trial, "before", measured)
+    monkeypatch.setattr(BeforeAfter, "before", measured)
 
 
 @pytest.mark.parametrize(
     ("source", "how"),
     [
         ('file="none.jsonl"', "a recipe's paths are relative to it"),
-        ('puzzle="sudoku", bank="none.npz"', "python -m recipes.puzzle_bank makes one"),
+        ('puzzle="sudoku", bank="none.npz"', "python -m recipes.nano.bank makes one"),
     ],
 )
 def test_data_that_is_not_there_is_named_before_anything_is_measured(
@@ -302,9 +314,9 @@ def test_tasks_are_run_before_and_after(call: Call, recipe: Path, tmp_path: Path
     text = recipe.read_text().replace(shape, f'checkpoint = "{checkpoint}"')
     recipe.write_text(text + '[eval]\ntasks = ["json_calls"]\n')
     teach = ["optim.adam_lr=0.01", "run.report_every=20", "run.save_every=1000"]
-    teach += ["batch.sequences=2", "batch.rows=72", "data.0.learn_prompt=false"]
+    teach += ["batch.sequences=2", "batch.rows=72", "data.0.train_on_prompt=false"]
     changes = [part for change in teach for part in ("--set", change)]
-    arguments = (recipe, "--out", tmp_path / "run", "--heldout", heldout, *changes)
+    arguments = (recipe, "--out", tmp_path / "run", "--eval-heldout", heldout, *changes)
     code, said, erred = call(*arguments, "--steps", "60")
     assert (code, erred) == (0, "")
     *_, heading, row, _, _ = said.splitlines()
@@ -317,3 +329,107 @@ def test_tasks_are_run_before_and_after(call: Call, recipe: Path, tmp_path: Path
     code, said, _ = call(*arguments, "--steps", "61")
     assert code == 0 and said.splitlines()[-1].split("  ")[2].strip() == ""
     assert "json_calls" not in call(*arguments, "--steps", "62", "--eval", "none")[1]
+
+
+# --- recipes by name, one's own data, progress in a log
+
+
+def test_a_recipe_of_the_package_is_found_by_its_name_in_any_directory(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save_random(tmp_path / "random")
+    monkeypatch.chdir(tmp_path)
+    Path("my.json").write_text(json.dumps([{"instruction": SHORT, "output": "one, two."}] * 2))
+    small = ("batch.rows=164", "batch.sequences=2")
+    changes = [part for change in small for part in ("--set", change)]
+    model = ("--set", f"model.checkpoint={checkpoint}", "--out", "run", "--steps", "2")
+    code, said, _ = call("sft", "--data", "my.json", *model, *changes)
+    assert code == 0 and said.startswith("adapter: run/adapter")
+    recipe = json.loads(Path("run/recipe.json").read_text(encoding="utf-8"))
+    assert recipe["data"][0]["file"] == "./my.json"
+
+
+def test_recipes_that_are_not_there_are_refused_with_those_that_are(
+    call: Call, recipe: Path
+) -> None:
+    assert find_recipe(Path("sft")) == RECIPES / "sft.toml" and find_recipe(recipe) == recipe
+    for name in ("sfft", "recipes/sft.toml"):
+        code, _, erred = call(name)
+        assert code == 2 and f"no recipe {name}" in erred and "sft, sudoku" in erred
+
+
+def test_one_file_does_not_replace_several(call: Call, recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + '[[data]]\nfile = "chats.jsonl"\n')
+    code, _, erred = call(recipe, "--data", "my.jsonl")
+    assert code == 2 and "2 [[data]]" in erred and "--set data.0.file=my.jsonl" in erred
+
+
+def test_where_there_is_no_terminal_a_line_a_minute_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = [0.0]
+    lines = MinuteLines(clock=lambda: now[0])
+    zero = dict.fromkeys(("total", "balance", "grad_norm", "lr_scale", "seconds"), 0.0)
+    for step in range(10, 101, 10):
+        now[0] += 25.0
+        report = Report(step=step, steps=100, denoise=1, causal=2, rows_per_second=9, **zero)
+        lines.add(report)
+    erred = capsys.readouterr().err.splitlines()
+    assert [line.split()[2] for line in erred] == ["30", "60", "90"]
+    assert erred[0] == "dgemma: step 30 of 100  loss 1.000 + 2.000  9 rows/s  about 3 min left"
+
+
+def own_run(tmp_path: Path, num_chats: int) -> tuple[str | Path, ...]:
+    """Arguments of a short run of the recipe `sft` on a random model and as many chats."""
+    checkpoint = save_random(tmp_path / "random")
+    lines = [json.dumps({"prompt": SHORT, "reply": str(number)}) for number in range(num_chats)]
+    (tmp_path / "my.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    changes = (f"model.checkpoint={checkpoint}", "batch.rows=164", "run.save_every=2")
+    options = [part for change in changes for part in ("--set", change)]
+    return ("sft", "--data", tmp_path / "my.jsonl", "--steps", "4", *options)
+
+
+@pytest.mark.usefixtures("short_samples")
+def test_a_part_of_ones_own_file_is_held_out_and_answered_before_and_after(
+    call: Call, tmp_path: Path
+) -> None:
+    run = own_run(tmp_path, 30)
+    code, said, _ = call(*run, "--out", tmp_path / "run")
+    heldout = MetricsFile(tmp_path / "run", HELDOUT).read()
+    assert code == 0 and [line["step"] for line in heldout] == [0, 2, 4]
+    assert f"before, {heldout[-1]['denoise']:.3f} + {heldout[-1]['causal']:.3f} after" in said
+    samples = json.loads((tmp_path / "run" / "samples.json").read_text(encoding="utf-8"))
+    assert len(samples["before"]) == len(samples["after"]) == 3
+    assert said.count("held-out prompt ") == 3 and said.count("  diffusion, before: ") == 3
+    assert said.count("  ar, after: ") == 3
+    # Continued, it measures no step twice and keeps its first replies.
+    code, again, _ = call(*run, "--out", tmp_path / "run", "--steps", "6")
+    assert [s["step"] for s in MetricsFile(tmp_path / "run", HELDOUT).read()] == [0, 2, 4, 6]
+    first = f"  diffusion, before: {samples['before'][0]['diffusion']!r}"
+    assert code == 0 and first in said and first in again
+
+
+@pytest.mark.usefixtures("short_samples")
+def test_a_held_out_file_is_taken_instead_and_a_small_file_is_not_split(
+    call: Call, tmp_path: Path
+) -> None:
+    run = own_run(tmp_path, 4)
+    code, said, erred = call(*run, "--out", tmp_path / "small")
+    assert code == 0 and "4 examples are too few to hold some out" in erred
+    assert "held-out" not in said
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    given = ("--heldout", tmp_path / "other.jsonl", "--out", tmp_path / "given")
+    code, said, erred = call(*run, *given)
+    assert code == 0 and "too few" not in erred and said.count("held-out prompt ") == 1
+
+
+def test_a_held_out_example_is_not_trained_on() -> None:
+    store = TokenStore.build([([i], [i, i]) for i in range(50)], vocab_size=64)
+    trained, heldout = store.split(0.1, seed=0)
+    firsts = [{int(part[i][0][0]) for i in range(len(part))} for part in (trained, heldout)]
+    assert (len(trained), len(heldout)) == (45, 5) and firsts[0] | firsts[1] == set(range(50))
+    assert all(
+        list(part[i][1]) == 2 * list(part[i][0])
+        for part in (trained, heldout)
+        for i in range(len(part))
+    )

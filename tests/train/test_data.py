@@ -1,44 +1,15 @@
-"""Training data: the tokenizer, token stores, pairs made by program, and the split of `nano`."""
+"""Token stores, and JSONL files tokenized into them."""
 
 import json
-import random
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.text.chat import ChatTemplate, Message, Tool, ToolCall
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.train import rewrite, tokenizer
-from dgemma.train.sources import tokenize_file
-from dgemma.train.store import Store
-from recipes import nano_code, nano_given, nano_prose, nano_raw
-from recipes.nano_raw import Document, Function
-from recipes.nano_split import (
-    WINDOW,
-    Benchmarks,
-    Call,
-    Solutions,
-    choose_groups,
-    chunks,
-    clean_prose,
-    code_tokens,
-    windows,
-)
-from recipes.nano_tokenizer import TEMPLATE
-
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT.parent / "shared" / "data"
-RELEASED = ROOT.parent / "shared" / "checkpoint" / "chat_template.jinja"
-MADE = ROOT / "out" / "nano"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data directory at {DATA}")
-needs_made = pytest.mark.skipif(
-    not (MADE / "heldout" / "fix_stories.jsonl").is_file() or not (MADE / "raw").is_dir(),
-    reason="run python -m recipes.nano_data first",
-)
+from dgemma.train.tokens import TokenStore, tokenize_file
+from recipes.nano.tokenizer import TEMPLATE, learn, write
 
 STORY = (
     'Once a fox met a bear. "Who are you?" asked Mr. Fox. The bear was very tired and slept under '
@@ -46,32 +17,13 @@ STORY = (
     "night.\n\nThe fox said good night to the bear. In the morning Anna came to the river with a "
     "basket. She gave the bear an apple, and Anna laughed. The fox wanted to know where she lived."
 )
-CODE = '''\
-def total_of(values, start=0):
-    """Add the values to a start.
-
-    >>> total_of([1, 2])
-    3
-    """
-    # Begin where the caller says.
-    total = start
-    for value in values:
-        if value is not None:
-            total += value
-    return total
-'''
-SENTENCES = [
-    f"The {noun} is in the {place}." for noun in ("fox", "cat") for place in ("tree", "box")
-]
-TEXTS = [STORY, CODE, '{"name":"FindMovies","arguments":{"day":"Monday","n":12}}', *SENTENCES]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of the same making, small enough to be learned from a page."""
+    """A tokenizer small enough to be learned from a paragraph."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    made = tokenizer.learn(TEXTS * 2, vocab_size=620)
-    tokenizer.write(made, TEMPLATE.read_text(encoding="utf-8"), folder)
+    write(learn([STORY] * 2, vocab_size=540), TEMPLATE.read_text(encoding="utf-8"), folder)
     return folder
 
 
@@ -80,115 +32,14 @@ def small(directory: Path) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def random_texts(count: int) -> Iterator[str]:
-    rng = random.Random(0)
-    letters = "abc thef  \n\n\t0123_.,()'\"é—中😀{}[]<>|=▁"
-    yield from TEXTS
-    for _ in range(count):
-        yield "".join(rng.choice(letters) for _ in range(rng.randint(0, 60)))
-
-
-def pieces(found: Tokenizer, text: str) -> list[str]:
-    return [found.decode([token]) for token in found.encode(text)]
-
-
-def test_vocabulary_has_the_size_asked_for(small: Tokenizer) -> None:
-    assert small.vocab_size == 620
-    names = "<pad> <eos> <bos> <unk> <mask>".split()
-    assert [small.control_ids[name] for name in names] == [0, 1, 2, 3, 4]
-    assert {"<|turn>", "<turn|>", "<|think|>", "<|image|>"} <= set(small.control_ids)
-
-
-def test_too_little_text_is_refused() -> None:
-    with pytest.raises(UsageError, match="give more text"):
-        tokenizer.learn(["a b"], vocab_size=9000)
-    with pytest.raises(UsageError, match="tokens are fixed"):
-        tokenizer.learn(["a b"], vocab_size=200)
-
-
-def test_text_comes_back(small: Tokenizer) -> None:
-    for text in random_texts(200):
-        assert small.decode(small.encode(text)) == text
-
-
-def test_digits_stay_single(small: Tokenizer) -> None:
-    assert pieces(small, "5 3 0 12\n40 x1") == [
-        *("5", " 3", " 0", " 1", "2", "\n", "4", "0"),
-        *pieces(small, " x"),
-        "1",
-    ]
-    vocabulary = [small.decode([token]) for token in range(small.vocab_size)]
-    several = [
-        piece
-        for piece in vocabulary
-        if any(map(str.isdigit, piece)) and len(piece.strip()) > 1 and not piece.startswith("<")
-    ]
-    assert several == []
-
-
-def test_runs_are_one_token(small: Tokenizer) -> None:
-    assert pieces(small, "\n        if")[:2] == ["\n", "        "]
-    assert pieces(small, "   the")[0] == "   "  # not "  " and " the", as in the middle of a line
-    assert pieces(small, "\n\n") == ["\n\n"]
-
-
-def test_no_token_crosses_words_or_lines(small: Tokenizer) -> None:
-    """What is kept apart in learning stays apart though the saved file has no such rule."""
-    whole = small.encode(STORY)
-    words = [small.encode(part) for part in parts_of(STORY)]
-    assert whole == [token for part in words for token in part]
-
-
-def parts_of(text: str) -> list[str]:
-    return re.findall(r" ?[A-Za-z]+| ?[^\w\s]+|\n+| ?\d| ", text)
-
-
-def test_learning_is_deterministic(small: Tokenizer, directory: Path) -> None:
-    again = tokenizer.learn(TEXTS * 2, vocab_size=620)
-    assert json.loads(again.to_str()) == json.loads(
-        (directory / "tokenizer.json").read_text("utf8")
-    )
-
-
-def test_transformers_reads_the_same(small: Tokenizer, directory: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    for text in random_texts(200):
-        if "▁" not in text:  # ours spells the mark in bytes, so that it comes back
-            assert theirs(text).input_ids == small.encode(text)
-    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi fox"}]
-    ours = ChatTemplate.load(directory, small).prompt([Message.from_dict(turn) for turn in chat])
-    rendered = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert rendered == list(ours.ids)
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (2, 1, 0)
-
-
-@pytest.mark.skipif(not RELEASED.is_file(), reason=f"no released template at {RELEASED}")
-@pytest.mark.parametrize("thinking", [False, True])
-def test_template_writes_what_the_released_one_does(small: Tokenizer, thinking: bool) -> None:
-    ours = ChatTemplate(TEMPLATE.read_text(encoding="utf-8"), small)
-    released = ChatTemplate(RELEASED.read_text(encoding="utf-8"), small)
-    call = ToolCall(name="look", arguments={"at": "fox", "n": 1}, id="1")
-    schema = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
-    tool = Tool(name="look", description="Looks.", parameters=schema)
-    system, user = Message(role="system", content=" Be kind. "), Message(role="user", content="Hi")
-    answer = Message(role="assistant", content="<|channel>thought\nso<channel|>Yes?", thought="m")
-    asked = [user, Message(role="assistant", tool_calls=(call,))]
-    told = Message(role="tool", content="42", tool_call_id="1")
-    for messages in ([user], [system, user], [system, user, answer, user], [*asked, told]):
-        for tools in ([], [tool]):
-            made = ours.prompt(messages, tools, enable_thinking=thinking)
-            assert made.text == released.prompt(messages, tools, enable_thinking=thinking).text
-
-
 def test_store_comes_back(tmp_path: Path) -> None:
     examples = [([2, 5, 6], [7, 1]), ([], [2, 9, 1]), ([3], [])]
-    store = Store.build(examples, vocab_size=8192)
+    store = TokenStore.build(examples, vocab_size=8192)
     assert store.tokens_N.dtype == np.uint16
     store.save(tmp_path / "a.npz")
     store.save(tmp_path / "b.npz")
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
-    loaded = Store.load(tmp_path / "a.npz")
+    loaded = TokenStore.load(tmp_path / "a.npz")
     assert [(list(prompt), list(reply)) for prompt, reply in map(loaded.__getitem__, range(3))] == [
         (list(prompt), list(reply)) for prompt, reply in examples
     ]
@@ -196,19 +47,19 @@ def test_store_comes_back(tmp_path: Path) -> None:
     assert loaded.starts_E.dtype == np.int64 and loaded.prompts_E.dtype == np.int32
     with pytest.raises(IndexError):
         loaded[3]
-    assert Store.build(examples, vocab_size=1 << 17).tokens_N.dtype == np.uint32
+    assert TokenStore.build(examples, vocab_size=1 << 17).tokens_N.dtype == np.uint32
 
 
 def test_store_refuses_what_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="vocabulary has 8"):
-        Store.build([([], [8])], vocab_size=8)
+        TokenStore.build([([], [8])], vocab_size=8)
     (tmp_path / "bad.npz").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="not a token store"):
-        Store.load(tmp_path / "bad.npz")
+        TokenStore.load(tmp_path / "bad.npz")
     with pytest.raises(UsageError, match="tokenize its source"):
-        Store.load(tmp_path / "none.npz")
+        TokenStore.load(tmp_path / "none.npz")
     with pytest.raises(CheckpointError, match="do not fit"):
-        Store(
+        TokenStore(
             tokens_N=np.zeros(2, np.uint16),
             starts_E=np.array([0, 3]),
             prompts_E=np.zeros(1, np.int32),
@@ -216,11 +67,11 @@ def test_store_refuses_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_empty_store(tmp_path: Path) -> None:
-    Store.build([], vocab_size=8).save(tmp_path / "e.npz")
-    assert len(Store.load(tmp_path / "e.npz")) == 0
+    TokenStore.build([], vocab_size=8).save(tmp_path / "e.npz")
+    assert len(TokenStore.load(tmp_path / "e.npz")) == 0
 
 
-def write(path: Path, records: list[object]) -> Path:
+def write_records(path: Path, records: list[object]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 
@@ -237,7 +88,7 @@ def test_lines_become_examples(tmp_path: Path, directory: Path, small: Tokenizer
         {"prompt": "Who?", "reply": "The fox."},
         {"messages": chat},
     ]
-    path = write(tmp_path / "three.jsonl", records)
+    path = write_records(tmp_path / "three.jsonl", records)
     store = tokenize_file(path, directory, workers=1).store
     fox = small.encode("The fox.")
     turn, end = small.control_ids["<|turn>"], small.control_ids["<turn|>"]
@@ -252,17 +103,69 @@ def test_lines_become_examples(tmp_path: Path, directory: Path, small: Tokenizer
     assert list(reply) == [*fox, end]
 
 
-def test_tools_of_a_conversation_are_told(tmp_path: Path, directory: Path) -> None:
+TURNS = [("system", "Be kind."), ("human", "Who?"), ("gpt", "The fox.")]
+
+
+@pytest.mark.parametrize(
+    ("record", "question"),
+    [
+        ({"instruction": "Who?", "input": "", "output": "The fox.", "id": 7}, "Who?"),
+        ({"instruction": "Who?", "output": "The fox."}, "Who?"),
+        ({"instruction": "Who?", "input": "A bear.", "output": "The fox."}, "Who?\n\nA bear."),
+        ({"conversations": [{"from": who, "value": text} for who, text in TURNS]}, "Who?"),
+        ({"prompt": "Who?", "completion": "The fox."}, "Who?"),
+        (
+            {
+                "prompt": [{"role": "user", "content": "Who?"}],
+                "completion": [{"role": "assistant", "content": "The fox."}],
+            },
+            "Who?",
+        ),
+    ],
+)
+def test_other_formats_are_the_same_chats(
+    tmp_path: Path, directory: Path, small: Tokenizer, record: object, question: str
+) -> None:
+    lines = write_records(tmp_path / "a.jsonl", [record])
+    whole = tmp_path / "a.json"
+    whole.write_text(json.dumps([record], indent=1), encoding="utf-8")
+    stores = [tokenize_file(path, directory, workers=1).store for path in (lines, whole)]
+    assert np.array_equal(stores[0].tokens_N, stores[1].tokens_N)
+    prompt, reply = stores[0][0]
+    assert small.decode(prompt).endswith(f"user\n{question}<turn|>\n<|turn>model\n")
+    assert small.decode(reply) == "The fox.<turn|>"
+    assert ("Be kind." in small.decode(prompt)) == ("conversations" in str(record))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"text": "a"}', "bad.json holds one dict; a .json file must hold a list"),
+        ('[{"text": "a"},\n{"text" "b"}]', "bad.json, line 2: no JSON"),
+        ('[{"text": "a"}, {"text": 3}]', 'bad.json, entry 2: "text" is 3'),
+    ],
+)
+def test_a_json_file_must_be_a_list_of_records(
+    tmp_path: Path, directory: Path, text: str, reason: str
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError) as error:
+        tokenize_file(path, directory, workers=1)
+    assert reason in str(error.value)
+
+
+def test_tools_of_a_conversation_are_in_the_prompt(tmp_path: Path, directory: Path) -> None:
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
     tool = {"type": "function", "function": {"name": "look_around"}}
     records: list[object] = [{"messages": chat}, {"messages": chat, "tools": [tool]}]
-    store = tokenize_file(write(tmp_path / "a.jsonl", records), directory, workers=1).store
-    plain, told = (Tokenizer.load(directory).decode(store[index][0]) for index in range(2))
-    assert "look_around" in told and "look_around" not in plain
+    store = tokenize_file(write_records(tmp_path / "a.jsonl", records), directory, workers=1).store
+    plain, with_tools = (Tokenizer.load(directory).decode(store[index][0]) for index in range(2))
+    assert "look_around" in with_tools and "look_around" not in plain
 
 
 def test_a_mark_at_the_beginning_of_a_file_is_no_text(tmp_path: Path, directory: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"text": "The fox."}])
+    path = write_records(tmp_path / "a.jsonl", [{"text": "The fox."}])
     plain = tokenize_file(path, directory, workers=1).store
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     marked = tokenize_file(path, directory, workers=1).store
@@ -271,7 +174,9 @@ def test_a_mark_at_the_beginning_of_a_file_is_no_text(tmp_path: Path, directory:
 
 def test_long_text_is_cut_and_long_pairs_are_counted(tmp_path: Path, directory: Path) -> None:
     records: list[object] = [{"text": STORY}, {"prompt": STORY, "reply": "No."}]
-    made = tokenize_file(write(tmp_path / "a.jsonl", records), directory, max_tokens=40, workers=1)
+    made = tokenize_file(
+        write_records(tmp_path / "a.jsonl", records), directory, max_tokens=40, workers=1
+    )
     lengths = np.diff(made.store.starts_E)
     assert made.dropped == 1 and lengths.max() == 40 and len(lengths) > 2
     firsts = [int(made.store[index][1][0]) for index in range(len(lengths))]
@@ -281,7 +186,7 @@ def test_long_text_is_cut_and_long_pairs_are_counted(tmp_path: Path, directory: 
 
 def test_workers_do_not_change_the_result(tmp_path: Path, directory: Path) -> None:
     records: list[object] = [{"text": f"The fox number {index}."} for index in range(1100)]
-    path = write(tmp_path / "many.jsonl", records)
+    path = write_records(tmp_path / "many.jsonl", records)
     seen: list[tuple[int, int]] = []
     alone = tokenize_file(path, directory, workers=1).store
     shared = tokenize_file(
@@ -299,6 +204,13 @@ def test_workers_do_not_change_the_result(tmp_path: Path, directory: Path) -> No
         ('{"text": 3}', '"text" is 3'),
         ('{"prompt": "a"}', "the keys are 'prompt'"),
         ("[1]", "a list"),
+        ('{"instruction": "a"}', "the keys are 'instruction'; give"),
+        ('{"prompt": "a", "reply": "b", "completion": "c"}', "the keys are"),
+        ('{"conversations": [{"from": "human"}]}', '"from" and "value"'),
+        (
+            '{"conversations": [{"from": "cat", "value": "a"}, {"from": "gpt", "value": "b"}]}',
+            "\"from\" is 'cat'; it must be one of human",
+        ),
         ('{"messages": [{"role": "user", "content": "a"}]}', "at least a question"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
@@ -325,193 +237,3 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path, directory: Path) -> Non
     path.write_bytes(b'{"text": "good"}\n{"text": "caf\xe9"}\n')
     with pytest.raises(UsageError, match=r"latin\.jsonl, line 2: no UTF-8"):
         tokenize_file(path, directory, workers=1)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_planted_errors_differ_and_repeat(seed: int) -> None:
-    wrong = rewrite.plant_errors(STORY, random.Random(seed), 4)
-    assert wrong is not None and wrong != STORY
-    assert wrong == rewrite.plant_errors(STORY, random.Random(seed), 4)
-    assert rewrite.plant_errors("Hi.", random.Random(seed), 3) is None
-
-
-def test_fix_pairs_hold_the_right_text() -> None:
-    made = list(nano_prose.fix([STORY] * 60, random.Random(0), 12))
-    assert all(record["reply"] == STORY for record in made)
-    changed = [record for record in made if not record["prompt"].endswith(STORY)]
-    assert len(made) >= 50 and len(changed) >= 0.9 * len(made)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_holes_complete_to_the_document(seed: int) -> None:
-    rng = random.Random(seed)
-    made = [
-        *nano_prose.fill_texts([STORY], rng),
-        *nano_code.fill_code([Function(CODE, "p", "total_of", True)], rng),
-    ]
-    assert made
-    for record in made:
-        document = record["prompt"].split("\n\n", 1)[1]
-        before, hole, after = document.partition(rewrite.FILL)
-        assert hole and record["reply"].startswith(before) and record["reply"].endswith(after)
-        assert len(record["reply"]) > len(before) + len(after)
-
-
-def test_sentences_join_to_the_text() -> None:
-    found = rewrite.split_sentences(STORY)
-    assert found[1] == '"Who are you?" asked Mr. Fox.'
-    assert " ".join(found) == STORY.replace("\n\n", " ")
-
-
-def test_function_parts_join_to_the_code() -> None:
-    parts = rewrite.split_function(CODE)
-    assert parts is not None and "".join(parts) == CODE
-    assert parts[0] == "def total_of(values, start=0):\n" and parts[2].startswith("    # Begin")
-    lines = [CODE[slice(*span)] for span in rewrite.body_lines(CODE)]
-    assert lines == [
-        *("total = start", "for value in values:", "if value is not None:"),
-        *("total += value", "return total"),
-    ]
-
-
-def test_rename_touches_the_name_only() -> None:
-    changed = rewrite.rename_variable(CODE, "total", "result")
-    assert changed is not None and "result += value" in changed and "total_of" in changed
-    assert rewrite.rename_variable(CODE, "values", "total") is None  # taken
-    assert rewrite.rename_variable(CODE, "start", "first") is None  # a caller may write start=
-
-
-def test_edits_change_something() -> None:
-    nouns = "fox bear tree river apple basket village night dog cat owl egg house lamp".split()
-    rng = random.Random(0)
-    for record in nano_prose.edits([STORY, *SENTENCES] * 30, nouns + nouns, rng):
-        text = record["prompt"].split("\n\n", 1)[1]
-        assert (record["reply"] and text != record["reply"]) or "alphabetical" in record["prompt"]
-
-
-def test_calls_are_compact_json() -> None:
-    call = Call("A: Hello.\n" * 300 + "U: Book it.", {"name": "Book", "arguments": {"n": 1}}, "d")
-    record = nano_given.call_pair(call)
-    assert record["reply"] == '{"name":"Book","arguments":{"n":1}}'
-    assert record["prompt"].endswith("U: Book it.") and len(record["prompt"]) < 2000
-
-
-def test_records_may_hold_every_separator_of_lines(tmp_path: Path) -> None:
-    records = [{"text": "a\u2028b\x85c"}, {"text": "d"}]
-    lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
-    assert list(nano_raw.read_lines(tmp_path / "lines.jsonl")) == records
-
-
-def test_chunks_keep_whole_paragraphs() -> None:
-    assert chunks(STORY, 5000) == [STORY]
-    assert all(len(piece) <= 200 for piece in chunks(STORY, 200))
-    assert "".join("".join(chunks(STORY, 200)).split()) == "".join(STORY.split())
-
-
-def test_copies_of_held_out_text_leave_training() -> None:
-    kept, lost = clean_prose(
-        [Document(STORY, "a"), Document("Nothing like it is written here, not at all, " * 3, "b")],
-        [Document(STORY, "c")],
-    )
-    assert [document.group for document in kept] == ["b"] and lost == 1
-    renamed = CODE.replace("total_of", "sum_up")
-    assert Solutions([CODE]).hold(windows(code_tokens(renamed)))
-    assert not Solutions([CODE]).hold(windows(code_tokens("def f(x):\n    return x + 1\n" * 3)))
-    assert len(next(iter(windows(code_tokens(CODE))))) == WINDOW
-
-
-def test_split_of_code_is_by_group() -> None:
-    packages = [Function(f"{p}{n}", f"p{p}", f"f{n}", True) for p in range(100) for n in range(5)]
-    lessons = [
-        Function(f"{school}{n}", f"{school}/g{n}", f"g{n}", True)
-        for school in ("one", "two")
-        for n in range(200)
-    ]
-    found = [*packages, *lessons]
-    held = choose_groups(found, random.Random(1))
-    assert held == choose_groups(found, random.Random(1)) != choose_groups(found, random.Random(2))
-    assert sum("/" not in group for group in held) == 6
-    names = {function.name for function in lessons if function.group in held}
-    assert len(names) == 5
-    # A name is held out in every teaching collection at once.
-    assert {f.group for f in lessons if f.name in names} == {g for g in held if "/" in g}
-
-
-def test_held_out_lines_of_problems_are_of_problems_alone() -> None:
-    groups = ("pip", "stdlib/total_of", "keon/total_of", "geek/total_of")
-    functions = [Function(CODE, group, "total_of", True) for group in groups]
-
-    def made(seed: int) -> list[dict[str, str]]:
-        # By words: `return total` is too short, which leaves four of the five lines.
-        found = nano_code.problem_lines(functions, lambda t: len(t.split()), random.Random(seed))
-        return list(found)
-
-    holes = made(0)
-    assert [hole["group"] for hole in holes] == 4 * [groups[2]] + 4 * [groups[3]]
-    assert all(hole["prefix"] + hole["middle"] + hole["suffix"] == CODE for hole in holes)
-    middles = ["total = start", "for value in values:", "if value is not None:", "total += value"]
-    assert [hole["middle"] for hole in holes] == 2 * middles
-    longer = CODE.replace("return total", "return total + start")
-    functions = [Function(longer, "keon/total_of", "total_of", True)]
-    assert len(made(0)) == 4
-    assert made(0) == made(0) and any(made(0) != made(seed) for seed in range(1, 9))
-
-
-@needs_data
-def test_benchmarks_are_recognised() -> None:
-    benchmarks = Benchmarks(DATA)
-    assert benchmarks.hold("def hasCloseElements(a):\n    return a\n")
-    assert not benchmarks.hold(CODE)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@needs_made
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [
-        ("stories", 300),
-        ("code", 300),
-        ("dialogue", 300),
-        ("infill", 1000),
-        ("problems", 700),
-        ("json_calls", 500),
-        ("fix_stories", 300),
-    ],
-)
-def test_held_out_files_are_large_enough(name: str, least: int) -> None:
-    assert len(read(MADE / "heldout" / f"{name}.jsonl")) >= least
-
-
-@needs_made
-def test_held_out_text_is_not_trained_on() -> None:
-    held = {
-        record["text"]
-        for name in ("stories", "code", "dialogue")
-        for record in read(MADE / "heldout" / f"{name}.jsonl")
-    }
-    held |= {
-        r["prefix"] + r["middle"] + r["suffix"]
-        for name in ("infill", "problems")
-        for r in read(MADE / "heldout" / f"{name}.jsonl")
-    }
-    for name in ("stories", "books", "dialogues", "code"):
-        texts = {record["text"] for record in read(MADE / "raw" / f"{name}.jsonl")}
-        assert texts and not texts & held
-    for name in ("code_tasks", "fill_doc", "edits"):
-        replies = {record["reply"] for record in read(MADE / "raw" / f"{name}.jsonl")}
-        assert not replies & {text.rstrip("\n") for text in held}
-
-
-@needs_made
-def test_held_out_pairs_are_what_they_say() -> None:
-    for record in read(MADE / "heldout" / "fix_stories.jsonl"):
-        assert record["prompt"].split("\n\n", 1)[1] != record["reply"]
-    for record in read(MADE / "heldout" / "json_calls.jsonl"):
-        assert set(json.loads(record["reply"])) == {"name", "arguments"}
-    for name in ("infill", "problems"):
-        for record in read(MADE / "heldout" / f"{name}.jsonl"):
-            assert rewrite.parses(record["prefix"] + record["middle"] + record["suffix"])

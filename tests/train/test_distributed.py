@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from dgemma.errors import UsageError
-from dgemma.train.distributed import ALONE, Group, check_shares, join
-from dgemma.train.report import Metrics
-from dgemma.train.state import load_state, states
-from dgemma.weights.adapter import load_adapter
+from dgemma.train.checkpoint import MetricsFile, load_state, saved_states
+from dgemma.train.distributed import SINGLE_PROCESS, Group, check_batch_split, init_distributed
 from dgemma.weights.load import load_model
+from dgemma.weights.lora_files import load_adapter
 from tests.train.runs import save_random, save_recipe
-from tests.train.two import work
+from tests.train.two import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
-PLAIN = ["batch.sequences=8", "batch.accumulate=2", "loss.balance=0.5"]
+PLAIN = ["batch.sequences=8", "batch.grad_accum_steps=2", "loss.balance_weight=0.5"]
 LORA = ['lora.targets=["q_proj", "mlp.up_proj"]', "lora.rank=3", "optim.adam_lr=3e-4"]
 
 
@@ -42,7 +41,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {
             "name": "more",
             "recipe": path,
-            "changes": ["run.average=0.8", "run.checkpointing=true", 'model.frozen=["router"]'],
+            "changes": ["run.activation_checkpointing=true", 'model.frozen=["router"]'],
         },
         {"name": "lora", "recipe": str(tune), "changes": LORA},
         {"name": "rounded", "recipe": path, "changes": [], "dtype": "bfloat16"},
@@ -50,16 +49,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = [{**run, "out": str(directory / "one" / run["name"])} for run in runs]
     two = [{**run, "out": str(directory / "two" / run["name"])} for run in runs]
     for run in one:
-        work(run)
+        train(run)
     # What one process began, two go on with; and one goes on with what two were stopped in.
     begun = directory / "two" / "begun"
     shutil.copytree(directory / "one" / "plain", begun)
-    states(begun)[-1][1].unlink()
+    saved_states(begun)[-1][1].unlink()
     two.append({**two[0], "out": str(begun)})
     stopped = {**two[0], "out": str(directory / "two" / "stopped"), "interrupted": [1, 3]}
     two.append(stopped)
     run_twice(two, directory)
-    work({**stopped, "interrupted": None})
+    train({**stopped, "interrupted": None})
     return directory
 
 
@@ -79,12 +78,12 @@ def run_twice(runs: list[dict[str, Any]], directory: Path) -> None:
 
 
 def losses(directory: Path) -> Tensor:
-    names = ("total", "denoise", "causal", "balance", "norm")
-    return torch.tensor([[line[name] for name in names] for line in Metrics(directory).read()])
+    names = ("total", "denoise", "causal", "balance", "grad_norm")
+    return torch.tensor([[line[name] for name in names] for line in MetricsFile(directory).read()])
 
 
 def last_state(directory: Path) -> dict[str, Any]:
-    step, path = states(directory)[-1]
+    step, path = saved_states(directory)[-1]
     assert step == 8
     return load_state(path)
 
@@ -104,11 +103,10 @@ def test_two_processes_have_the_losses_and_states_of_one(name: str, ran: Path) -
     assert mine.shape == theirs.shape == (8, 5)
     assert (mine - theirs).abs().max() < TOLERANCE
     a, b = last_state(alone), last_state(ran / "two" / name)
-    for part in ("masters", "average"):
-        pairs = list(zip(numbers(a[part]), numbers(b[part]), strict=True))
-        assert len(pairs) > (8 if part == "masters" else -1)
-        for one, two in pairs:
-            assert one.shape == two.shape and (one - two).abs().max() < TOLERANCE
+    pairs = list(zip(numbers(a["optimizer"]), numbers(b["optimizer"]), strict=True))
+    assert len(pairs) > 8
+    for one, two in pairs:
+        assert one.shape == two.shape and (one - two).abs().max() < TOLERANCE
 
 
 def test_they_save_the_same_checkpoint_and_adapter(ran: Path) -> None:
@@ -124,31 +122,33 @@ def test_they_save_the_same_checkpoint_and_adapter(ran: Path) -> None:
         assert two[key].b_OR.abs().max() > 0
 
 
-def test_passes_in_bfloat16_have_float32_masters(ran: Path) -> None:
-    weights = last_state(ran / "two" / "rounded")["masters"]["weights"]
+def test_passes_in_bfloat16_have_float32_master_weights(ran: Path) -> None:
+    weights = last_state(ran / "two" / "rounded")["optimizer"]["weights"]
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert (losses(ran / "one" / "rounded") - losses(ran / "two" / "rounded")).abs().max() < 0.05
 
 
 def test_an_interrupt_of_one_process_stops_both_at_the_same_step(ran: Path) -> None:
     """The rest was then trained by one process alone."""
-    steps = [line["step"] for line in Metrics(ran / "two" / "stopped").read()]
+    steps = [line["step"] for line in MetricsFile(ran / "two" / "stopped").read()]
     assert steps == list(range(1, 9))
-    kept = [step for step, _ in states(ran / "two" / "stopped")]
+    kept = [step for step, _ in saved_states(ran / "two" / "stopped")]
     assert kept == [4, 8]  # two are kept; that of step 3 made place
 
 
-def test_a_batch_is_cut_into_even_shares() -> None:
-    check_shares(8, 2, Group(0, 2))
-    with pytest.raises(UsageError, match=r"8 sequences .* 2 parts and 4 processes; .* of 16"):
-        check_shares(8, 2, Group(0, 4))
+def test_a_batch_is_split_evenly() -> None:
+    check_batch_split(8, 2, Group(0, 2))
+    with pytest.raises(
+        UsageError, match=r"8 sequences .* 2 micro-batches and 4 processes; .* of 16"
+    ):
+        check_batch_split(8, 2, Group(0, 4))
     rows = torch.arange(7 * 8 * 3).view(7, 8, 3)
-    parts = [Group(rank, 4).part(rows) for rank in range(4)]
+    parts = [Group(rank, 4).slice_batch(rows) for rank in range(4)]
     assert torch.equal(torch.cat(parts, dim=1), rows)
 
 
 def test_without_torchrun_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     device = torch.device("cpu")
-    assert join(device) == (ALONE, device)
-    assert ALONE.any(True, device) and ALONE.said_by_first(3, device) == 3
+    assert init_distributed(device) == (SINGLE_PROCESS, device)
+    assert SINGLE_PROCESS.any(True, device) and SINGLE_PROCESS.broadcast(3, device) == 3

@@ -16,19 +16,21 @@ import torch
 
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.train import loop
-from dgemma.train.average import Average
-from dgemma.train.feed import Loaded
-from dgemma.train.interrupt import Interrupt
-from dgemma.train.loop import Trainer, TrainingInterrupted, TrainingStopped, sparing_host
-from dgemma.train.mix import Mixture
+from dgemma.train.batches import DeviceBatch, Mixture
+from dgemma.train.checkpoint import MetricsFile, Report, delete_run, load_state, saved_states
+from dgemma.train.corruption import Rows
+from dgemma.train.loop import (
+    Interrupt,
+    TimeBudget,
+    Trainer,
+    TrainingInterrupted,
+    TrainingStopped,
+    single_host_thread,
+)
 from dgemma.train.optim import Schedule
-from dgemma.train.pace import Pace
-from dgemma.train.report import Metrics, Report
-from dgemma.train.rows import Ints
-from dgemma.train.state import forget, load_state, states
-from tests.train.runs import trainer
+from tests.train.runs import run_options, trainer
 
-MEASURED = ("step", "steps", "total", "denoise", "causal", "balance", "norm", "rate")
+MEASURED = ("step", "steps", "total", "denoise", "causal", "balance", "grad_norm", "lr_scale")
 
 
 def measured(report: Report) -> tuple[Any, ...]:
@@ -41,7 +43,7 @@ def run(one: Trainer) -> list[tuple[Any, ...]]:
 
 
 def weights(one: Trainer) -> list[torch.Tensor]:
-    return [weight.detach().clone() for weight in one.masters.weights]
+    return [weight.detach().clone() for weight in one.optimizer.weights]
 
 
 def break_after(one: Trainer, step: int) -> None:
@@ -54,7 +56,7 @@ def break_after(one: Trainer, step: int) -> None:
 # --- resuming
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"workers": 1}])
+@pytest.mark.parametrize("settings", [{}, {"grad_accum_steps": 2}, {"workers": 1}])
 def test_a_killed_run_goes_on_to_the_last_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     through = trainer(tmp_path / "through", **settings)
     expected = run(through)
@@ -65,7 +67,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(settings: dict[str, Any], tmp_path
     assert run(again) == expected[6:]
     assert all(map(torch.equal, weights(again), weights(through)))
     # The file shows one course, without the steps that were taken twice.
-    lines = Metrics(tmp_path / "killed").read()
+    lines = MetricsFile(tmp_path / "killed").read()
     assert [tuple(line[name] for name in MEASURED) for line in lines] == expected
 
 
@@ -74,26 +76,7 @@ def test_a_run_that_was_killed_before_its_first_state_begins_its_file_anew(tmp_p
     again = trainer(tmp_path)
     assert again.resume() == 0
     run(again)
-    assert [line["step"] for line in Metrics(tmp_path).read()] == list(range(1, 13))
-
-
-def test_the_running_mean_goes_on_as_well(tmp_path: Path) -> None:
-    mean = partial(Average, decay=0.8)
-    through = trainer(tmp_path / "through", average=mean)
-    run(through)
-    break_after(trainer(tmp_path / "killed", average=mean), step=7)
-    again = trainer(tmp_path / "killed", average=mean)
-    again.resume()
-    run(again)
-    assert again.average is not None and through.average is not None
-    assert all(map(torch.equal, again.average.weights, through.average.weights))
-    assert not torch.equal(again.average.weights[0], again.masters.weights[0])
-
-
-def test_a_mean_that_was_not_kept_cannot_be_gone_on_with(tmp_path: Path) -> None:
-    break_after(trainer(tmp_path), step=7)
-    with pytest.raises(UsageError, match="kept no mean of its weights"):
-        trainer(tmp_path, average=partial(Average, decay=0.8)).resume()
+    assert [line["step"] for line in MetricsFile(tmp_path).read()] == list(range(1, 13))
 
 
 def test_nothing_is_resumed_where_there_is_nothing(tmp_path: Path) -> None:
@@ -116,12 +99,12 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
 
 def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
     run(trainer(tmp_path, keep=1))
-    assert [step for step, _ in states(tmp_path)] == [12]
+    assert [step for step, _ in saved_states(tmp_path)] == [12]
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     run(trainer(tmp_path))
-    path = states(tmp_path)[-1][1]
+    path = saved_states(tmp_path)[-1][1]
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=r"state-00000012.pt cannot be read"):
         trainer(tmp_path).resume()
@@ -129,13 +112,13 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
 
 def test_a_state_that_was_not_wholly_written_is_no_state(tmp_path: Path) -> None:
     (tmp_path / "state-00000006.part").write_bytes(b"half")
-    assert states(tmp_path) == [] and trainer(tmp_path).resume() == 0
+    assert saved_states(tmp_path) == [] and trainer(tmp_path).resume() == 0
 
 
 def test_forgetting_leaves_finished_models_alone(tmp_path: Path) -> None:
     run(trainer(tmp_path))
     (tmp_path / "checkpoint").mkdir()
-    forget(tmp_path)
+    delete_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -144,15 +127,15 @@ def test_forgetting_leaves_finished_models_alone(tmp_path: Path) -> None:
 
 def poison(one: Trainer, step: int, value: float) -> None:
     """Spoil a weight right before a step, as a broken update would."""
-    move = one._move
+    train_step = one.train_step
 
-    def spoiled(loaded: Loaded) -> Any:
+    def spoiled(batch: DeviceBatch) -> Any:
         if one.step == step:
             with torch.no_grad():
-                one.masters.weights[3].fill_(value)
-        return move(loaded)
+                one.optimizer.weights[3].fill_(value)
+        return train_step(batch)
 
-    one._move = spoiled  # type: ignore[method-assign]
+    one.train_step = spoiled  # type: ignore[method-assign]
 
 
 def test_a_loss_that_is_no_number_stops_the_run_with_its_last_good_state(tmp_path: Path) -> None:
@@ -161,7 +144,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_last_good_state(tmp_pat
     good = re.escape(str(tmp_path / "state-00000006.pt")) + ", of which --export"
     with pytest.raises(TrainingStopped, match=f"after 9 steps: the loss is nan.*{good}"):
         run(one)
-    assert [step for step, _ in states(tmp_path)] == [6]
+    assert [step for step, _ in saved_states(tmp_path)] == [6]
     again = trainer(tmp_path)
     assert again.resume() == 6 and all(w.isfinite().all() for w in weights(again))
     assert len(run(again)) == 6
@@ -179,22 +162,22 @@ def test_weights_that_the_last_step_broke_are_not_saved(tmp_path: Path) -> None:
     one.schedule = Wild(steps=12, warmup=2)
     with pytest.raises(TrainingStopped, match=r"after 6 steps: the last step made .* and .* more"):
         run(one)
-    assert states(tmp_path) == []
+    assert saved_states(tmp_path) == []
 
 
 def test_without_a_state_the_reason_says_so(tmp_path: Path) -> None:
     one = trainer(tmp_path)
     poison(one, 1, float("inf"))
-    with pytest.raises(TrainingStopped, match=r"no state was saved yet\. Begin anew with a lower"):
+    with pytest.raises(TrainingStopped, match=r"no state was saved yet\. Start again with a lower"):
         run(one)
 
 
 def test_a_loss_that_drifts_away_stops_the_run(tmp_path: Path) -> None:
-    one = trainer(tmp_path, adam_lr=3.0, muon_lr=3.0, drift=0.5)
+    one = trainer(tmp_path, adam_lr=3.0, muon_lr=3.0, max_loss_rise=0.5)
     with pytest.raises(TrainingStopped, match=r"the loss rose to \d+\.\d+ from \d+\.\d+"):
         run(one)
-    for _, path in states(tmp_path):
-        assert load_state(path)["best"] < float("inf")
+    for _, path in saved_states(tmp_path):
+        assert load_state(path)["best_loss"] < float("inf")
 
 
 # --- interrupting
@@ -204,7 +187,9 @@ def test_an_interrupt_ends_the_step_and_saves(tmp_path: Path) -> None:
     expected = run(trainer(tmp_path / "through"))
     one = trainer(tmp_path / "run")
     seen = []
-    with pytest.raises(TrainingInterrupted, match=r"after 4 steps; .*state-00000004.pt holds"):
+    with pytest.raises(
+        TrainingInterrupted, match=r"after 4 steps; the state is saved in .*state-00000004.pt\."
+    ):
         for report in one.reports():
             seen.append(measured(report))
             if report.step == 4:
@@ -219,20 +204,20 @@ def test_reports_are_the_same_however_a_run_was_cut(tmp_path: Path) -> None:
 
     def make(name: str) -> Trainer:
         one = trainer(tmp_path / name)
-        one.run = type(one.run)(directory=tmp_path / name, report_every=5, save_every=100)
+        one.run = run_options(tmp_path / name, report_every=5, save_every=100)
         return one
 
     expected = run(make("through"))
     one = make("run")
-    move, calls = one._move, []
+    train_step, calls = one.train_step, []
 
-    def interrupted(loaded: Loaded) -> Any:
+    def interrupted(batch: DeviceBatch) -> Any:
         calls.append(1)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        return move(loaded)
+        return train_step(batch)
 
-    one._move = interrupted  # type: ignore[method-assign]
+    one.train_step = interrupted  # type: ignore[method-assign]
     with pytest.raises(TrainingInterrupted, match="after 3 steps"):
         run(one)
     again = make("run")
@@ -252,7 +237,7 @@ def test_a_second_signal_acts_at_once(interruptible: None) -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.is_asked
+        assert interrupt.is_set
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -273,36 +258,36 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
 # --- sparing the host
 
 
-def test_each_batch_is_made_once_and_fetched_before_the_weights_move(tmp_path: Path) -> None:
+def test_each_batch_is_made_once_and_fetched_before_the_weights_are_updated(tmp_path: Path) -> None:
     one = trainer(tmp_path)
-    made, move = [], one.masters.step
+    made, update = [], one.optimizer.step
 
-    class Noting(Mixture):
-        def batch(self, step: int) -> Ints:
+    class RecordingMixture(Mixture):
+        def batch(self, step: int) -> Rows:
             made.append(step)
             return super().batch(step)
 
-    def moving(scale: float) -> torch.Tensor:
-        made.append("moved")
-        return move(scale)
+    def updating(scale: float) -> torch.Tensor:
+        made.append("updated")
+        return update(scale)
 
     shape = {field.name: getattr(one.mixture, field.name) for field in fields(Mixture)}
-    one.mixture, one.masters.step = Noting(**shape), moving  # type: ignore[method-assign]
+    one.mixture, one.optimizer.step = RecordingMixture(**shape), updating  # type: ignore[method-assign]
     run(one)
     expected: list[Any] = [0]
     for step in range(1, 12):
-        expected += [step, "moved"]
-    assert made == [*expected, "moved"]
+        expected += [step, "updated"]
+    assert made == [*expected, "updated"]
 
 
 def test_one_thread_is_enough_beside_a_gpu_and_all_are_given_back() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with sparing_host(torch.device("cuda")):
+        with single_host_thread(torch.device("cuda")):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
-        with sparing_host(torch.device("cpu")):
+        with single_host_thread(torch.device("cpu")):
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -313,9 +298,10 @@ def test_one_thread_is_enough_beside_a_gpu_and_all_are_given_back() -> None:
 
 def test_parts_of_an_odd_number_of_sequences_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"4 sequences in a batch, 4 parts and 1 processes; the .* multiple of 8"
+        UsageError,
+        match=r"4 sequences in a batch, 4 micro-batches and 1 processes; the .* multiple of 8",
     ):
-        trainer(tmp_path, accumulate=4)
+        trainer(tmp_path, grad_accum_steps=4)
 
 
 # --- fitting to a time
@@ -332,10 +318,10 @@ class Clock:
 def paced(seconds: float, each: float, spent: float = 0.0, first: float = 20.0) -> tuple[int, int]:
     """The step at which the number of steps is known, and the number; the first step is slow."""
     clock, waits = Clock(), []
-    pace = Pace(seconds, spent, clock)
+    budget = TimeBudget(seconds, spent, clock)
     for step in range(1, 10_000):
         clock.now += first if step == 1 else each
-        if steps := pace.steps(step, lambda: waits.append(1)):
+        if steps := budget.fit(step, lambda: waits.append(1)):
             assert len(waits) == 2
             return step, steps
     raise AssertionError("never fitted")
@@ -360,15 +346,15 @@ def test_time_spent_before_a_resume_counts() -> None:
 def timed(directory: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> Trainer:
     """A run of 12 seconds by a clock that its own steps move, each by half a second."""
     clock = Clock()
-    monkeypatch.setattr(loop, "Pace", partial(Pace, clock=clock))
+    monkeypatch.setattr(loop, "TimeBudget", partial(TimeBudget, clock=clock))
     one = trainer(directory, seconds=12.0, schedule=Schedule(steps=steps, warmup=2))
-    move = one._move
+    train_step = one.train_step
 
-    def moving(loaded: Loaded) -> Any:
+    def moving(batch: DeviceBatch) -> Any:
         clock.now += 0.5
-        return move(loaded)
+        return train_step(batch)
 
-    one._move = moving  # type: ignore[method-assign]
+    one.train_step = moving  # type: ignore[method-assign]
     return one
 
 
@@ -380,7 +366,7 @@ def test_a_run_takes_its_time_and_keeps_its_steps_when_resumed(
     reports = run(timed(tmp_path, monkeypatch, steps))
     assert reports[-1][0] == reports[-1][1] == 24
     assert min(report[-1] for report in reports) > 0, "no rate below 0"
-    states(tmp_path)[-1][1].unlink()
+    saved_states(tmp_path)[-1][1].unlink()
     again = timed(tmp_path, monkeypatch, steps)
     assert again.resume() == 18
     assert again.schedule.steps == 24
@@ -399,10 +385,10 @@ def test_a_run_of_a_time_is_resumed_before_its_steps_are_counted(
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
+    metrics = MetricsFile(tmp_path)
     assert metrics.read() == []
     lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
     metrics.path.write_text("\n".join(lines)[:-4], encoding="utf-8")
     assert metrics.read() == [{"step": 1}, {"step": 2}]
-    metrics.cut(1)
+    metrics.drop_after(1)
     assert metrics.path.read_text() == '{"step": 1}\n'

@@ -1,4 +1,4 @@
-"""The objective: who sees whom, and losses and gradients against inference and transformers."""
+"""The objective: masks, and losses and gradients against inference and transformers."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,61 +16,58 @@ from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
 from dgemma.backends.reference import commit
 from dgemma.config import FULL, SLIDING, ModelConfig
-from dgemma.model import moe_train as routed
+from dgemma.model import moe as routed
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
-from dgemma.train import speed
-from dgemma.train.context import BLOCKS, Batch, PackedContext, contexts, dense_mask, rule
-from dgemma.train.objective import Guess, Objective, to_every_second
-from dgemma.train.rollout import lots, roll
-from dgemma.train.rows import (
+from dgemma.train.corruption import NONE, Corruption, Rows
+from dgemma.train.masks import BLOCK_LISTS, AttnVisibility, PackedContext, dense_mask, make_contexts
+from dgemma.train.objective import LossSettings, Objective, interleave_self_cond
+from dgemma.train.onpolicy import PackedStepStats, rollout_draws, rollout_step
+from dgemma.train.packing import (
     CANVAS,
     EXAMPLE,
     FIELDS,
-    LOT,
-    NOTHING,
     PADDING,
     PINNED,
     POSITION,
+    RNG_KEY,
     START,
     TARGET,
     TOKEN,
     WEIGHT,
-    Corruption,
+    Batch,
     Example,
-    Ints,
-    Layout,
-    lay_out,
+    PackingLayout,
+    pack_example,
 )
-from dgemma.train.weighting import Weighting
 from tests.test_parity import row_cache
 from tests.tiny import TINY, configs, ours, shake, twin
 from tests.train.runs import counts_of, gradients, losses_of, mixture, shaken
 
 TOLERANCE = 1e-4
 REPEATABLE = settings(deadline=None, derandomize=True, database=None)
-CAUSAL_ONLY = Weighting(causal=1.0, balance=0.0)
+CAUSAL_ONLY = LossSettings(causal_weight=1.0, balance_weight=0.0)
 
 
-def packed(config: ModelConfig, seed: int, sequences: int = 2, rows: int = 110) -> Ints:
+def packed(config: ModelConfig, seed: int, sequences: int = 2, rows: int = 110) -> Rows:
     """Sequences of several random examples each, some rows left over."""
     rng = np.random.default_rng(seed)
     batch = np.empty((len(FIELDS), sequences, rows), np.int32)
     batch[:] = PADDING[:, None, None]
-    corruption = Corruption(vocab_size=config.vocab_size, hole_share=0.4, hole_weight=3)
+    corruption = Corruption(vocab_size=config.vocab_size, hole_fraction=0.4, hole_loss_weight=3)
     for sequence in range(sequences):
         used = 0
         for number in range(3):
             sizes = rng.integers(1, 18, 2)
             texts = [rng.integers(2, config.vocab_size, n, dtype=np.int32) for n in sizes]
             length = int(rng.integers(2, config.canvas_length + 1))
-            layout = Layout(
+            layout = PackingLayout(
                 canvas_length=length,
                 max_rows=rows,
                 copies=int(rng.integers(1, 3)),
-                learn_prompt=bool(number % 2),
+                train_on_prompt=bool(number % 2),
             )
-            made = lay_out(Example(*texts), layout, corruption, rng)
+            made = pack_example(Example(*texts), layout, corruption, rng)
             if made is None or used + made.shape[1] > rows:
                 continue
             batch[:, sequence, used : used + made.shape[1]] = made
@@ -79,15 +76,15 @@ def packed(config: ModelConfig, seed: int, sequences: int = 2, rows: int = 110) 
     return batch
 
 
-def sees(rows: Ints, query: int, key: int, window: int | None) -> bool:
-    """The rule, by its words, for two rows of one sequence."""
+def is_visible(rows: Rows, query: int, key: int, window: int | None) -> bool:
+    """The visibility rule in words, for two rows of one sequence."""
     q, k = rows[:, query], rows[:, key]
     reach = 1 << 30 if window is None else window
     if q[EXAMPLE] != k[EXAMPLE]:
         return False
-    if q[CANVAS] == NOTHING:
-        return bool(k[CANVAS] == NOTHING and 0 <= q[POSITION] - k[POSITION] < reach)
-    if k[CANVAS] == NOTHING:
+    if q[CANVAS] == NONE:
+        return bool(k[CANVAS] == NONE and 0 <= q[POSITION] - k[POSITION] < reach)
+    if k[CANVAS] == NONE:
         # As from the canvas's first position, which would count itself.
         return bool(0 < q[START] - k[POSITION] < reach)
     return bool(q[CANVAS] == k[CANVAS])
@@ -100,27 +97,33 @@ def test_the_mask_is_the_rule_in_words(seed: int, window: int | None) -> None:
     mask = dense_mask(Batch.of(torch.from_numpy(rows), "cpu"), window)[:, 0]
     for sequence in range(rows.shape[1]):
         one = rows[:, sequence]
-        expected = [[sees(one, q, k, window) for k in range(70)] for q in range(70)]
+        expected = [[is_visible(one, q, k, window) for k in range(70)] for q in range(70)]
         assert torch.equal(mask[sequence], torch.tensor(expected))
 
 
 # --- against inference
 
 
-def packed_logits(objective: Objective, rows: Ints, soft_TD: Tensor | None = None) -> Tensor:
+def hidden_of(
+    objective: Objective, batch: Batch, self_cond_TD: Tensor | None, context: PackedContext
+) -> Tensor:
+    return objective.run_layers(objective.embed(batch, self_cond_TD), context)[0]
+
+
+def packed_logits(objective: Objective, rows: Rows, soft_TD: Tensor | None = None) -> Tensor:
     batch = Batch.of(torch.from_numpy(rows), "cpu")
     context = PackedContext(objective.model.config, batch)
     with torch.no_grad():
-        logits_TV = objective.model.logits(objective._hidden(batch, soft_TD, context))
+        logits_TV = objective.model.logits(hidden_of(objective, batch, soft_TD, context))
     return logits_TV.view(*rows.shape[1:], -1)
 
 
-def examples(rows: Ints) -> list[tuple[int, np.ndarray]]:
-    """Each example: its sequence and where its rows stand there."""
+def examples(rows: Rows) -> list[tuple[int, np.ndarray]]:
+    """Each example: its sequence and the indices of its rows there."""
     return [
         (sequence, np.flatnonzero(one[EXAMPLE] == number))
         for sequence, one in enumerate(rows.swapaxes(0, 1))
-        for number in sorted(set(one[EXAMPLE]) - {NOTHING})
+        for number in sorted(set(one[EXAMPLE]) - {NONE})
     ]
 
 
@@ -131,15 +134,15 @@ def test_a_packed_pass_sees_what_inference_sees(config: ModelConfig, seed: int) 
     rows = packed(config, seed)
     generator = torch.Generator().manual_seed(seed)
     soft_TD = torch.randn(rows[0].size, config.hidden_size, generator=generator)
-    logits = packed_logits(Objective(model, Weighting()), rows, soft_TD)
+    logits = packed_logits(Objective(model, LossSettings()), rows, soft_TD)
     soft = soft_TD.view(*rows.shape[1:], -1)
-    for sequence, places in examples(rows):
-        one, mine, told = (
-            rows[:, sequence, places],
-            logits[sequence, places],
-            soft[sequence, places],
+    for sequence, indices in examples(rows):
+        one, mine, self_cond = (
+            rows[:, sequence, indices],
+            logits[sequence, indices],
+            soft[sequence, indices],
         )
-        clean = np.flatnonzero(one[CANVAS] == NOTHING)
+        clean = np.flatnonzero(one[CANVAS] == NONE)
         text = torch.from_numpy(one[TOKEN, clean]).long()
         with torch.inference_mode():
             cache = row_cache(config, len(text))
@@ -148,13 +151,13 @@ def test_a_packed_pass_sees_what_inference_sees(config: ModelConfig, seed: int) 
         assert (mine[clean] - theirs).abs().max() < TOLERANCE
         for canvas in range(one[CANVAS].max() + 1):
             own = np.flatnonzero(one[CANVAS] == canvas)
-            theirs = inference_logits(model, one[:, own], text, told[own])
+            theirs = inference_logits(model, one[:, own], text, self_cond[own])
             assert (mine[own] - theirs).abs().max() < TOLERANCE
 
 
 @torch.inference_mode()
-def inference_logits(model: Gemma, canvas: Ints, text: Tensor, soft_LD: Tensor) -> Tensor:
-    """A canvas denoised behind the text before it, committed in small pieces."""
+def inference_logits(model: Gemma, canvas: Rows, text: Tensor, soft_LD: Tensor) -> Tensor:
+    """A canvas denoised after the text before it, which is committed in small pieces."""
     start = int(canvas[START, 0])
     cache = row_cache(model.config, start)
     commit(model, cache, text[:start], chunk=7)
@@ -166,16 +169,12 @@ def inference_logits(model: Gemma, canvas: Ints, text: Tensor, soft_LD: Tensor) 
 # --- against transformers
 
 
-@pytest.mark.parametrize("guess_gradient", [False, True])
 @pytest.mark.parametrize("window", [3, 12])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_losses_and_gradients_are_those_of_transformers(
-    seed: int, window: int, guess_gradient: bool
-) -> None:
+def test_losses_and_gradients_are_those_of_transformers(seed: int, window: int) -> None:
     """Every example and canvas alone through the reference; tied weights add up there.
 
-    The reference tells the guess as a mean of token vectors, with a gradient into these. Where the
-    objective tells it as a fact, the reference is made to do so too.
+    The reference has a gradient through the soft embedding into the token table, which is stopped.
     """
     config = replace(TINY, sliding_window=window, layer_types=(SLIDING, FULL, SLIDING, FULL))
     reference = twin(config).requires_grad_(True)
@@ -184,14 +183,13 @@ def test_losses_and_gradients_are_those_of_transformers(
     for part in reference.modules():
         if isinstance(part, torch.nn.Embedding):
             part.padding_idx = None
-    if not guess_gradient:
-        reference.model.decoder.self_conditioning.register_forward_pre_hook(
-            lambda module, given: (given[0], given[1].detach())
-        )
+    reference.model.decoder.self_conditioning.register_forward_pre_hook(
+        lambda module, given: (given[0], given[1].detach())
+    )
     model = ours(config, reference).requires_grad_(True)
     rows = packed(config, seed)
-    weighting = Weighting(causal=0.7, balance=0.0, guess_gradient=guess_gradient)
-    losses = losses_of(Objective(model, weighting), rows)
+    settings = LossSettings(causal_weight=0.7, balance_weight=0.0)
+    losses = losses_of(Objective(model, settings), rows)
     denoise, causal = reference_losses(reference, rows)
     (denoise + 0.7 * causal).backward()
     assert abs(losses.denoise - denoise).item() < TOLERANCE
@@ -204,13 +202,13 @@ def test_losses_and_gradients_are_those_of_transformers(
 
 
 def reference_losses(
-    reference: DiffusionGemmaForBlockDiffusion, rows: Ints
+    reference: DiffusionGemmaForBlockDiffusion, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """Means over all rows that are asked for something: of canvases, weighted, and of texts."""
+    """Means over all rows with a target: of canvases, weighted, and of texts."""
     canvases, weights, texts = [], [], []
-    for sequence, places in examples(rows):
-        one = torch.from_numpy(rows[:, sequence, places]).long()
-        clean = one[:, one[CANVAS] == NOTHING]
+    for sequence, indices in examples(rows):
+        one = torch.from_numpy(rows[:, sequence, indices]).long()
+        clean = one[:, one[CANVAS] == NONE]
         hidden = encode(reference, clean[TOKEN])[0]
         cap = reference.final_logit_softcapping
         logits = cap * torch.tanh(reference.lm_head(hidden) / cap)
@@ -218,12 +216,12 @@ def reference_losses(
         for canvas in range(int(one[CANVAS].max()) + 1):
             own = one[:, one[CANVAS] == canvas]
             cache = encode(reference, clean[TOKEN, : int(own[START, 0])])[1]
-            logits = denoise_twice(reference, own, cache, is_told=sequence % 2 == 0)
+            logits = denoise_twice(reference, own, cache, is_self_conditioned=sequence % 2 == 0)
             own_loss = F.cross_entropy(logits, own[TARGET], reduction="none", ignore_index=-1)
             canvases.append(own_loss[own[TARGET] >= 0])
             weights.append(own[WEIGHT, own[TARGET] >= 0])
-    asked, weight = torch.cat(texts), torch.cat(weights)
-    return (torch.cat(canvases) * weight).sum() / weight.sum(), asked.sum() / (asked > 0).sum()
+    loss, weight = torch.cat(texts), torch.cat(weights)
+    return (torch.cat(canvases) * weight).sum() / weight.sum(), loss.sum() / (loss > 0).sum()
 
 
 def encode(
@@ -249,17 +247,21 @@ def encode(
 
 
 def denoise_twice(
-    reference: DiffusionGemmaForBlockDiffusion, own: Tensor, cache: DynamicCache, *, is_told: bool
+    reference: DiffusionGemmaForBlockDiffusion,
+    own: Tensor,
+    cache: DynamicCache,
+    *,
+    is_self_conditioned: bool,
 ) -> Tensor:
-    """Logits of a canvas, told the guess of a first pass; of given tokens the guess is sure."""
+    """Logits of a canvas conditioned on a first pass, with pinned tokens certain."""
     canvas: Any = partial(reference, decoder_input_ids=own[TOKEN][None], past_key_values=cache)
-    if not is_told:
+    if not is_self_conditioned:
         return canvas().logits[0]
     with torch.no_grad():
-        guess = canvas().logits
-        sure = F.one_hot(own[TOKEN], guess.shape[-1]) * 1e6
-        guess = torch.where(own[PINNED][None, :, None] > 0, sure[None].float(), guess)
-    return canvas(self_conditioning_logits=guess).logits[0]
+        first = canvas().logits
+        certain = F.one_hot(own[TOKEN], first.shape[-1]) * 1e6
+        first = torch.where(own[PINNED][None, :, None] > 0, certain[None].float(), first)
+    return canvas(self_conditioning_logits=first).logits[0]
 
 
 def test_the_reference_comparison_sees_all_kinds_of_rows() -> None:
@@ -267,9 +269,9 @@ def test_the_reference_comparison_sees_all_kinds_of_rows() -> None:
     copied = [rows[:, s, p] for s, p in examples(rows)]
     assert any(len(set(one[START, one[CANVAS] >= 0])) > 1 for one in copied)  # several canvases
     assert any(one[CANVAS].max() + 1 > len(set(one[START, one[CANVAS] >= 0])) for one in copied)
-    assert (rows[PINNED] > 0).any() and (rows[EXAMPLE] == NOTHING).any()
+    assert (rows[PINNED] > 0).any() and (rows[EXAMPLE] == NONE).any()
     assert rows[EXAMPLE].max() > 0 and rows[POSITION].max() > 12
-    assert set(rows[WEIGHT, rows[CANVAS] > NOTHING].ravel()) == {1, 3}
+    assert set(rows[WEIGHT, rows[CANVAS] > NONE].ravel()) == {1, 3}
 
 
 # --- rows that must not meet
@@ -277,14 +279,14 @@ def test_the_reference_comparison_sees_all_kinds_of_rows() -> None:
 
 def test_examples_and_canvases_do_not_influence_each_other() -> None:
     model = shaken().requires_grad_(False)
-    objective, rows = Objective(model, Weighting()), packed(TINY, seed=5)
+    objective, rows = Objective(model, LossSettings()), packed(TINY, seed=5)
     before = packed_logits(objective, rows)
-    for sequence, places in examples(rows):
-        one = rows[:, sequence, places]
+    for sequence, indices in examples(rows):
+        one = rows[:, sequence, indices]
         for canvas in range(one[CANVAS].max() + 1):
             # Another text on this canvas: only its own rows may notice.
             changed = rows.copy()
-            own = places[one[CANVAS] == canvas]
+            own = indices[one[CANVAS] == canvas]
             changed[TOKEN, sequence, own] = (changed[TOKEN, sequence, own] + 7) % TINY.vocab_size
             after = packed_logits(objective, changed)
             is_own = torch.zeros(rows.shape[1:], dtype=torch.bool)
@@ -294,16 +296,16 @@ def test_examples_and_canvases_do_not_influence_each_other() -> None:
 
 
 def test_an_example_gives_the_same_losses_and_gradients_wherever_it_stands() -> None:
-    """Alone, or between others that ask for nothing, with padding behind it."""
+    """Alone, or between others without targets, with padding after it."""
     rows, model = packed(TINY, seed=2), shaken()
-    sequence, places = next((s, p) for s, p in examples(rows) if s == 1 and p[0] > 0)
+    sequence, indices = next((s, p) for s, p in examples(rows) if s == 1 and p[0] > 0)
     alone = np.empty((len(FIELDS), 2, 110), np.int32)
     alone[:] = PADDING[:, None, None]
-    alone[:, 1, : len(places)] = rows[:, sequence, places]
+    alone[:, 1, : len(indices)] = rows[:, sequence, indices]
     among = rows.copy()
     is_other = np.ones(rows.shape[1:], bool)
-    is_other[sequence, places] = False
-    among[TARGET, is_other] = NOTHING
+    is_other[sequence, indices] = False
+    among[TARGET, is_other] = NONE
     found = []
     for batch in (alone, among):
         model.zero_grad()
@@ -314,16 +316,16 @@ def test_an_example_gives_the_same_losses_and_gradients_wherever_it_stands() -> 
     assert all(torch.allclose(of_a[name], of_b[name], atol=1e-5) for name in of_a)
 
 
-def guess_of(objective: Objective, batch: Batch, depth: int = 1) -> Guess:
-    half, context, _ = contexts(objective.model.config, batch, is_flex=False)
-    return objective.first_pass(half, context, depth)
+def self_cond_of(objective: Objective, batch: Batch, depth: int = 1) -> PackedStepStats:
+    even, context, _ = make_contexts(objective.model.config, batch, is_flex=False)
+    return objective.self_cond_pass(even, context, depth)
 
 
-def test_every_second_sequence_is_told_a_guess_and_the_others_nothing() -> None:
+def test_every_second_sequence_is_self_conditioned_and_the_others_are_not() -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch = Batch.of(rows, "cpu")
-    told_TD = guess_of(Objective(shaken(), Weighting()), batch).told
-    soft = to_every_second(told_TD, 4).view(4, rows.shape[2], -1)
+    self_cond_TD = self_cond_of(Objective(shaken(), LossSettings()), batch).self_cond_TD
+    soft = interleave_self_cond(self_cond_TD, 4).view(4, rows.shape[2], -1)
     assert not soft[1::2].any() and not soft.requires_grad
     assert (soft[::2].abs().sum(-1) > 0).all()
     model = shaken()
@@ -338,72 +340,79 @@ def test_every_second_sequence_is_told_a_guess_and_the_others_nothing() -> None:
 
 
 def test_a_rolled_out_canvas_is_one_step_of_the_sampler() -> None:
-    """What stands in its rows is a draw of the heated guess where that is sure, or new noise."""
+    """Its rows hold a draw at its temperature where the entropy is below a bound, or new noise."""
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch, model = Batch.of(rows, "cpu"), shaken()
-    objective = Objective(model, Weighting(rollout=0.6))
-    guess, half = guess_of(objective, batch), batch.every_second()
-    assert guess.token is not None
-    lot = lots(half, 0.6, TINY.vocab_size, torch.tensor(0))
+    objective = Objective(model, LossSettings(rollout_fraction=0.6))
+    stats, even = self_cond_of(objective, batch), batch.even()
+    assert stats.token is not None
+    draws = rollout_draws(even, 0.6, TINY.vocab_size, torch.tensor(0))
     with torch.no_grad():
-        context = PackedContext(TINY, half)
-        logits_TV = model.logits(objective._hidden(half, None, context))
-        chances = torch.distributions.Categorical(logits=logits_TV / lot.heat[:, None])
-    rolled = lot.is_rolled.nonzero().flatten().tolist()
-    free = (half.is_canvas & (half.pinned == 0)).sum()
-    assert 0 < len(rolled) < free and not (lot.is_rolled & (half.pinned.flatten() > 0)).any()
-    tokens, kept = guess.token.flatten(), 0
-    assert torch.equal(tokens[~lot.is_rolled], half.token.flatten()[~lot.is_rolled])
+        context = PackedContext(TINY, even)
+        logits_TV = model.logits(hidden_of(objective, even, None, context))
+        distribution = torch.distributions.Categorical(
+            logits=logits_TV / draws.temperature_T[:, None]
+        )
+    rolled = draws.is_rolled_T.nonzero().flatten().tolist()
+    free = (even.is_canvas & (even.pinned == 0)).sum()
+    assert 0 < len(rolled) < free and not (draws.is_rolled_T & (even.pinned.flatten() > 0)).any()
+    tokens, num_accepted = stats.token.flatten(), 0
+    assert torch.equal(tokens[~draws.is_rolled_T], even.token.flatten()[~draws.is_rolled_T])
     for row in rolled:
-        before = chances.probs[row].double().cumsum(0)
-        if chances.entropy()[row] < lot.sure[row]:
-            token, kept = int(tokens[row]), kept + 1
+        before = distribution.probs[row].double().cumsum(0)
+        if distribution.entropy()[row] < draws.entropy_bound_T[row]:
+            token, num_accepted = int(tokens[row]), num_accepted + 1
             low = before[token - 1] if token else 0.0
-            assert low - 1e-5 <= lot.draw[row] <= before[token] + 1e-5
+            assert low - 1e-5 <= draws.uniform_T[row] <= before[token] + 1e-5
         else:
-            assert tokens[row] == lot.noise[row]
-    assert 0 < kept < len(rolled)
-    soft_TD = model.embed_soft(chances.probs)
-    assert torch.allclose(guess.told[rolled], soft_TD[rolled], atol=1e-5)
+            assert tokens[row] == draws.noise_T[row]
+    assert 0 < num_accepted < len(rolled)
+    soft_TD = model.soft_embed(distribution.probs)
+    assert torch.allclose(stats.self_cond_TD[rolled], soft_TD[rolled], atol=1e-5)
 
 
-def test_canvases_without_a_lot_are_left_as_they_are() -> None:
+def test_canvases_without_an_rng_key_are_left_as_they_are() -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
-    batch, objective = Batch.of(rows, "cpu"), Objective(shaken(), Weighting(rollout=1.0))
-    rolled, half = guess_of(objective, batch).token, batch.every_second()
-    assert rolled is not None and not torch.equal(rolled, half.token)
-    is_first = half.example == 0
-    spared = replace(batch, lot=torch.where(batch.example == 0, NOTHING, batch.lot))
-    found = guess_of(objective, spared).token
-    assert found is not None and torch.equal(found[is_first], half.token[is_first])
+    batch, objective = (
+        Batch.of(rows, "cpu"),
+        Objective(shaken(), LossSettings(rollout_fraction=1.0)),
+    )
+    rolled, even = self_cond_of(objective, batch).token, batch.even()
+    assert rolled is not None and not torch.equal(rolled, even.token)
+    is_first = even.example == 0
+    spared = replace(batch, rng_key=torch.where(batch.example == 0, NONE, batch.rng_key))
+    found = self_cond_of(objective, spared).token
+    assert found is not None and torch.equal(found[is_first], even.token[is_first])
     assert torch.equal(found[~is_first], rolled[~is_first])
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_deeper_guesses_are_told_of_the_ones_before_and_draw_anew(gradient: bool) -> None:
+def test_deeper_passes_are_conditioned_on_the_ones_before_and_draw_anew() -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch, model = Batch.of(rows, "cpu"), shaken()
-    objective = Objective(model, Weighting(rollout=0.6, guess_gradient=gradient))
-    half, once = batch.every_second(), guess_of(objective, batch)
+    objective = Objective(model, LossSettings(rollout_fraction=0.6))
+    even, once = batch.even(), self_cond_of(objective, batch)
     assert once.token is not None
     with torch.no_grad():
-        later = replace(half, token=once.token)
-        told_TD = objective.told(half, model.embed_soft(once.told)) if gradient else once.told
-        hidden_TD = objective._hidden(later, told_TD, PackedContext(TINY, half))
+        later = replace(even, token=once.token)
+        hidden_TD = hidden_of(objective, later, once.self_cond_TD, PackedContext(TINY, even))
         want = objective.read(later, hidden_TD, torch.tensor(1), 0.6)
-    found = guess_of(objective, batch, depth=2)
+    found = self_cond_of(objective, batch, depth=2)
     assert found.token is not None and want.token is not None
-    assert torch.equal(found.token, want.token) and torch.allclose(found.told, want.told, atol=1e-5)
-    first, second = (lots(half, 0.6, TINY.vocab_size, torch.tensor(n)) for n in (0, 1))
-    assert torch.equal(first.is_rolled, second.is_rolled) and torch.equal(first.sure, second.sure)
-    assert not torch.equal(first.draw, second.draw) and not torch.equal(first.noise, second.noise)
+    assert torch.equal(found.token, want.token)
+    assert torch.allclose(found.self_cond_TD, want.self_cond_TD, atol=1e-5)
+    first, second = (rollout_draws(even, 0.6, TINY.vocab_size, torch.tensor(n)) for n in (0, 1))
+    assert torch.equal(first.is_rolled_T, second.is_rolled_T)
+    assert torch.equal(first.entropy_bound_T, second.entropy_bound_T)
+    assert not torch.equal(first.uniform_T, second.uniform_T)
+    assert not torch.equal(first.noise_T, second.noise_T)
 
 
 def test_depths_come_in_turn_and_change_what_is_learned() -> None:
-    assert list(Weighting(rollout=0.6, rollout_steps=3).depths) == [1, 2, 3]
+    settings = LossSettings(rollout_fraction=0.6, max_rollout_steps=3)
+    assert [settings.rollout_steps(step) for step in range(4)] == [1, 2, 3, 1]
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch, counts = Batch.of(rows, "cpu"), counts_of(rows)
-    objective = Objective(shaken(), Weighting(rollout=0.6))
+    objective = Objective(shaken(), LossSettings(rollout_fraction=0.6))
     shallow, deep = objective(batch, counts), objective(batch, counts, 3)
     # Clean rows do not see canvases: only what canvases lose can differ.
     assert torch.equal(shallow.causal, deep.causal) and not torch.equal(
@@ -411,29 +420,33 @@ def test_depths_come_in_turn_and_change_what_is_learned() -> None:
     )
 
 
-def test_pieces_and_a_second_look_roll_the_same_canvases() -> None:
+def test_chunks_and_a_second_look_roll_the_same_canvases() -> None:
     rows = torch.from_numpy(packed(TINY, seed=1, sequences=4))
     batch = Batch.of(rows, "cpu")
     found = [
-        guess_of(Objective(shaken(), Weighting(rollout=0.6), piece=piece), batch).token
-        for piece in (None, 7)
+        self_cond_of(
+            Objective(shaken(), LossSettings(rollout_fraction=0.6), chunk=chunk), batch
+        ).token
+        for chunk in (None, 7)
     ]
     assert found[0] is not None and found[1] is not None
     assert torch.equal(found[0], found[1])
 
 
-def test_draws_follow_their_chances_and_heats_and_bounds_spread() -> None:
+def test_draws_follow_their_probabilities_and_temperatures_and_bounds_spread() -> None:
     count = 20_000
     rows = torch.zeros(len(FIELDS), 1, count, dtype=torch.int32)
-    rows[LOT] = torch.randint(1 << 31, (count,), generator=torch.Generator().manual_seed(0))
-    lot = lots(Batch.of(rows, "cpu"), 1.0, 64, torch.tensor(0))
+    rows[RNG_KEY] = torch.randint(1 << 31, (count,), generator=torch.Generator().manual_seed(0))
+    draws = rollout_draws(Batch.of(rows, "cpu"), 1.0, 64, torch.tensor(0))
     p_TV = torch.tensor([0.7, 0.2, 0.0, 0.1]).expand(count, 4)
-    drawn = roll(p_TV, lot._replace(sure=torch.full((count,), 9.0)))
-    shares = torch.bincount(drawn, minlength=4) / count
-    assert (shares - p_TV[0]).abs().max() < 0.01 and shares[2] == 0
-    assert 0.4 <= lot.heat.min() < 0.41 < 0.99 < lot.heat.max() <= 1.0
-    assert 0.005 <= lot.sure.min() < 0.006 and 0.69 < lot.sure.max() <= 0.7
-    assert (torch.bincount(lot.noise, minlength=64) / count - 1 / 64).abs().max() < 0.006
+    drawn = rollout_step(p_TV, draws._replace(entropy_bound_T=torch.full((count,), 9.0)))
+    frequencies = torch.bincount(drawn, minlength=4) / count
+    assert (frequencies - p_TV[0]).abs().max() < 0.01 and frequencies[2] == 0
+    assert 0.4 <= draws.temperature_T.min() < 0.41 < 0.99 < draws.temperature_T.max() <= 1.0
+    assert (
+        0.005 <= draws.entropy_bound_T.min() < 0.006 and 0.69 < draws.entropy_bound_T.max() <= 0.7
+    )
+    assert (torch.bincount(draws.noise_T, minlength=64) / count - 1 / 64).abs().max() < 0.006
 
 
 # --- the balance of the experts
@@ -442,14 +455,14 @@ def test_draws_follow_their_chances_and_heats_and_bounds_spread() -> None:
 def test_the_balance_is_that_of_real_rows_and_one_when_even() -> None:
     rows = packed(TINY, seed=3)
     model = shaken()
-    objective = Objective(model, Weighting())
-    balance, routes = objective.balance, []
-    objective.balance = lambda batch, own: routes.extend(own) or balance(batch, own)  # type: ignore
+    objective = Objective(model, LossSettings())
+    balance, routers = objective.balance, []
+    objective.balance = lambda batch, own: routers.extend(own) or balance(batch, own)  # type: ignore
     losses = losses_of(objective, rows)
-    is_real = torch.from_numpy(rows[EXAMPLE].ravel() > NOTHING)
+    is_real = torch.from_numpy(rows[EXAMPLE].ravel() > NONE)
     parts = []
-    assert len(routes) == TINY.num_hidden_layers
-    for p_TE, ids_TK in routes:
+    assert len(routers) == TINY.num_hidden_layers
+    for p_TE, ids_TK in routers:
         chosen = torch.bincount(ids_TK[is_real].flatten(), minlength=4) / ids_TK[is_real].numel()
         parts.append(4 * (chosen * p_TE[is_real].mean(0)).sum())
     assert losses.balance.item() == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
@@ -479,21 +492,20 @@ def test_a_batch_in_parts_gives_the_gradients_of_the_whole() -> None:
 
 def test_the_balance_of_a_batch_in_parts_is_the_mean_of_theirs() -> None:
     rows, model = mixture(sequences=8).batch(0), shaken()
-    objective = Objective(model, Weighting(causal=0.0, balance=1.0))
+    objective = Objective(model, LossSettings(causal_weight=0.0, balance_weight=1.0))
     halves = [losses_of(objective, half) for half in np.split(rows, 2, axis=1)]
     both = losses_of(objective, rows, parts=2)
     assert both.balance.item() == pytest.approx(sum(h.balance.item() for h in halves) / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("weighting", [Weighting(balance=0.5), Weighting(guess_gradient=True)])
-def test_recomputed_activations_give_the_same_losses_and_gradients(weighting: Weighting) -> None:
+def test_recomputed_activations_give_the_same_losses_and_gradients() -> None:
     rows, found = mixture().batch(0), []
-    for is_recomputed in (False, True):
+    for recompute in (False, True):
         model = shaken()
-        if is_recomputed:
-            speed.recomputed(model)
-        # Pieces that do not divide the rows.
-        objective = Objective(model, weighting, piece=50 if is_recomputed else None)
+        # Chunks that do not divide the rows.
+        chunk = 50 if recompute else None
+        settings = LossSettings(balance_weight=0.5)
+        objective = Objective(model, settings, recompute=recompute, chunk=chunk)
         found.append((losses_of(objective, rows), gradients(model)))
     (kept, of_kept), (again, of_again) = found
     assert torch.allclose(torch.stack(kept), torch.stack(again), atol=1e-6)
@@ -503,19 +515,17 @@ def test_recomputed_activations_give_the_same_losses_and_gradients(weighting: We
 
 def test_recomputing_keeps_less() -> None:
     kept = []
-    for is_recomputed in (False, True):
+    for recompute in (False, True):
         model = shaken(replace(TINY, layer_types=(SLIDING, FULL) * 3))
-        if is_recomputed:
-            speed.recomputed(model)
-        piece, sizes = 32 if is_recomputed else None, []
-        objective = Objective(model, Weighting(), piece=piece)
+        chunk, sizes = 32 if recompute else None, []
+        objective = Objective(model, LossSettings(), recompute=recompute, chunk=chunk)
 
-        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+        def record(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
             sizes.append(tensor.numel())
             return tensor
 
         rows = torch.from_numpy(mixture().batch(0))
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
             objective(Batch.of(rows, "cpu"), counts_of(rows))
         kept.append(sum(sizes))
     assert kept[1] < 0.5 * kept[0]
@@ -525,18 +535,20 @@ def test_recomputing_keeps_less() -> None:
 
 
 @pytest.mark.parametrize("rows", [384, 300])
-def test_blocks_and_turns_of_both_passes_are_those_of_each(rows: int) -> None:
-    """Against FlexAttention's own way to make a mask, one pass and one kind of layer at a time."""
+def test_blocks_and_rope_tables_of_both_passes_are_those_of_each(rows: int) -> None:
+    """Against FlexAttention's own way to make a mask, one pass and one layer type at a time."""
     config = replace(TINY, sliding_window=150)
     batch = Batch.of(torch.from_numpy(packed(config, seed=5, sequences=4, rows=rows)), "cpu")
-    half, first, second = contexts(config, batch, is_flex=True)
+    even, first, second = make_contexts(config, batch, is_flex=True)
     windows = {SLIDING: 150, FULL: None}
-    for own, context in ((half, first), (batch, second)):
+    for own, context in ((even, first), (batch, second)):
         plain = PackedContext(config, own)
         for kind, window in windows.items():
             mask, size = context.masks[kind], (len(own.token), None, rows, rows)
-            other = create_block_mask(rule(own, window), *size, device="cpu")
-            for name in (f"{a}_{b}" for a in BLOCKS for b in ("num_blocks", "indices")):
+            other = create_block_mask(
+                AttnVisibility.of(own, window).mask_mod(), *size, device="cpu"
+            )
+            for name in (f"{a}_{b}" for a in BLOCK_LISTS for b in ("num_blocks", "indices")):
                 mine, theirs = getattr(mask, name), getattr(other, name)
                 assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype, name
                 assert mine.is_contiguous()
@@ -548,13 +560,13 @@ def test_blocks_and_turns_of_both_passes_are_those_of_each(rows: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_attention_by_blocks_loses_what_the_rule_written_out_does() -> None:
+def test_attention_by_blocks_has_the_losses_of_the_dense_mask() -> None:
     """Forward alone: FlexAttention has no backward on a CPU."""
     config = replace(TINY, sliding_window=20)
     rows = torch.from_numpy(packed(config, seed=6, sequences=2, rows=150))
     batch, counts, found = Batch.of(rows, "cpu"), counts_of(rows), []
     for is_flex in (False, True):
-        objective = Objective(shaken(config), Weighting(rollout=0.5), is_flex=is_flex)
+        objective = Objective(shaken(config), LossSettings(rollout_fraction=0.5), is_flex=is_flex)
         with torch.no_grad():
             found.append(torch.stack(objective(batch, counts)))
     assert torch.allclose(*found, atol=1e-5)
@@ -564,30 +576,26 @@ def test_attention_by_blocks_loses_what_the_rule_written_out_does() -> None:
 
 
 def compilable_grouped(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
-    """What the grouped kernel computes, without counts that leave the device."""
+    """The grouped kernel's function, without counts that leave the device."""
     rows = torch.arange(len(x_SD))
     expert_S = torch.searchsorted(ends_E.long(), rows, right=True).clamp(max=len(weight_EOD) - 1)
     return torch.einsum("sd,sod->so", x_SD, weight_EOD[expert_S])
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("is_recomputed", [False, True])
-def test_both_passes_are_one_graph_each(
-    is_recomputed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_both_passes_are_one_graph_each(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No count of rows, choice of expert or mask may become part of the compiled code."""
-    monkeypatch.setattr(routed, "grouped", compilable_grouped)
+    monkeypatch.setattr(routed, "grouped_slots", compilable_grouped)
     compile_whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
-    monkeypatch.setattr(speed.torch, "compile", compile_whole)
+    monkeypatch.setattr(torch, "compile", compile_whole)
     torch._dynamo.reset()
     config, found = replace(TINY, layer_types=(FULL,)), []
     for is_compiled in (False, True):
-        piece = 100 if is_recomputed else None
-        objective = Objective(shaken(config), Weighting(), piece=piece)
-        if is_recomputed:
-            speed.recomputed(objective.model)
+        chunk = 100 if recompute else None
+        objective = Objective(shaken(config), LossSettings(), recompute=recompute, chunk=chunk)
         if is_compiled:
-            speed.compiled(objective)
+            objective.compile_passes("whole_pass")
         with torch._dynamo.config.patch(error_on_recompile=True):
             losses = [losses_of(objective, mixture().batch(step)) for step in range(3)]
         found.append((torch.tensor(losses), gradients(objective.model)))
@@ -598,8 +606,8 @@ def test_both_passes_are_one_graph_each(
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_layers_of_a_kind_share_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed, "grouped", compilable_grouped)
+def test_layers_of_a_type_share_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed, "grouped_slots", compilable_grouped)
     config, found = replace(TINY, layer_types=(SLIDING, SLIDING, FULL) * 2), []
     graphs: list[int] = []
 
@@ -608,19 +616,17 @@ def test_layers_of_a_kind_share_their_code(monkeypatch: pytest.MonkeyPatch) -> N
         return graph.forward
 
     compile_whole = partial(torch.compile, backend=counting, fullgraph=True)
-    monkeypatch.setattr(
-        speed.torch, "compile", lambda f, dynamic: compile_whole(f, dynamic=dynamic)
-    )
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: compile_whole(f, dynamic=dynamic))
     torch._dynamo.reset()
     for is_compiled in (False, True):
-        objective = Objective(shaken(config), Weighting(rollout=0.5))
+        objective = Objective(shaken(config), LossSettings(rollout_fraction=0.5))
         if is_compiled:
-            speed.compiled_by_kind(objective)
+            objective.compile_passes("layer_types")
         batches = [mixture().batch(step) for step in range(3)]
         losses = [losses_of(objective, rows, depth=1 + n) for n, rows in enumerate(batches)]
         found.append((torch.tensor(losses), gradients(objective.model)))
-    # Two kinds of layers in two passes, the last norm in two, either's end, and the entrance: told
-    # nothing, something, and all of it.
+    # Two layer types in two passes, the final norm in two, `read` and `score`, and `embed`: without
+    # self-conditioning, with it for the even sequences, and for all.
     assert len(graphs) == 4 + 2 + 2 + 3
     (plain, of_plain), (compiled, of_compiled) = found
     assert torch.allclose(plain, compiled, atol=1e-5)

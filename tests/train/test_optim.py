@@ -1,4 +1,4 @@
-"""What moves the weights: Muon, masters, schedules and the running mean."""
+"""Optimizers: Muon, master weights, captured steps and schedules."""
 
 import math
 from copy import deepcopy
@@ -14,18 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from dgemma.errors import ConfigError
 from dgemma.train import optim
-from dgemma.train.average import Average
-from dgemma.train.fresh import fresh_model
+from dgemma.train.build import initialize
 from dgemma.train.optim import (
-    Masters,
+    MixedPrecisionOptimizer,
     Muon,
     OptimSettings,
     Schedule,
+    StepFunction,
     can_capture,
-    is_matrix,
-    orthogonal,
+    is_muon_weight,
+    orthogonalize,
 )
-from dgemma.train.replay import Work
 from tests.tiny import TINY
 
 
@@ -38,7 +37,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (1, 7), (40, 16)])
 def test_singular_values_are_brought_near_one(shape: tuple[int, int]) -> None:
-    values = torch.linalg.svdvals(orthogonal(draw(3, *shape)))
+    values = torch.linalg.svdvals(orthogonalize(draw(3, *shape)))
     # The iteration is tuned for speed: it stops in a band around one. Values that are tiny beside
     # the greatest need more rounds.
     assert values.max() < 1.3 and values.median() > 0.6
@@ -46,15 +45,15 @@ def test_singular_values_are_brought_near_one(shape: tuple[int, int]) -> None:
 
 def test_matrices_go_through_together_as_they_would_alone() -> None:
     stack = torch.cat([draw(2, 6, 9), 100 * draw(2, 6, 9, seed=1)])
-    together = orthogonal(stack)
+    together = orthogonalize(stack)
     for matrix, found in zip(stack, together, strict=True):
-        assert torch.allclose(orthogonal(matrix[None])[0], found, atol=1e-5)
+        assert torch.allclose(orthogonalize(matrix[None])[0], found, atol=1e-5)
 
 
 def test_directions_are_kept() -> None:
     matrix = draw(6, 6)
     left, _, right = torch.linalg.svd(matrix)
-    rotated = left.T @ orthogonal(matrix[None])[0] @ right.T
+    rotated = left.T @ orthogonalize(matrix[None])[0] @ right.T
     off = rotated - torch.diag(rotated.diagonal())
     assert off.abs().max() < 1e-4
 
@@ -103,10 +102,12 @@ def test_large_weights_are_taken_in_portions(monkeypatch: pytest.MonkeyPatch) ->
     weights = [draw(5, 8, seed=i) for i in range(4)] + [draw(3, 5, 8, seed=9)]
     together = moved(lambda own: Muon(own, lr=0.1), weights)
     counts = []
-    move = Muon._move
-    monkeypatch.setattr(optim, "TOGETHER", 100)
+    update = Muon._update
+    monkeypatch.setattr(optim, "MAX_STACKED_ELEMENTS", 100)
     monkeypatch.setattr(
-        Muon, "_move", lambda self, some, group: counts.append(len(some)) or move(self, some, group)
+        Muon,
+        "_update",
+        lambda self, some, group: counts.append(len(some)) or update(self, some, group),
     )
     for a, b in zip(together, moved(lambda own: Muon(own, lr=0.1), weights, steps=4), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
@@ -123,21 +124,21 @@ def test_tall_matrices_move_further() -> None:
 
 
 def test_muon_takes_hidden_matrices_alone() -> None:
-    model = fresh_model(TINY, 0)
-    taken = {name for name, weight in model.named_parameters() if is_matrix(name, weight)}
+    model = initialize(TINY, 0)
+    taken = {name for name, weight in model.named_parameters() if is_muon_weight(name, weight)}
     assert "layers.0.experts.gate_up_proj" in taken and "layers.1.self_attn.q_proj.weight" in taken
     assert "self_conditioning.up_proj.weight" in taken
     assert not any("norm" in name or "router" in name or "embed" in name for name in taken)
-    masters = Masters(model, OptimSettings())
-    kinds = [type(optimizer) for optimizer in masters.optimizers]
+    optimizer = MixedPrecisionOptimizer(model, OptimSettings())
+    kinds = [type(optimizer) for optimizer in optimizer.optimizers]
     assert kinds == [Muon, torch.optim.AdamW]
-    counted = [len(group["params"]) for o in masters.optimizers for group in o.param_groups]
-    assert counted == [len(taken), len(masters.names) - len(taken)]
-    only_adam = Masters(model, OptimSettings(muon=False))
+    on_device = [len(group["params"]) for o in optimizer.optimizers for group in o.param_groups]
+    assert on_device == [len(taken), len(optimizer.names) - len(taken)]
+    only_adam = MixedPrecisionOptimizer(model, OptimSettings(muon=False))
     assert [type(optimizer) for optimizer in only_adam.optimizers] == [torch.optim.AdamW]
 
 
-# --- masters
+# --- master weights
 
 
 def small_model(dtype: torch.dtype) -> nn.Module:
@@ -150,92 +151,95 @@ def small_model(dtype: torch.dtype) -> nn.Module:
 
 def test_updates_too_small_for_bfloat16_add_up() -> None:
     module = small_model(torch.bfloat16)
-    masters = Masters(module, OptimSettings(adam_lr=1e-4, muon=False, clip=1e9))
+    optimizer = MixedPrecisionOptimizer(module, OptimSettings(adam_lr=1e-4, muon=False, clip=1e9))
     for _ in range(100):
         for weight in module.parameters():
             weight.grad = torch.ones_like(weight)
-        masters.step(1.0)
-    for master, weight in zip(masters.weights, module.parameters(), strict=True):
+        optimizer.step(1.0)
+    for master, weight in zip(optimizer.weights, module.parameters(), strict=True):
         assert master.dtype == torch.float32 and weight.dtype == torch.bfloat16
         # A bfloat16 near 1 has steps of 2**-8: each update alone would vanish.
         assert torch.allclose(master, torch.tensor(0.99), atol=1e-4)
         assert torch.equal(weight, master.bfloat16()) and (weight < 1).all()
 
 
-def test_a_float32_model_is_its_own_master() -> None:
+def test_a_float32_model_is_its_own_master_copy() -> None:
     module = small_model(torch.float32)
-    masters = Masters(module, OptimSettings(muon=False))
-    assert all(a is b for a, b in zip(masters.weights, module.parameters(), strict=True))
+    optimizer = MixedPrecisionOptimizer(module, OptimSettings(muon=False))
+    assert all(a is b for a, b in zip(optimizer.weights, module.parameters(), strict=True))
 
 
-def test_masters_keep_what_rounding_the_model_takes() -> None:
+def test_master_weights_keep_what_rounding_the_model_takes() -> None:
     module = nn.Linear(4, 3)
     exact = [weight.detach().clone() for weight in module.parameters()]
-    masters = Masters(module, OptimSettings(), torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(masters.weights, exact, strict=True))
+    optimizer = MixedPrecisionOptimizer(module, OptimSettings(), torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(optimizer.weights, exact, strict=True))
     assert {weight.dtype for weight in module.parameters()} == {torch.bfloat16}
 
 
 def test_the_norm_is_reported_before_it_is_clipped() -> None:
     module = small_model(torch.float32)
-    masters = Masters(module, OptimSettings(adam_lr=0.1, muon=False, clip=1.0))
+    optimizer = MixedPrecisionOptimizer(module, OptimSettings(adam_lr=0.1, muon=False, clip=1.0))
     for weight in module.parameters():
         weight.grad = torch.full_like(weight, 3.0)
-    assert masters.step(1.0).item() == pytest.approx(3 * math.sqrt(15), rel=1e-5)
+    assert optimizer.step(1.0).item() == pytest.approx(3 * math.sqrt(15), rel=1e-5)
     assert all(weight.grad is None for weight in module.parameters())
 
 
 def test_a_saved_state_is_taken_up_to_the_last_bit() -> None:
-    def train(masters: Masters, steps: range) -> None:
+    def train(optimizer: MixedPrecisionOptimizer, steps: range) -> None:
         for step in steps:
-            for number, weight in enumerate(masters.rounded):
+            for number, weight in enumerate(optimizer.model_weights):
                 weight.grad = draw(*weight.shape, seed=50 * step + number).to(weight.dtype)
-            masters.step(0.5)
+            optimizer.step(0.5)
 
     for dtype in (torch.float32, torch.bfloat16):
         settings = OptimSettings(weight_decay=0.1)
         through, broken, again = (
-            Masters(fresh_model(TINY, 0).to(dtype), settings) for _ in range(3)
+            MixedPrecisionOptimizer(initialize(TINY, 0).to(dtype), settings) for _ in range(3)
         )
         train(through, range(6))
         train(broken, range(3))
         again.restore(broken.state())
         train(again, range(3, 6))
         assert all(torch.equal(a, b) for a, b in zip(through.weights, again.weights, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(through.rounded, again.rounded, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(through.model_weights, again.model_weights, strict=True)
+        )
 
 
 def test_a_state_of_other_weights_is_refused() -> None:
-    state = Masters(nn.Linear(4, 3), OptimSettings()).state()
+    state = MixedPrecisionOptimizer(nn.Linear(4, 3), OptimSettings()).state()
     with pytest.raises(ConfigError, match="of other weights than the recipe trains"):
-        Masters(nn.Linear(4, 3, bias=False), OptimSettings()).restore(state)
+        MixedPrecisionOptimizer(nn.Linear(4, 3, bias=False), OptimSettings()).restore(state)
 
 
 # --- a step that is captured
 
 
 class Tape(TorchDispatchMode):
-    """Notes every operation; `play` does them again, on the memory they had."""
+    """Records every operation; `play` does them again, on the memory they had."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted: list[tuple[Any, Any, Any, Any]] = []
+        self.recorded: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert "_local_scalar_dense" not in str(func), "the host waits for a number"
         out = func(*args, **(kwargs or {}))
-        self.noted.append((func, args, kwargs or {}, out))
+        self.recorded.append((func, args, kwargs or {}, out))
         return out
 
     def play(self) -> None:
-        for func, args, kwargs, old in self.noted:
+        for func, args, kwargs, old in self.recorded:
             new = func(*args, **kwargs)
             for a, b in zip(tree_leaves(old), tree_leaves(new), strict=True):
                 if isinstance(a, Tensor) and a.data_ptr() != b.data_ptr():
                     a.copy_(b)
 
 
-def taped(work: Work) -> Work:
+def taped(work: StepFunction) -> StepFunction:
     """As a CUDA graph: it knows nothing but the memory that it was captured on."""
     tape, calls = Tape(), []
     with tape:
@@ -243,55 +247,55 @@ def taped(work: Work) -> Work:
 
     def again() -> Tensor:
         calls.append(1)
-        if len(calls) > 1:  # the first was done while it was noted
+        if len(calls) > 1:  # the first was done while it was recorded
             tape.play()
         return out.clone()
 
     return again
 
 
-def trained(masters: Masters, steps: range) -> list[Tensor]:
+def trained(optimizer: MixedPrecisionOptimizer, steps: range) -> list[Tensor]:
     """The norms of some steps, at rates that change."""
     norms = []
     for step in steps:
-        for number, weight in enumerate(masters.rounded):
+        for number, weight in enumerate(optimizer.model_weights):
             weight.grad = draw(*weight.shape, seed=50 * step + number).to(weight.dtype)
-        norms.append(masters.step(1.0 / (1 + step)))
+        norms.append(optimizer.step(1.0 / (1 + step)))
     return norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_captured_step_is_the_plain_one(dtype: torch.dtype) -> None:
     settings = OptimSettings(weight_decay=0.1)
-    plain = Masters(fresh_model(TINY, 0), settings, dtype)
-    taken = Masters(fresh_model(TINY, 0), settings, dtype, taped)
+    plain = MixedPrecisionOptimizer(initialize(TINY, 0), settings, dtype)
+    taken = MixedPrecisionOptimizer(initialize(TINY, 0), settings, dtype, taped)
     norms = [torch.stack(trained(one, range(8))) for one in (plain, taken)]
-    assert taken.replay is not None and taken.replay.is_captured and plain.replay is None
+    assert taken.captured is not None and taken.captured.is_captured and plain.captured is None
     assert torch.allclose(*norms) and len(set(norms[1].tolist())) == 8
     for a, b in zip(plain.weights, taken.weights, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-    assert all(weight.grad is None for weight in (*taken.rounded, *taken.weights))
-    for rounded, weight in zip(taken.rounded, taken.weights, strict=True):
+    assert all(weight.grad is None for weight in (*taken.model_weights, *taken.weights))
+    for rounded, weight in zip(taken.model_weights, taken.weights, strict=True):
         assert torch.equal(rounded, weight.to(dtype))
 
 
 def test_a_captured_run_is_saved_and_taken_up_as_a_plain_one_is() -> None:
-    make = partial(Masters, settings=OptimSettings(), dtype=torch.bfloat16)
-    through, broken, again = (make(fresh_model(TINY, 0), capture=taped) for _ in range(3))
+    make = partial(MixedPrecisionOptimizer, settings=OptimSettings(), dtype=torch.bfloat16)
+    through, broken, again = (make(initialize(TINY, 0), capture=taped) for _ in range(3))
     trained(through, range(12))
     trained(broken, range(6))
     state = broken.state()
     trained(again, range(5))  # captured already, on memory that the state replaces
     again.restore(deepcopy(state))
     trained(again, range(6, 12))
-    assert again.replay is not None and again.replay.is_captured
+    assert again.captured is not None and again.captured.is_captured
     assert all(torch.equal(a, b) for a, b in zip(through.weights, again.weights, strict=True))
-    plain = make(fresh_model(TINY, 0))
+    plain = make(initialize(TINY, 0))
     plain.restore(state)
     trained(plain, range(6, 12))
     for a, b in zip(through.weights, plain.weights, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-    back = make(fresh_model(TINY, 0), capture=taped)
+    back = make(initialize(TINY, 0), capture=taped)
     back.restore(plain.state())
     trained(back, range(12, 18))
     groups = [group for one in plain.state()["optimizers"] for group in one["param_groups"]]
@@ -299,21 +303,25 @@ def test_a_captured_run_is_saved_and_taken_up_as_a_plain_one_is() -> None:
 
 
 def test_what_cannot_be_captured_is_done_plainly() -> None:
-    def refuse(work: Work) -> Work:
+    def refuse(work: StepFunction) -> StepFunction:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
-    masters = Masters(fresh_model(TINY, 0), OptimSettings(), torch.bfloat16, refuse)
-    taken = Masters(fresh_model(TINY, 0), OptimSettings(), torch.bfloat16, taped)
-    with pytest.warns(UserWarning, match=r"not be captured \(operation not permitted\)"):
-        trained(masters, range(6))
+    optimizer = MixedPrecisionOptimizer(
+        initialize(TINY, 0), OptimSettings(), torch.bfloat16, refuse
+    )
+    taken = MixedPrecisionOptimizer(initialize(TINY, 0), OptimSettings(), torch.bfloat16, taped)
+    with pytest.warns(
+        UserWarning, match=r"not be captured as a CUDA graph \(operation not permitted\)"
+    ):
+        trained(optimizer, range(6))
     trained(taken, range(6))
-    assert masters.replay is not None and not masters.replay.is_captured
-    assert all(torch.equal(a, b) for a, b in zip(masters.weights, taken.weights, strict=True))
+    assert optimizer.captured is not None and not optimizer.captured.is_captured
+    assert all(torch.equal(a, b) for a, b in zip(optimizer.weights, taken.weights, strict=True))
 
 
 def test_only_small_models_on_a_gpu_are_captured() -> None:
     assert not can_capture([torch.zeros(2)])
-    assert Masters(small_model(torch.float32), OptimSettings()).replay is None
+    assert MixedPrecisionOptimizer(small_model(torch.float32), OptimSettings()).captured is None
 
 
 # --- schedules
@@ -346,32 +354,3 @@ def test_a_run_shorter_than_its_warm_up_only_rises() -> None:
 def test_an_impossible_schedule_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"\[schedule\]"):
         Schedule(**given)
-
-
-# --- the running mean
-
-
-def test_the_mean_forgets_the_beginning_and_smooths_the_end() -> None:
-    weights = [torch.zeros(2)]
-    average = Average(weights, decay=0.9)
-    for step in range(300):
-        weights[0].copy_(torch.tensor([5.0, 5.0 + (-1) ** step]))
-        average.update(weights, step)
-    assert average.weights[0][0].item() == pytest.approx(5.0, abs=1e-4)
-    assert abs(average.weights[0][1].item() - 5.0) < 0.1
-
-
-def test_the_first_steps_count_more() -> None:
-    weights = [torch.zeros(1)]
-    average = Average(weights, decay=0.999)
-    weights[0].fill_(1.0)
-    for step in range(20):
-        average.update(weights, step)
-    assert average.weights[0].item() > 0.99
-
-
-def test_the_mean_is_of_float32_masters() -> None:
-    masters = Masters(small_model(torch.bfloat16), OptimSettings())
-    average = Average(masters.weights, decay=0.9)
-    assert {weight.dtype for weight in average.weights} == {torch.float32}
-    assert average.weights[0] is not masters.weights[0]

@@ -10,17 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from dgemma.engine import Engine, Options
+from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError, ConfigError, UsageError
 from dgemma.train import tokens
-from dgemma.train.build import Job, Place, build, build_mixture, find_beside, opened
-from dgemma.train.mix import Mixture
-from dgemma.train.recipe import load_recipe
-from dgemma.train.rows import Corruption
-from dgemma.train.store import Store
-from dgemma.weights.adapter import detach, load_adapter, merge, read_back
-from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.train.batches import Mixture
+from dgemma.train.build import (
+    MixtureBuilder,
+    RunEnvironment,
+    TrainingJob,
+    build,
+    open_recipe,
+    recipe_checkpoint,
+)
+from dgemma.train.corruption import Corruption
+from dgemma.train.recipe import RECIPES, load_recipe
+from dgemma.train.tokens import TokenStore
+from dgemma.weights.hub import NANO_DIRECTORY
 from dgemma.weights.load import load_model
+from dgemma.weights.lora import detach, merge, read_back
+from dgemma.weights.lora_files import load_adapter
 from tests.taught import ANSWERS, SHORT, ask, taught_config
 from tests.train.runs import RECIPE, save_recipe
 
@@ -33,12 +41,14 @@ def recipe(tmp_path: Path) -> Path:
     return save_recipe(tmp_path)
 
 
-def built(path: Path, *changes: str, out: str = "out", **place: Any) -> Job:
+def built(path: Path, *changes: str, out: str = "out", **place: Any) -> TrainingJob:
     where = {"device": CPU, "dtype": torch.float32, **place}
-    return build(load_recipe(path, changes), Place(recipe=path, out=path.parent / out, **where))
+    return build(
+        load_recipe(path, changes), RunEnvironment(recipe=path, out=path.parent / out, **where)
+    )
 
 
-def trained(job: Job) -> list[float]:
+def trained(job: TrainingJob) -> list[float]:
     return [report.total for report in job.trainer.reports()]
 
 
@@ -46,28 +56,36 @@ def trained(job: Job) -> list[float]:
 
 
 def test_the_recipes_of_the_repository_can_be_read() -> None:
-    names = {path.stem: load_recipe(path).name for path in (ROOT / "recipes").glob("*.toml")}
-    own = ("nano", "sudoku", "sft", "text")
-    assert names == {name: name for name in own} | {"nano_more": "nano-more"}
+    directory = ROOT / "recipes"
+    paths = [*RECIPES.glob("*.toml"), *directory.glob("*.toml"), *directory.glob("nano/*.toml")]
+    names = {load_recipe(path).name for path in paths}
+    assert names == {"sudoku", "sft", "text", "nano", "nano-scratch"}
+
+
+FILE = 'file = "chats.jsonl"'  # of RECIPE
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("[batch]", "[batches]", "batches not known; use name, seed, model"),
-        ("rows = 164", "rwos = 164", "batch: rwos not known; use sequences, rows, accumulate"),
+        (
+            "rows = 164",
+            "rwos = 164",
+            "batch: rwos not known; use sequences, rows, grad_accum",
+        ),
         ("rows = 164", 'rows = "164"', "batch: rows is '164'; it must be a whole number"),
-        ("rows = 164", "rows = 0", "sequences, rows, accumulate and carried_steps must be 1"),
+        ("rows = 164", "rows = 0", "[batch] rows is 0; it must be 1"),
         ("copies = 2", "copies = 2.5", "canvas: copies is 2.5; it must be a whole number"),
         ("steps = 8", 'steps = 8\nshape = "step"', "shape is 'step'; it must be 'linear' or 'cos"),
         ("steps = 8\n", "", "schedule lacks steps"),
         ('name = "small"\n', "", "lacks name"),
-        ('file = "chats.jsonl"', "weight = 1.0", "needs either file, or puzzle with its bank"),
+        (FILE, "weight = 1.0", "needs either file, or puzzle with its bank"),
         ('tokenizer = "shape"', "", "needs a tokenizer"),
         ("[model]", '[model]\ncheckpoint = "x"', "either config (a new model) or checkpoint"),
         ("[run]", "[lora]\nrank = 4\n[run]", "[lora] needs [model] checkpoint"),
         ("copies = 2", "copies = 0", "[canvas] copies is 0; it must be 1 or more"),
-        ('file = "chats.jsonl"', 'file = "x"\ncopies = -1', "[[data]] copies is -1; it must be 0"),
+        (FILE, 'file = "x"\ncopies = -1', "[[data]] copies is -1; it must be 0"),
         ("[model]", "seed = -1\n[model]", "seed is -1; it must be 0 or more"),
         ("[run]", "[run]\nworkers = -1", "workers is -1; it must be 0 or more"),
         ("[run]", "[run]\nkeep = 0", "[run] keep is 0; it must be 1 or more"),
@@ -76,25 +94,32 @@ def test_the_recipes_of_the_repository_can_be_read() -> None:
         ("[run]", "[optim]\nadam_lr = -1\n[run]", "[optim] adam_lr is -1.0; it must be 0 or more"),
         ("[run]", "[optim]\nadam_lr = nan\n[run]", "adam_lr is nan; it must be a number"),
         ("[run]", "[optim]\nbetas = [0.9, nan]\n[run]", "betas[1] is nan; it must be a number"),
-        ("[run]", "[loss]\ncausal = -1\n[run]", "[loss] causal is -1.0; it must be 0 or more"),
+        (
+            "[run]",
+            "[loss]\ncausal_weight = -1\n[run]",
+            "causal_weight is -1.0; it must be 0",
+        ),
         (
             'config = "shape/config.json"\ntokenizer = "shape"',
             'checkpoint = "x"\nfrozen = ["q_proj"]\n[lora]',
-            "[model] frozen is ['q_proj'] beside [lora]",
+            "[model] frozen is ['q_proj'] with [lora]",
         ),
         ("[run]", "[optim]\nclip = 0\n[run]", "[optim] clip is 0.0; it must be above 0"),
-        ("[run]", "[run]\naverage = 1.5", "average is 1.5"),
-        ("[run]", "[loss]\nrollout_steps = 0\n[run]", "rollout_steps is 0"),
-        ("[run]", "[loss]\nrollout_steps = 2\n[run]", "rollout_steps is 2, but rollout is 0"),
-        ('file = "chats.jsonl"', 'file = "x"\nfill_share = 1.5', "[[data]] fill_share is 1.5"),
-        ('file = "chats.jsonl"', 'file = "x"\necho_share = -1.0', "[[data]] echo_share is -1.0"),
-        ('file = "chats.jsonl"', 'file = "x"\ncausal_share = 2', "[[data]] causal_share is 2"),
-        ('file = "chats.jsonl"', 'file = "x"\nhole_share = -0.1', "[[data]] hole_share is -0.1"),
-        ('file = "chats.jsonl"', 'file = "x.npz"\nmax_tokens = 9', "it is for a .jsonl file"),
+        ("[run]", "[loss]\nmax_rollout_steps = 0\n[run]", "max_rollout_steps is 0"),
+        ("[run]", "[loss]\nmax_rollout_steps = 2\n[run]", "is 2, but rollout_fraction is 0"),
+        (FILE, 'file = "x"\npadding_loss_fraction = 1.5', "[[data]] padding_loss_fraction is 1.5"),
         (
-            'file = "chats.jsonl"',
+            FILE,
+            'file = "x"\nrepeat_noise_fraction = -1.0',
+            "repeat_noise_fraction is -1.0",
+        ),
+        (FILE, 'file = "x"\ncausal_fraction = 2', "[[data]] causal_fraction is 2"),
+        (FILE, 'file = "x"\nhole_fraction = -0.1', "[[data]] hole_fraction is -0.1"),
+        (FILE, 'file = "x.npz"\nmax_tokens = 9', "it is for a .jsonl or .json file"),
+        (
+            FILE,
             'puzzle = "sudoku"\nbank = "x"\nmax_tokens = 9',
-            "max_tokens is 9; it is for a .jsonl",
+            "max_tokens is 9; it is for a",
         ),
         ("[[data]]", "[data]", "data is {'file': 'chats.jsonl'}; it must be a list"),
         ("[model]", "[model", "is not TOML"),
@@ -150,8 +175,8 @@ def test_values_can_be_set_by_hand(recipe: Path) -> None:
         ("=3", "sets nothing"),
         ("data.3.weight=1", "'3' must be a number from 0 to 0"),
         ("data.first.weight=1", "'first' must be a number"),
-        ("name.first=1", "what stands before first is no table"),
-        ("schedule.steps.more=1", "what stands before more is no table"),
+        ("name.first=1", "the key before first is no table"),
+        ("schedule.steps.more=1", "the key before more is no table"),
     ],
 )
 def test_a_change_that_changes_nothing_is_refused(change: str, message: str, recipe: Path) -> None:
@@ -188,26 +213,26 @@ def test_a_shape_that_cannot_be_read_is_named(content: bytes, recipe: Path) -> N
 
 
 def test_a_source_is_noised_as_the_canvas_settings_say_or_as_it_says_itself(recipe: Path) -> None:
-    shares = ("canvas.hole_share=0.3", "canvas.fill_share=0.5")
-    own = ("data.0.hole_share=0.0", "data.0.level_power=0.5", "data.0.rollout=false")
-    own = (*own, "data.0.echo_share=0.2")
+    defaults = ("canvas.hole_fraction=0.3", "canvas.padding_loss_fraction=0.5")
+    own = ("data.0.hole_fraction=0.0", "data.0.noise_level_power=0.5", "data.0.on_policy=false")
+    own = (*own, "data.0.repeat_noise_fraction=0.2")
     vocab = taught_config().vocab_size
     for changes, expected in (
-        (shares, Corruption(vocab_size=vocab, hole_share=0.3, fill_share=0.5)),
+        (defaults, Corruption(vocab_size=vocab, hole_fraction=0.3, padding_loss_fraction=0.5)),
         (
-            (*shares, *own),
+            (*defaults, *own),
             Corruption(
                 vocab_size=vocab,
-                hole_share=0.0,
-                fill_share=0.5,
-                level_power=0.5,
-                echo_share=0.2,
-                rolls=False,
+                hole_fraction=0.0,
+                padding_loss_fraction=0.5,
+                noise_level_power=0.5,
+                repeat_noise_fraction=0.2,
+                on_policy=False,
             ),
         ),
     ):
-        (ingredient,) = built(recipe, *changes).trainer.mixture.ingredients
-        assert ingredient.corruption == expected
+        (component,) = built(recipe, *changes).trainer.mixture.components
+        assert component.corruption == expected
 
 
 def test_files_are_sought_beside_the_recipe_or_where_the_command_runs(
@@ -225,9 +250,9 @@ def test_files_are_sought_beside_the_recipe_or_where_the_command_runs(
 def test_the_built_in_model_is_not_a_directory_beside_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "nano").mkdir()
     (tmp_path / "mine").mkdir()
-    assert find_beside(tmp_path / "any.toml", "mine") == tmp_path / "mine"
+    assert recipe_checkpoint(tmp_path / "any.toml", "mine") == tmp_path / "mine"
     if NANO_DIRECTORY.is_dir():
-        assert find_beside(tmp_path / "any.toml", "nano") == NANO_DIRECTORY
+        assert recipe_checkpoint(tmp_path / "any.toml", "nano") == NANO_DIRECTORY
 
 
 def test_frozen_weights_stay_and_a_part_that_is_nowhere_is_named(recipe: Path) -> None:
@@ -241,26 +266,14 @@ def test_frozen_weights_stay_and_a_part_that_is_nowhere_is_named(recipe: Path) -
         built(recipe, 'model.frozen=["ruoter"]')
 
 
-def test_bfloat16_trains_beside_float32_masters(recipe: Path) -> None:
+def test_bfloat16_trains_with_float32_master_weights(recipe: Path) -> None:
     job = built(recipe, dtype=torch.bfloat16)
     losses = trained(job)
     assert losses[-1] < losses[0]
     assert {w.dtype for w in job.base.model.parameters()} == {torch.bfloat16}
-    assert {w.dtype for w in job.trainer.masters.weights} == {torch.float32}
+    assert {w.dtype for w in job.trainer.optimizer.weights} == {torch.float32}
     saved = load_model(job.save())
     assert saved.config.dtype == "bfloat16"
-
-
-def test_the_running_mean_is_what_is_saved(recipe: Path) -> None:
-    job = built(recipe, "run.average=0.9")
-    trained(job)
-    saved = load_model(job.save()).model
-    masters, average = job.trainer.masters, job.trainer.average
-    assert average is not None
-    for name, mean, last in zip(masters.names, average.weights, masters.weights, strict=True):
-        assert torch.equal(saved.get_parameter(name), mean)
-        if name == "embed_tokens.weight":
-            assert not torch.equal(mean, last)
 
 
 def test_an_opened_recipe_is_what_a_run_begins_with_and_leaves_nothing_behind(
@@ -270,7 +283,7 @@ def test_an_opened_recipe_is_what_a_run_begins_with_and_leaves_nothing_behind(
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     before = set(tmp_path.rglob("*"))
-    with opened(recipe, [change]) as (read, base, mixture):
+    with open_recipe(recipe, [change]) as (read, base, mixture):
         assert list(temporary.rglob("tokens/*"))  # of the chats, which are not tokenized yet
         rows = mixture.batch(0)
     assert set(tmp_path.rglob("*")) == before
@@ -303,14 +316,14 @@ def test_a_file_is_tokenized_once_for_its_content(
     with (recipe.parent / "chats.jsonl").open("a") as file:
         file.write('{"text": "the the the"}\n')
     built(recipe)
-    stores = [Store.load(path) for path in (recipe.parent / "out" / "tokens").glob("*.npz")]
+    stores = [TokenStore.load(path) for path in (recipe.parent / "out" / "tokens").glob("*.npz")]
     assert sorted(map(len, stores)) == [3, 4]
 
 
 def test_examples_that_are_too_long_are_counted_aloud_every_time(recipe: Path) -> None:
     for _ in range(2):
         job = built(recipe, "data.0.max_tokens=50")
-        assert job.notes == ("chats.jsonl: 1 examples over 50 tokens were left out",)
+        assert job.warnings == ("chats.jsonl: 1 examples over 50 tokens were dropped",)
 
 
 def test_pairs_that_find_no_room_are_counted_aloud(recipe: Path) -> None:
@@ -318,10 +331,10 @@ def test_pairs_that_find_no_room_are_counted_aloud(recipe: Path) -> None:
     pairs = [("the " * 8, "the " * 8), ("the " * 8, "the " * 60), ("the " * 120, "the")]
     lines = [json.dumps({"prompt": prompt, "reply": reply}) for prompt, reply in pairs]
     (recipe.parent / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    unused, cut = built(recipe).notes
+    unused, cut = built(recipe).warnings
     assert "chats.jsonl: 1 of 3 examples are not used" in unused and "164 rows" in unused
     assert "chats.jsonl: 1 of 3 replies are learned without their ends" in cut
-    assert built(recipe, "batch.rows=1024").notes == ()
+    assert built(recipe, "batch.rows=1024").warnings == ()
 
 
 def test_a_file_without_examples_is_named(recipe: Path) -> None:
@@ -346,7 +359,7 @@ def test_a_kill_while_tokens_are_kept_loses_no_count(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "write_text", killed)
         built(recipe, "data.0.max_tokens=50")
-    assert built(recipe, "data.0.max_tokens=50").notes
+    assert built(recipe, "data.0.max_tokens=50").warnings
 
 
 def test_a_file_of_another_kind_is_refused(recipe: Path) -> None:
@@ -355,12 +368,12 @@ def test_a_file_of_another_kind_is_refused(recipe: Path) -> None:
 
 
 def test_puzzles_are_drawn_as_they_are_needed(recipe: Path, tmp_path: Path) -> None:
-    from dgemma.train.puzzles.sudoku import SudokuBank
+    from dgemma.train.sudoku import SudokuBank
 
     row, shifts = np.arange(9), [0, 3, 6, 1, 4, 7, 2, 5, 8]
     grid = np.array([(row + shift) % 9 + 1 for shift in shifts], np.uint8).reshape(1, 81)
     SudokuBank(grid, np.ones((1, 81), bool)).save(tmp_path / "bank.npz")
-    data = 'data=[{puzzle="sudoku", bank="bank.npz", learn_prompt=false}]'
+    data = 'data=[{puzzle="sudoku", bank="bank.npz", train_on_prompt=false}]'
     job = built(recipe, data, "batch.rows=800", "schedule.steps=1")
     assert np.isfinite(trained(job)).all()
 
@@ -369,13 +382,13 @@ def test_puzzles_are_drawn_as_they_are_needed(recipe: Path, tmp_path: Path) -> N
 
 
 MEMORIZE = (
-    *("batch.sequences=2", "batch.rows=320", "canvas.copies=3", "data.0.learn_prompt=false"),
+    *("batch.sequences=2", "batch.rows=320", "canvas.copies=3", "data.0.train_on_prompt=false"),
     *("optim.adam_lr=0.01", "run.report_every=10", "run.save_every=500"),
 )
 
 
 @pytest.fixture(scope="module")
-def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def by_heart(tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
     """A tiny model that was taught a few answers, from a file of chats."""
     path = save_recipe(tmp_path_factory.mktemp("by_heart"))
     job = built(path, *MEMORIZE, "schedule.steps=170")
@@ -388,22 +401,24 @@ def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.mark.parametrize("mode", ["diffusion", "ar"])
 @pytest.mark.parametrize("question", ANSWERS)
 def test_a_small_set_is_learned_by_heart_in_both_modes(
-    question: str, mode: Any, by_heart: Job
+    question: str, mode: Any, by_heart: TrainingJob
 ) -> None:
-    checkpoint = str(by_heart.place.out / "checkpoint")
+    checkpoint = str(by_heart.environment.out / "checkpoint")
     engine = Engine.load(checkpoint, device="cpu", dtype="float32")
-    done = engine.generate(question, Options(mode=mode, seed=3))
+    done = engine.generate(question, SamplingParams(mode=mode, seed=3))
     assert (done.text, done.finish) == (ANSWERS[question], "stop")
 
 
-def test_lines_are_looked_for_where_some_are_to_be_opened(by_heart: Job) -> None:
+def test_lines_are_looked_for_where_some_are_to_be_opened(by_heart: TrainingJob) -> None:
     data, *_ = by_heart.recipe.data
     for share in (0.0, 0.5):
-        recipe = replace(by_heart.recipe, data=(replace(data, line_share=share),))
-        mixture, _ = build_mixture(recipe, by_heart.place, by_heart.base)
+        recipe = replace(by_heart.recipe, data=(replace(data, line_hole_fraction=share),))
+        mixture = MixtureBuilder(recipe, by_heart.environment, by_heart.base).build()
         assert isinstance(mixture, Mixture)
-        corruption = mixture.ingredients[0].corruption
-        assert corruption.line_share == share and (corruption.lines is not None) == bool(share)
+        corruption = mixture.components[0].corruption
+        assert corruption.line_hole_fraction == share and (corruption.lines is not None) == bool(
+            share
+        )
 
 
 # --- fine-tuning
@@ -420,7 +435,7 @@ rows = 96
 [canvas]
 lengths = {{ 16 = 1.0 }}
 copies = 3
-hole_share = 0.0
+hole_fraction = 0.0
 [optim]
 adam_lr = 0.01
 [schedule]
@@ -431,7 +446,7 @@ save_every = 30
 report_every = 10
 [[data]]
 file = "new.jsonl"
-learn_prompt = false
+train_on_prompt = false
 """
 LORA = """\
 [lora]
@@ -456,41 +471,48 @@ def logits_of(model: Any, text: str) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def adapted(by_heart: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def adapted(by_heart: TrainingJob, tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
     directory = tmp_path_factory.mktemp("adapted")
-    job = built(tune_recipe(directory, by_heart.place.out / "checkpoint", LORA))
+    job = built(tune_recipe(directory, by_heart.environment.out / "checkpoint", LORA))
     trained(job)
     job.save()
     return job
 
 
-def test_an_adapter_is_all_that_is_trained(adapted: Job, by_heart: Job) -> None:
-    names = adapted.trainer.masters.names
+def test_an_adapter_is_all_that_is_trained(adapted: TrainingJob, by_heart: TrainingJob) -> None:
+    names = adapted.trainer.optimizer.names
     assert {name.rpartition(".")[2] for name in names} == {"a_RI", "b_OR"}
-    base = load_model(by_heart.place.out / "checkpoint").model
+    base = load_model(by_heart.environment.out / "checkpoint").model
     model = detach(adapted.base.model)
     assert model.state_dict().keys() == base.state_dict().keys()
     for name, weight in base.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
 
 
-def test_a_saved_adapter_answers_anew_with_the_old_checkpoint(adapted: Job, by_heart: Job) -> None:
-    checkpoint, adapter = by_heart.place.out / "checkpoint", adapted.place.out / "adapter"
-    assert not (adapted.place.out / "checkpoint").exists()
+def test_a_saved_adapter_answers_anew_with_the_old_checkpoint(
+    adapted: TrainingJob, by_heart: TrainingJob
+) -> None:
+    checkpoint, adapter = (
+        by_heart.environment.out / "checkpoint",
+        adapted.environment.out / "adapter",
+    )
+    assert not (adapted.environment.out / "checkpoint").exists()
     for given, expected in ((None, ANSWERS[SHORT]), (adapter, NEW["reply"])):
         engine = Engine.load(str(checkpoint), device="cpu", dtype="float32", adapter=given)
         for mode in ("diffusion", "ar"):
-            done = engine.generate(SHORT, Options(mode=mode, seed=5))  # type: ignore[arg-type]
+            done = engine.generate(SHORT, SamplingParams(mode=mode, seed=5))  # type: ignore[arg-type]
             assert done.text == expected
 
 
-def test_a_merged_adapter_gives_the_same_logits(adapted: Job, by_heart: Job) -> None:
-    checkpoint = by_heart.place.out / "checkpoint"
-    saved = load_adapter(adapted.place.out / "adapter")
+def test_a_merged_adapter_gives_the_same_logits(
+    adapted: TrainingJob, by_heart: TrainingJob
+) -> None:
+    checkpoint = by_heart.environment.out / "checkpoint"
+    saved = load_adapter(adapted.environment.out / "adapter")
     assert {half.dtype for pair in saved.pairs.values() for half in pair} == {torch.float32}
     assert saved.base_model == str(checkpoint)
     plain, merged = load_model(checkpoint).model, merge(load_model(checkpoint).model, saved)
-    beside = built(tune_recipe(adapted.place.recipe.parent, checkpoint, LORA), out="again")
+    beside = built(tune_recipe(adapted.environment.recipe.parent, checkpoint, LORA), out="again")
     model = beside.base.model
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -507,8 +529,10 @@ def test_a_merged_adapter_gives_the_same_logits(adapted: Job, by_heart: Job) -> 
     assert (logits_of(plain, SHORT) - expected).abs().max() > 0.1
 
 
-def test_an_adapter_in_training_is_taken_up_to_the_last_bit(by_heart: Job, tmp_path: Path) -> None:
-    path = tune_recipe(tmp_path, by_heart.place.out / "checkpoint", LORA)
+def test_an_adapter_in_training_is_taken_up_to_the_last_bit(
+    by_heart: TrainingJob, tmp_path: Path
+) -> None:
+    path = tune_recipe(tmp_path, by_heart.environment.out / "checkpoint", LORA)
     changes = ("schedule.steps=8", "run.save_every=4", "run.report_every=1")
     expected = trained(built(path, *changes, out="through"))
     killed = built(path, *changes, out="killed")
@@ -521,9 +545,9 @@ def test_an_adapter_in_training_is_taken_up_to_the_last_bit(by_heart: Job, tmp_p
 
 
 def test_an_adapter_beside_bfloat16_weights_is_kept_in_float32(
-    by_heart: Job, tmp_path: Path
+    by_heart: TrainingJob, tmp_path: Path
 ) -> None:
-    path = tune_recipe(tmp_path, by_heart.place.out / "checkpoint", LORA)
+    path = tune_recipe(tmp_path, by_heart.environment.out / "checkpoint", LORA)
     job = built(path, "schedule.steps=4", "run.report_every=1", dtype=torch.bfloat16)
     assert np.isfinite(trained(job)).all()
     assert {w.dtype for w in job.base.model.parameters()} == {torch.bfloat16}
@@ -533,18 +557,20 @@ def test_an_adapter_beside_bfloat16_weights_is_kept_in_float32(
     assert any(not torch.equal(half, half.bfloat16().float()) for half in halves)
 
 
-def test_a_target_that_cannot_be_adapted_is_refused(by_heart: Job, tmp_path: Path) -> None:
-    path = tune_recipe(tmp_path, by_heart.place.out / "checkpoint", LORA)
+def test_a_target_that_cannot_be_adapted_is_refused(by_heart: TrainingJob, tmp_path: Path) -> None:
+    path = tune_recipe(tmp_path, by_heart.environment.out / "checkpoint", LORA)
     with pytest.raises(UsageError, match="'experts' is no target"):
         built(path, 'lora.targets=["experts"]')
 
 
-def test_all_weights_of_a_checkpoint_can_be_trained_on(by_heart: Job, tmp_path: Path) -> None:
-    path = tune_recipe(tmp_path, by_heart.place.out / "checkpoint")
+def test_all_weights_of_a_checkpoint_can_be_trained_on(
+    by_heart: TrainingJob, tmp_path: Path
+) -> None:
+    path = tune_recipe(tmp_path, by_heart.environment.out / "checkpoint")
     job = built(path, "optim.muon_lr=0.01", 'model.frozen=["router"]')
     trained(job)
     engine = Engine.load(str(job.save()), device="cpu", dtype="float32")
-    assert engine.generate(SHORT, Options(seed=5)).text == NEW["reply"]
+    assert engine.generate(SHORT, SamplingParams(seed=5)).text == NEW["reply"]
 
 
 def test_what_is_not_trained_of_a_checkpoint_is_saved_with_it(tmp_path: Path) -> None:
@@ -552,7 +578,7 @@ def test_what_is_not_trained_of_a_checkpoint_is_saved_with_it(tmp_path: Path) ->
     from tests.weights.sample import CONFIG, reference
 
     reference(CONFIG).save_pretrained(tmp_path / "theirs")
-    store = Store.build([([2, 5], [7, 8, 9, 1])], CONFIG.vocab_size)
+    store = TokenStore.build([([2, 5], [7, 8, 9, 1])], CONFIG.vocab_size)
     store.save(tmp_path / "tokens.npz")
     path = tune_recipe(tmp_path, tmp_path / "theirs")
     changes = ("data.0.file=tokens.npz", "schedule.steps=1", "canvas.lengths={4=1.0}")

@@ -6,11 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgemma.backends.cuda import moe as ops
-from dgemma.model.moe import moe_reference, topk
-from dgemma.model.moe_train import ALIGNMENT, assign, routed_experts
+from dgemma.model.moe import SLOT_ALIGNMENT, assign_slots, moe_reference, moe_with_grad, topk
 
 REPEATABLE = settings(deadline=None, derandomize=True, database=None, max_examples=40)
+ROUTINGS = given(
+    tokens=st.integers(1, 40),
+    experts=st.integers(1, 6),
+    chosen=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
 
 
 def case(
@@ -32,18 +36,13 @@ def case(
 
 
 @REPEATABLE
-@given(
-    tokens=st.integers(1, 40),
-    experts=st.integers(1, 6),
-    chosen=st.integers(1, 6),
-    seed=st.integers(0, 99),
-)
+@ROUTINGS
 def test_values_and_gradients_are_those_of_the_definition(
     tokens: int, experts: int, chosen: int, seed: int
 ) -> None:
     inputs = case(tokens, experts, min(chosen, experts), seed)
     found = []
-    for function in (routed_experts, moe_reference):
+    for function in (moe_with_grad, moe_reference):
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
         out_TD = function(*leaves)
         out_TD.square().sum().backward()
@@ -58,38 +57,33 @@ def test_gradients_are_derivatives(experts: int, chosen: int) -> None:
     leaves = [x.requires_grad_() for x in (x_TD, *others)]
 
     def function(x_TD: Tensor, *rest: Tensor) -> Tensor:
-        return routed_experts(x_TD, ids_TK, *rest)
+        return moe_with_grad(x_TD, ids_TK, *rest)
 
     assert torch.autograd.gradcheck(function, leaves)
 
 
 @REPEATABLE
-@given(
-    tokens=st.integers(1, 40),
-    experts=st.integers(1, 6),
-    chosen=st.integers(1, 6),
-    seed=st.integers(0, 99),
-)
+@ROUTINGS
 def test_every_choice_has_its_own_slot_in_its_experts_range(
     tokens: int, experts: int, chosen: int, seed: int
 ) -> None:
     ids_TK = case(tokens, experts, min(chosen, experts), seed)[1]
-    slots = assign(ids_TK, experts)
+    slots = assign_slots(ids_TK, experts)
     flat, ends = slots.slot_TK.flatten().tolist(), [0, *slots.ends_E.tolist()]
     assert len(set(flat)) == len(flat)
-    assert all(end % ALIGNMENT == 0 for end in ends)
+    assert all(end % SLOT_ALIGNMENT == 0 for end in ends)
     for choice, (slot, expert) in enumerate(zip(flat, ids_TK.flatten().tolist(), strict=True)):
         assert ends[expert] <= slot < ends[expert + 1]
-        assert slots.choice_S[slot] == choice
-    assert (slots.choice_S >= 0).sum() == len(flat)
-    assert slots.ends_E[-1] <= len(slots.choice_S)
+        assert slots.assignment_S[slot] == choice
+    assert (slots.assignment_S >= 0).sum() == len(flat)
+    assert slots.ends_E[-1] <= len(slots.assignment_S)
 
 
 def test_what_stands_in_slots_of_nobody_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grouped kernel leaves rows of nobody as it finds them."""
-    from dgemma.model import moe_train as routed
+    from dgemma.model import moe as routed
 
-    plain = routed.grouped
+    plain = routed.grouped_slots
 
     def careless(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
         out = plain(x_SD, weight_EOD, ends_E)
@@ -98,9 +92,9 @@ def test_what_stands_in_slots_of_nobody_reaches_nothing(monkeypatch: pytest.Monk
 
     inputs = case(7, 3, 2, seed=1)
     expected = moe_reference(*inputs)
-    monkeypatch.setattr(routed, "grouped", careless)
+    monkeypatch.setattr(routed, "grouped_slots", careless)
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    out_TD = routed_experts(*leaves)
+    out_TD = moe_with_grad(*leaves)
     out_TD.sum().backward()
     assert torch.allclose(out_TD, expected, atol=1e-5)
     assert all(leaf.grad.isfinite().all() for leaf in leaves if leaf.grad is not None)
@@ -110,7 +104,7 @@ def test_what_stands_in_slots_of_nobody_reaches_nothing(monkeypatch: pytest.Monk
 def test_the_compiled_choice_is_that_of_topk(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     p_TE = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
     expected = p_TE.topk(count, dim=-1)
-    monkeypatch.setattr(ops.torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     values_TK, ids_TK = topk(p_TE.clone().requires_grad_(), count)
     assert torch.equal(ids_TK, expected.indices) and torch.equal(values_TK, expected.values)
 
@@ -120,7 +114,7 @@ def test_gradients_of_the_compiled_choice_are_those_of_topk(
 ) -> None:
     found = []
     for is_compiling in (False, True):
-        monkeypatch.setattr(ops.torch.compiler, "is_compiling", lambda now=is_compiling: now)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda now=is_compiling: now)
         p_TE = torch.randn(9, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
         values_TK, _ = topk(p_TE.softmax(-1), 3)
         (values_TK * torch.arange(1, 4)).sum().backward()

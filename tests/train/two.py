@@ -1,4 +1,4 @@
-"""What each of two processes does in the tests: the runs that are named, one after the other.
+"""The program of each of two processes in the tests: the named runs, one after the other.
 
 torchrun --nproc-per-node 2 -m tests.train.two RUNS.json
 """
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from dgemma.train.command import Wanted, prepare
-from dgemma.train.distributed import leave
+from dgemma.train.command import TrainArgs, prepare
+from dgemma.train.distributed import destroy_distributed
 from dgemma.train.loop import TrainingInterrupted
 
 
-def wanted(run: dict[str, Any]) -> Wanted:
-    return Wanted(
+def train_args(run: dict[str, Any]) -> TrainArgs:
+    return TrainArgs(
         recipe=Path(run["recipe"]),
         out=Path(run["out"]),
         device="cpu",
@@ -27,12 +27,12 @@ def wanted(run: dict[str, Any]) -> Wanted:
     )
 
 
-def work(run: dict[str, Any]) -> Any:
-    """Train to the end, or till this process alone is interrupted."""
-    job = prepare(wanted(run))
+def train(run: dict[str, Any]) -> Any:
+    """Train to the end, or until this process alone is interrupted."""
+    job = prepare(train_args(run))
     try:
         for report in job.trainer.reports():
-            if run.get("interrupted") == [job.place.group.rank, report.step]:
+            if run.get("interrupted") == [job.environment.group.rank, report.step]:
                 os.kill(os.getpid(), signal.SIGINT)
     except TrainingInterrupted:
         return job
@@ -43,8 +43,8 @@ def work(run: dict[str, Any]) -> Any:
 def main() -> None:
     torch.set_num_threads(1)
     for run in json.loads(Path(sys.argv[1]).read_text()):
-        job = work(run)
-    leave(job.place.group)
+        job = train(run)
+    destroy_distributed(job.environment.group)
 
 
 if __name__ == "__main__":

@@ -3,55 +3,32 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
-from dgemma.config import FULL, SLIDING, ModelConfig
+from dgemma.config import FULL, SLIDING, ModelConfig, VisionConfig
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
-from tests.tiny import gemma4_twin, shake, twin
+from tests.tiny import TINY, gemma4_twin, shake, twin
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "checkpoint"
 # Sizes all differ, so that no shape is right by accident.
-VISION = MappingProxyType(
-    {
-        "model_type": "gemma4_vision",
-        "hidden_size": 12,
-        "intermediate_size": 10,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "global_head_dim": 8,
-        "patch_size": 2,
-        "position_embedding_size": 6,
-        "standardize": True,
-    }
-)
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=24,
-    moe_intermediate_size=12,
-    num_experts=4,
-    top_k_experts=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_global_key_value_heads=1,
+VISION = VisionConfig(
+    hidden_size=12,
+    intermediate_size=10,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     head_dim=8,
-    global_head_dim=16,
-    layer_types=(SLIDING, SLIDING, FULL),
-    sliding_window=12,
-    max_position_embeddings=4096,
-    canvas_length=8,
-    dtype="float32",
-    vision=VISION,
+    patch_size=2,
+    position_embedding_size=6,
+    standardize=True,
 )
+CONFIG = replace(TINY, layer_types=(SLIDING, SLIDING, FULL), vision=VISION)
 SIBLING = replace(CONFIG, family="gemma4", final_logit_softcapping=None, canvas_length=256)
 
 

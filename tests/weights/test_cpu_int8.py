@@ -4,35 +4,32 @@ import pytest
 import torch
 from torch import nn
 
-from dgemma.backends.cpu.fused_layer import MergedAttention, MergedFeedForward, MergedLinear
-from dgemma.backends.cpu.int8_linear import (
+from dgemma.backends.cpu import (
+    Int8Experts,
+    Int8Table,
+    MergedAttention,
+    MergedFeedForward,
+    MergedLinear,
     int8_experts,
     int8_grouped,
     int8_linear,
     int8_reference,
+    make_int8,
+    pack_int8,
     quantize_rows,
 )
-from dgemma.backends.cpu.pack_int8 import (
-    Int8Experts,
-    Int8Table,
-    lay_int8,
-    pack_int8,
-)
-from dgemma.engine import Engine, Options
+from dgemma.engine import Engine, SamplingParams
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Attention, Experts, Gemma, Router
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.model.moe import gelu_and_mul, gelu_and_mul_cpu
-from dgemma.quant.int8 import quantize
-from dgemma.quant.qtensor import Quantized
-from dgemma.weights.adapter import attach, new_adapter
-from dgemma.weights.adapter.modules import LoRALinear
-from dgemma.weights.agreement import agreement
-from dgemma.weights.download import NANO_DIRECTORY
+from dgemma.quant.qtensor import QTensor, quantize_int8
 from dgemma.weights.files import read_headers
-from dgemma.weights.load import load_model
-from dgemma.weights.random import random_model
-from dgemma.weights.served import Wanted, load_served
+from dgemma.weights.hub import NANO_DIRECTORY
+from dgemma.weights.inference import LoadOptions, load_for_inference
+from dgemma.weights.load import load_model, random_model
+from dgemma.weights.lora import LoRALinear, attach, new_adapter
+from dgemma.weights.quantize import agreement
 from tests.tiny import CPU, TINY
 
 
@@ -43,11 +40,11 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 3, 17, 128])
 @pytest.mark.parametrize("shape", [(61, 12), (7, 33), (320, 512), (8192, 16)])
 def test_a_product_is_its_definition_to_the_bit(rows: int, shape: tuple[int, int]) -> None:
-    weight = quantize(draw(*shape))
+    weight = quantize_int8(draw(*shape))
     x = draw(rows, shape[1], seed=1)
     have = int8_linear(weight)(x)
     assert torch.equal(have, int8_reference(x, weight))
-    exact = x.double() @ (weight.numbers.double() * weight.factor[:, None].double()).T
+    exact = x.double() @ (weight.values.double() * weight.scale[:, None].double()).T
     assert (have - exact).norm() < 0.02 * exact.norm()
     if rows > 1:  # a row alone gives what it gave among others
         assert torch.equal(int8_linear(weight)(x[1:2]), have[1:2])
@@ -58,19 +55,19 @@ def test_rows_of_any_size_are_rounded_within_half_a_step() -> None:
     x[3] = 0
     rows = quantize_rows(x)
     # Rows below what a model ever holds become zero.
-    assert rows.numbers.abs().amax(-1).tolist() == [0, 0, 127, 0, 127, 127, 127, 127, 127]
-    off = (rows.whole() - x).abs() / rows.factor[:, None]
-    assert off[rows.numbers.any(-1)].max() <= 0.5001
+    assert rows.values.abs().amax(-1).tolist() == [0, 0, 127, 0, 127, 127, 127, 127, 127]
+    off = (rows.dequantize() - x).abs() / rows.scale[:, None]
+    assert off[rows.values.any(-1)].max() <= 0.5001
 
 
 def test_experts_are_products_of_their_own_rows() -> None:
-    weight = quantize(draw(5, 24, 32))
+    weight = quantize_int8(draw(5, 24, 32))
     expert_A = torch.tensor([4, 0, 0, 2, 4, 4, 0])
     x = draw(7, 32, seed=2)
     expert_A, order = expert_A.sort(stable=True)
     have = int8_grouped(weight)(quantize_rows(x[order]), expert_A)
     for row, source, expert in zip(have, order.tolist(), expert_A, strict=True):
-        own = Quantized(*(part[expert] for part in weight))
+        own = QTensor(*(part[expert] for part in weight))
         assert torch.equal(row, int8_reference(x[source][None], own)[0])
 
 
@@ -79,7 +76,7 @@ def test_experts_are_products_of_their_own_rows() -> None:
 def test_experts_are_weighted_products_of_one_token_with_one_expert(
     inner: int, dtype: torch.dtype
 ) -> None:
-    up, down = quantize(draw(5, 2 * inner, 32)), quantize(draw(5, 32, inner, seed=1))
+    up, down = quantize_int8(draw(5, 2 * inner, 32)), quantize_int8(draw(5, 32, inner, seed=1))
     x, ids = draw(37, 32, seed=2).to(dtype), draw(37, 4, seed=3).topk(2).indices  # none to the last
     share = draw(37, 2, seed=4).softmax(-1)
     products = int8_grouped(up), int8_grouped(down)
@@ -87,7 +84,7 @@ def test_experts_are_weighted_products_of_one_token_with_one_expert(
     assert have_TD.dtype == dtype
     want_TD = torch.zeros(37, 32)
     for choice, expert in enumerate(ids.flatten().tolist()):
-        both = [Quantized(*(part[expert] for part in weight)) for weight in (up, down)]
+        both = [QTensor(*(part[expert] for part in weight)) for weight in (up, down)]
         row = x[choice // 2][None].float()
         for weight, hidden in zip(both, (gelu_and_mul_cpu, lambda out: out), strict=True):
             row = hidden(int8_reference(row, weight))
@@ -110,27 +107,29 @@ def canvas_logits(model: Gemma) -> torch.Tensor:
         return model.logits(model.denoise(tokens_T, model.embed(tokens_T), run))
 
 
-def swap_apart(module: nn.Module) -> None:
+def replace_separately(module: nn.Module) -> None:
     """The plain way: one module for each product, between them what the model has there."""
     for parent in [m for m in module.modules() if not isinstance(m, Router)]:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Experts):
                 is_linear = isinstance(child, nn.Linear)
                 setattr(
-                    parent, name, MergedLinear(lay_int8, child) if is_linear else Int8Experts(child)
+                    parent,
+                    name,
+                    MergedLinear(make_int8, child) if is_linear else Int8Experts(child),
                 )
 
 
-def test_joined_products_give_the_bits_of_those_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_linears_give_the_bits_of_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {TINY.attention(layer).has_value for layer in range(2)} == {True, False}
-    monkeypatch.setattr("dgemma.backends.cpu.fused_layer.gelu_and_mul_cpu", gelu_and_mul)
-    joined, apart = pack_int8(random_model(TINY, seed=3)), random_model(TINY, seed=3)
-    apart.embed_tokens = Int8Table(apart.embed_tokens)
-    swap_apart(apart)
-    for layer in joined.layers:
+    monkeypatch.setattr("dgemma.backends.cpu.gelu_and_mul_cpu", gelu_and_mul)
+    merged, separate = pack_int8(random_model(TINY, seed=3)), random_model(TINY, seed=3)
+    separate.embed_tokens = Int8Table(separate.embed_tokens)
+    replace_separately(separate)
+    for layer in merged.layers:
         assert isinstance(layer.self_attn, MergedAttention)
         assert isinstance(layer.mlp, MergedFeedForward)
-    assert torch.equal(canvas_logits(joined), canvas_logits(apart))
+    assert torch.equal(canvas_logits(merged), canvas_logits(separate))
 
 
 def test_what_is_adapted_is_not_joined_and_gives_the_same_bits() -> None:
@@ -149,7 +148,7 @@ def test_the_built_in_model_loses_little_of_its_answers_and_of_8_bit_weights_not
     plain, files = load_model(NANO_DIRECTORY).model, read_headers(NANO_DIRECTORY)
     for name, weight in plain.state_dict().items():
         if weight.dim() > 1:
-            lost = (quantize(weight).whole() - weight).norm() / weight.norm()
+            lost = (quantize_int8(weight).dequantize() - weight).norm() / weight.norm()
             assert lost < (0.02 if files[f"model.decoder.{name}"].dtype == "U8" else 1e-9), name
     small = load_model(NANO_DIRECTORY, quant="int8").model
     moved = agreement(plain, small, seed=0)
@@ -170,15 +169,17 @@ def test_all_products_but_the_routers_are_swapped_either_way(
         assert isinstance(model.embed_tokens, Int8Table)
         assert all(isinstance(layer.experts, Int8Experts) for layer in model.layers)
     # Equal to the bit or not, which one short pass says as well as several.
-    monkeypatch.setattr("dgemma.weights.agreement.PROMPT", 8)
-    monkeypatch.setattr("dgemma.weights.agreement.STEPS", 1)
+    monkeypatch.setattr("dgemma.weights.quantize.PROMPT_LENGTH", 8)
+    monkeypatch.setattr("dgemma.weights.quantize.NUM_STEPS", 1)
     assert agreement(loaded, packed, seed=1).worst_kl == 0
 
 
 def test_an_adapter_stands_beside_whole_numbers() -> None:
     model = load_model(NANO_DIRECTORY).model
     adapter = new_adapter(model, ["q_proj", "down_proj"], 4, 8.0, seed=0)
-    found = load_served(NANO_DIRECTORY, Wanted(device="cpu", quant="int8"), adapter).model
+    found = load_for_inference(
+        NANO_DIRECTORY, LoadOptions(device="cpu", quant="int8"), adapter
+    ).model
     for name in adapter.targets:
         module = found.get_submodule(name)
         assert isinstance(module, LoRALinear)
@@ -188,5 +189,7 @@ def test_an_adapter_stands_beside_whole_numbers() -> None:
 def test_the_engine_answers_with_it() -> None:
     engine = Engine.load(NANO_DIRECTORY, device="cpu", quant="int8")
     assert engine.dtype == torch.float32
-    done = engine.generate("Write a story.", Options(seed=0, max_tokens=12, canvas_length=16))
+    done = engine.generate(
+        "Write a story.", SamplingParams(seed=0, max_tokens=12, canvas_length=16)
+    )
     assert done.tokens > 0

@@ -10,11 +10,11 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from dgemma.cli import main
-from dgemma.weights.adapter import merge, new_adapter, save_adapter
-from dgemma.weights.export import blank_vision, export
 from dgemma.weights.load import load_model
+from dgemma.weights.lora import merge, new_adapter
+from dgemma.weights.lora_files import save_adapter
 from dgemma.weights.names import stored_names
-from dgemma.weights.save import save_checkpoint, save_int8
+from dgemma.weights.save import blank_vision, export, save_checkpoint, save_int8
 from tests.weights.sample import CONFIG, SIBLING, tensor_bytes
 
 Call = Callable[..., tuple[int, str, str]]

@@ -10,30 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.backends.base import ForwardInput, TokenDraw
-from dgemma.backends.choose import _form
+from dgemma.backends.choose import _weight_format
 from dgemma.backends.reference import ReferenceBackend, commit, denoise
 from dgemma.cli.info import _weights
 from dgemma.diffusion.canvas import NO_PINS, Noise
-from dgemma.diffusion.denoise import Row, start
+from dgemma.diffusion.denoise import CanvasState, start
 from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.model.gemma import Gemma, TokenTable
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.quant import fp8
-from dgemma.quant import fp8_head as head
+from dgemma.quant import fp8, head
 from dgemma.quant.fp8 import quantize
-from dgemma.quant.fp8_head import shrink_head
-from dgemma.quant.soft_embed import soft_mean_reference
-from dgemma.quant.soft_table import NEAR
-from dgemma.roofline.table import RELEASED
-from dgemma.weights import choose, served
-from dgemma.weights.choose import choose_quant
-from dgemma.weights.load import Checkpoint, load_model
-from dgemma.weights.packed import Quant
-from dgemma.weights.random import random_model
+from dgemma.quant.head import CHUNK, quantize_head, soft_embed_reference
+from dgemma.roofline import RELEASED
+from dgemma.weights import inference
+from dgemma.weights.inference import choose_quant
+from dgemma.weights.layer_formats import Quant
+from dgemma.weights.load import Checkpoint, load_model, random_model
 from dgemma.weights.save import save_checkpoint
 from tests.taught import CANVAS, taught_config
 from tests.weights.packed import Writer
-from tests.weights.test_packed import WIDE
+from tests.weights.test_layer_formats import WIDE
 from tests.weights.test_quantize import make
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -43,11 +39,11 @@ STEPS = 4
 SAMPLER = Sampler(max_denoising_steps=STEPS, rule=EntropyBound(entropy_bound=2.0))
 
 
-def made(*, eight: bool, soft: bool = False) -> Gemma:
+def made(*, fp8_head: bool, soft: bool = False) -> Gemma:
     """Sharp enough that some positions are decided."""
     model = random_model(CONFIG, seed=3).requires_grad_(False)
     model.embed_tokens.weight.mul_(6.0)
-    return shrink_head(model, soft=soft) if eight else model
+    return quantize_head(model, soft=soft) if fp8_head else model
 
 
 def drawn(*size: int) -> Tensor:
@@ -55,66 +51,66 @@ def drawn(*size: int) -> Tensor:
 
 
 def defined(model: Gemma, hidden_TD: Tensor) -> Tensor:
-    """What an 8-bit head says, multiplied out at once."""
+    """What an 8-bit head says, dequantized at once."""
     rows, weight = quantize(hidden_TD), quantize(model.embed_tokens.weight)
-    return F.linear(rows.whole(), weight.whole())
+    return F.linear(rows.dequantize(), weight.dequantize())
 
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_scores_are_the_definition_s(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fp8, head):  # the last piece is smaller than the others
-        monkeypatch.setattr(module, "PIECE", CONFIG.vocab_size // 3)
-    model, hidden_TD = made(eight=True), drawn(rows, CONFIG.hidden_size)
+        monkeypatch.setattr(module, "VOCAB_PIECE", CONFIG.vocab_size // 3)
+    model, hidden_TD = made(fp8_head=True), drawn(rows, CONFIG.hidden_size)
     want_TV = defined(model, hidden_TD)
-    torch.testing.assert_close(model.head(hidden_TD), want_TV, atol=1e-4, rtol=1e-5)
-    assert not torch.allclose(made(eight=False).head(hidden_TD), want_TV, atol=1e-2)
+    torch.testing.assert_close(model.raw_logits(hidden_TD), want_TV, atol=1e-4, rtol=1e-5)
+    assert not torch.allclose(made(fp8_head=False).raw_logits(hidden_TD), want_TV, atol=1e-2)
 
 
 def test_tokens_are_looked_up_and_meant_in_the_table_itself() -> None:
-    plain, model = made(eight=False), made(eight=True)
+    plain, model = made(fp8_head=False), made(fp8_head=True)
     ids_T, p_TV = torch.arange(300, 309), drawn(3, CONFIG.vocab_size).softmax(-1)
     assert torch.equal(model.embed(ids_T), plain.embed(ids_T))
-    assert torch.equal(model.embed_soft(p_TV), plain.embed_soft(p_TV))
+    assert torch.equal(model.soft_embed(p_TV), plain.soft_embed(p_TV))
 
 
 def test_means_in_8_bits_are_near_and_without_them_exact() -> None:
-    plain, model = made(eight=False), made(eight=True, soft=True)
+    plain, model = made(fp8_head=False), made(fp8_head=True, soft=True)
     p_TV = (4 * drawn(5, CONFIG.vocab_size)).softmax(-1)
-    exact_TD, got_TD = plain.embed_soft(p_TV), model.embed_soft(p_TV)
+    exact_TD, got_TD = plain.soft_embed(p_TV), model.soft_embed(p_TV)
     off_T = (got_TD - exact_TD).norm(dim=-1) / exact_TD.norm(dim=-1)
     assert 1e-3 < off_T.max() < 0.05
-    assert torch.equal(made(eight=True).embed_soft(p_TV), exact_TD)
+    assert torch.equal(made(fp8_head=True).soft_embed(p_TV), exact_TD)
 
 
 def test_a_mean_in_8_bits_keeps_the_likeliest_token_and_rounds_the_others_by_parts() -> None:
     """A token alone in its part is exact but for its vector, however unlikely it is."""
-    plain = TokenTable(2 * NEAR, 16)
-    plain.weight = torch.nn.Parameter(drawn(2 * NEAR, 16), requires_grad=False)
+    plain = TokenTable(2 * CHUNK, 16)
+    plain.weight = torch.nn.Parameter(drawn(2 * CHUNK, 16), requires_grad=False)
     table = head.Fp8HeadTable(plain, soft=True)
     assert table.soft is not None
-    soft = table.soft._replace(share=NEAR)
+    soft = table.soft._replace(split=CHUNK)
     low, high, last = 3, 5, len(table.weight) - 1
     for small in (1e-2, 1e-12):
         p_1V = torch.zeros(1, len(table.weight))
         p_1V[0, low], p_1V[0, last] = 1.0, small
-        want_D = table.weight[low] + small * soft.numbers_DV[:, last].float() * (
-            rounded(soft.beside_V[last]) * soft.unit_1
+        want_D = table.weight[low] + small * soft.values_DV[:, last].float() * (
+            rounded(soft.rel_scale_V[last]) * soft.unit_scale_1
         )
-        got_1D = soft_mean_reference(p_1V, table.weight, soft)
+        got_1D = soft_embed_reference(p_1V, table.weight, soft)
         torch.testing.assert_close(got_1D[0], want_D, atol=1e-7, rtol=1e-6)
     p_1V[0, high] = 1e-3  # in the part of the likeliest, which is not in its way
     p_1V[0, low + 1] = 1e-10  # but this one is lost beside it
-    got_1D = soft_mean_reference(p_1V, table.weight, soft)
+    got_1D = soft_embed_reference(p_1V, table.weight, soft)
     p_1V[0, low + 1] = 0.0
-    assert torch.equal(got_1D, soft_mean_reference(p_1V, table.weight, soft))
+    assert torch.equal(got_1D, soft_embed_reference(p_1V, table.weight, soft))
     # So it is beside one of the next part whose chunk reaches into its own.
-    uneven = soft._replace(share=NEAR - 16)
-    p_1V[0, high], p_1V[0, NEAR - 1] = 0.0, 1e-3
-    without_1D = soft_mean_reference(p_1V, table.weight, uneven)
+    uneven = soft._replace(split=CHUNK - 16)
+    p_1V[0, high], p_1V[0, CHUNK - 1] = 0.0, 1e-3
+    without_1D = soft_embed_reference(p_1V, table.weight, uneven)
     p_1V[0, low + 1] = 1e-10
-    assert torch.equal(soft_mean_reference(p_1V, table.weight, uneven), without_1D)
-    p_1V[0, NEAR - 1] = 1e-5
-    assert not torch.equal(soft_mean_reference(p_1V, table.weight, uneven), without_1D)
+    assert torch.equal(soft_embed_reference(p_1V, table.weight, uneven), without_1D)
+    p_1V[0, CHUNK - 1] = 1e-5
+    assert not torch.equal(soft_embed_reference(p_1V, table.weight, uneven), without_1D)
 
 
 def rounded(number: Tensor) -> Tensor:
@@ -132,7 +128,7 @@ def cache_of(model: Gemma) -> KVCache:
     return cache
 
 
-def row() -> Row:
+def new_state() -> CanvasState:
     noise = Noise(seed=3).block(0, STEPS, CANVAS, CONFIG.vocab_size, CPU)
     return start(SAMPLER, noise, NO_PINS)
 
@@ -140,9 +136,9 @@ def row() -> Row:
 def test_a_step_and_a_single_token_take_it() -> None:
     """Those of the CUDA backend are compared with these in `tests/kernels`."""
     entropies, logits = [], []
-    for bits in ({"eight": False}, {"eight": True}, {"eight": True, "soft": True}):
+    for bits in ({"fp8_head": False}, {"fp8_head": True}, {"fp8_head": True, "soft": True}):
         model = made(**bits)
-        *_, (last,) = denoise(model, [cache_of(model)], [row()])
+        *_, (last,) = denoise(model, [cache_of(model)], [new_state()])
         entropies.append(last.canvas.entropy_L)
         given = ForwardInput(
             cache=cache_of(model), tokens=(7,), draw=TokenDraw(), needs_logits=True
@@ -150,7 +146,9 @@ def test_a_step_and_a_single_token_take_it() -> None:
         (output,) = ReferenceBackend(model).run([given])
         assert output.logits_V is not None
         want_1D = commit(model, cache_of(model), torch.tensor([7]), chunk=8)
-        raw_1V = defined(model, want_1D) if bits["eight"] else want_1D @ model.embed_tokens.weight.T
+        raw_1V = (
+            defined(model, want_1D) if bits["fp8_head"] else want_1D @ model.embed_tokens.weight.T
+        )
         cap = CONFIG.final_logit_softcapping
         assert cap is not None
         want_V = cap * torch.tanh(raw_1V[0] / cap)
@@ -162,12 +160,12 @@ def test_a_step_and_a_single_token_take_it() -> None:
 
 
 def test_a_check_of_kernels_is_not_that_of_another_head() -> None:
-    models = (made(eight=False), made(eight=True), made(eight=True, soft=True))
-    assert len({_form(model) for model in models}) == 3
+    models = (made(fp8_head=False), made(fp8_head=True), made(fp8_head=True, soft=True))
+    assert len({_weight_format(model) for model in models}) == 3
 
 
 def test_a_checkpoint_does_not_hold_it(tmp_path: Path) -> None:
-    plain, model = made(eight=False), made(eight=True, soft=True)
+    plain, model = made(fp8_head=False), made(fp8_head=True, soft=True)
     assert plain.state_dict().keys() == model.state_dict().keys()
     save_checkpoint(Checkpoint(model=model), tmp_path / "saved")
     again = load_model(tmp_path / "saved").model
@@ -176,10 +174,10 @@ def test_a_checkpoint_does_not_hold_it(tmp_path: Path) -> None:
 
 
 def test_it_moves_with_its_model() -> None:
-    model = made(eight=True, soft=True).to("meta")
+    model = made(fp8_head=True, soft=True).to("meta")
     weight, soft = model.embed_tokens.head, model.embed_tokens.soft
     assert soft is not None and all(part.is_meta for part in soft[:3])
-    assert weight.numbers_OI.is_meta and weight.factor_O is not None and weight.factor_O.is_meta
+    assert weight.values_OI.is_meta and weight.scale_O is not None and weight.scale_O.is_meta
 
 
 @pytest.mark.parametrize(
@@ -196,31 +194,31 @@ def test_it_moves_with_its_model() -> None:
 def test_a_gpu_needs_room_for_it(
     quant: Quant, total: float, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "_total", lambda device: total)
-    assert choose.tables_8(RELEASED, quant, GPU) == want
+    monkeypatch.setattr(inference, "_total", lambda device: total)
+    assert inference.num_fp8_tables(RELEASED, quant, GPU) == want
     uneven = replace(RELEASED, vocab_size=RELEASED.vocab_size + 8)  # means cannot be made of it
-    assert choose.tables_8(uneven, quant, GPU) == min(want, 1)
+    assert inference.num_fp8_tables(uneven, quant, GPU) == min(want, 1)
 
 
 def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(tmp_path / "plain", replace(WIDE, vocab_size=64))
     packed = Writer("fp8", WIDE).save(tmp_path / "packed")
     half = torch.bfloat16
-    assert not choose_quant("fp8", plain, CPU, half).head_8
-    monkeypatch.setattr(choose, "unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(choose, "_free", lambda device: 1e9)
-    monkeypatch.setattr(choose, "_total", lambda device: 24e9)
+    assert not choose_quant("fp8", plain, CPU, half).fp8_head
+    monkeypatch.setattr(inference, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(inference, "_free", lambda device: 1e9)
+    monkeypatch.setattr(inference, "_total", lambda device: 24e9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for quant in ("fp8", "nvfp4"):
         found = choose_quant(quant, plain, GPU, half)
-        assert found.head_8 and found.soft_8
-    monkeypatch.setattr(served, "choose_device", lambda name: GPU)
+        assert found.fp8_head and found.fp8_soft_embed
+    monkeypatch.setattr(inference, "choose_device", lambda name: GPU)
     said = "fp8, head and soft embeddings in 8 bits (asked for)"
     assert _weights(str(plain), "auto", "bfloat16", "fp8") == said
     uneven = make(tmp_path / "uneven", replace(WIDE, vocab_size=72))
     said = "fp8, head in 8 bits (asked for)"
     assert _weights(str(uneven), "auto", "bfloat16", "fp8") == said
     for quant, directory in (("none", plain), ("auto", plain), ("auto", packed), ("fp8", packed)):
-        assert not choose_quant(quant, directory, GPU, half).head_8
-    monkeypatch.setattr(choose, "unsupported_reason", lambda *_: "there are none")
-    assert not choose_quant("fp8", plain, GPU, half).head_8
+        assert not choose_quant(quant, directory, GPU, half).fp8_head
+    monkeypatch.setattr(inference, "unsupported_reason", lambda *_: "there are none")
+    assert not choose_quant("fp8", plain, GPU, half).fp8_head

@@ -11,12 +11,16 @@ import torch
 from dgemma.cli import main
 from dgemma.config import ModelConfig
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.weights.agreement import agreement, compare
-from dgemma.weights.download import NANO_DIRECTORY
-from dgemma.weights.layouts import SCHEMES
-from dgemma.weights.load import Checkpoint, load_model
-from dgemma.weights.quantize import Written, pack_fp8, quantize_checkpoint
-from dgemma.weights.random import random_model
+from dgemma.weights.hub import NANO_DIRECTORY
+from dgemma.weights.load import Checkpoint, load_model, random_model
+from dgemma.weights.quant_schemes import SCHEMES
+from dgemma.weights.quantize import (
+    QuantizeResult,
+    agreement,
+    compare,
+    pack_fp8,
+    quantize_checkpoint,
+)
 from dgemma.weights.save import save_checkpoint
 from tests.weights.packed import SMALL, Writer
 from tests.weights.sample import SIBLING, tensor_bytes
@@ -33,7 +37,9 @@ def make(directory: Path, config: ModelConfig = SMALL, seed: int = 0) -> Path:
     return directory
 
 
-def convert(tmp_path: Path, layout: str, config: ModelConfig = SMALL) -> tuple[Path, Path, Written]:
+def convert(
+    tmp_path: Path, layout: str, config: ModelConfig = SMALL
+) -> tuple[Path, Path, QuantizeResult]:
     source, out = make(tmp_path / "source", config), tmp_path / layout
     return source, out, quantize_checkpoint(source, out, SCHEMES[layout])
 

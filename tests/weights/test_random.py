@@ -7,8 +7,8 @@ import torch
 
 from dgemma.config import FULL, SLIDING, load_config
 from dgemma.model.gemma import Layer
-from dgemma.weights import random
-from dgemma.weights.random import count_parameters, random_model, short_count
+from dgemma.weights import load
+from dgemma.weights.load import count_parameters, random_model, short_count
 from tests.weights.sample import CONFIG, SHARED, SIBLING, our_logits, some_ids
 
 
@@ -27,7 +27,7 @@ def test_the_token_table_comes_last() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         names: list[str] = []
-        patch.setattr(random, "name_seed", lambda seed, name: names.append(name) or seed)
+        patch.setattr(load, "name_seed", lambda seed, name: names.append(name) or seed)
         random_model(CONFIG, 5, on_layer=look)
     assert len(made) == CONFIG.num_hidden_layers
     assert names.index("embed_tokens.weight") > max(

@@ -183,7 +183,7 @@ def test_a_tensor_listed_twice_in_one_header_is_named(tmp_path: Path) -> None:
     entry = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
     text = f'{{"a":{entry},"a":{entry}}}'.encode()
     (tmp_path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    with pytest.raises(CheckpointError, match="lists a more than once"):
+    with pytest.raises(CheckpointError, match="lists 'a' more than once"):
         read_header(tmp_path / FILE)
 
 

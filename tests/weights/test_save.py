@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ from transformers import DiffusionGemmaForBlockDiffusion, Gemma4ForConditionalGe
 
 from dgemma.config import GenerationConfig, load_config, load_generation_config
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.weights import save
-from dgemma.weights.load import Checkpoint, load_model
+from dgemma.weights import safetensors_io, save
+from dgemma.weights.files import HUB_METADATA, file_digest, verify_digests
+from dgemma.weights.load import Checkpoint, load_model, random_model
 from dgemma.weights.names import stored_names
-from dgemma.weights.random import random_model
 from dgemma.weights.save import save_checkpoint
 from tests.weights.sample import (
     CONFIG,
@@ -29,6 +31,7 @@ from tests.weights.sample import (
 )
 
 SMALL_SHARDS = 20_000  # bytes
+FEW_SHARDS = 100_000
 INDEX = "model.safetensors.index.json"
 
 
@@ -103,6 +106,8 @@ def test_the_index_counts_as_the_released_one(checkpoint: Checkpoint, tmp_path: 
     assert raw["weight_map"].keys() == tensors.keys() == stored_names(CONFIG).keys()
     total = sum(len(data) for _, _, data in tensors.values())
     buffers = 2 * CONFIG.num_hidden_layers + 2 * 12
+    digests = {name: file_digest(tmp_path / name) for name in shards}
+    assert raw["metadata"].pop("sha256") == digests
     assert raw["metadata"] == {"total_size": total, "total_parameters": total // 4 - buffers}
 
 
@@ -182,7 +187,7 @@ def test_an_interrupted_write_leaves_the_directory_as_it_was(
 ) -> None:
     before = {path.name: path.read_bytes() for path in mine.iterdir()}
     written: list[Path] = []
-    write = save.write_safetensors
+    write = safetensors_io.write_safetensors
 
     def interrupted(path: Path, *rest: Any) -> None:
         if len(written) == files_before:
@@ -197,30 +202,108 @@ def test_an_interrupted_write_leaves_the_directory_as_it_was(
     assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
 
 
-@pytest.mark.parametrize("max_shard_bytes", [SMALL_SHARDS, 10**9])
-def test_a_save_interrupted_between_renames_never_looks_whole(
-    max_shard_bytes: int, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CHANGES = {"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "open"}
+_crash: list[int] = []  # operations left until the crash; empty: no crash
+
+
+class Crash(BaseException):
+    """The process ends here: from now on every change of the file system fails."""
+
+
+def _count_down(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _crash or event not in CHANGES:
+        return
+    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & os.O_WRONLY):
+        return
+    _crash[0] -= 1
+    if _crash[0] < 0:
+        raise Crash
+
+
+@pytest.fixture(scope="module")
+def audit() -> None:
+    sys.addaudithook(_count_down)
+
+
+@pytest.mark.parametrize(("before", "after"), [(FEW_SHARDS, FEW_SHARDS), (10**9, FEW_SHARDS)])
+def test_a_crash_at_any_operation_leaves_the_old_or_the_new_checkpoint(
+    before: int, after: int, checkpoint: Checkpoint, tmp_path: Path, audit: None
 ) -> None:
-    save_checkpoint(checkpoint, tmp_path / "whole", max_shard_bytes=max_shard_bytes)
-    renames = len(list((tmp_path / "whole").iterdir()))
-    rename = os.replace
-    for allowed in range(renames):
-        directory = tmp_path / str(allowed)
-        save_checkpoint(Checkpoint(model=random_model(CONFIG, 1)), directory, max_shard_bytes=1)
-        left = [allowed]
+    old = Checkpoint(model=random_model(CONFIG, 1), vision=checkpoint.vision)
+    save_checkpoint(old, tmp_path / "old", max_shard_bytes=before)
+    weights = [model.model.state_dict()["norm.weight"] for model in (old, checkpoint)]
+    seen = []
+    for operations in range(1000):
+        directory = shutil.copytree(tmp_path / "old", tmp_path / str(operations))
+        _crash[:] = [operations]
+        try:
+            save_checkpoint(checkpoint, directory, max_shard_bytes=after, overwrite=True)
+            break
+        except Crash:
+            pass
+        finally:
+            _crash.clear()
+        found = load_model(directory).model.state_dict()["norm.weight"]
+        seen.append([torch.equal(found, each) for each in weights].index(True))
+        # The next save finds its way, and leaves nothing of the interrupted one.
+        save_checkpoint(old, directory, max_shard_bytes=after, overwrite=True)
+        assert not list(directory.glob(".s*"))
+        assert torch.equal(load_model(directory).model.state_dict()["norm.weight"], weights[0])
+        shutil.rmtree(directory)
+    assert seen == sorted(seen) and set(seen) == {0, 1} and len(seen) > 15
 
-        def interrupted(source: Path, target: Path, left: list[int] = left) -> None:
-            if left[0] == 0:
-                raise OSError(28, "No space left on device")
-            left[0] -= 1
-            rename(source, target)
 
-        monkeypatch.setattr(os, "replace", interrupted)
-        with pytest.raises(CheckpointError, match="No space left"):
-            save_checkpoint(checkpoint, directory, max_shard_bytes=max_shard_bytes, overwrite=True)
-        monkeypatch.undo()
-        with pytest.raises(CheckpointError):
-            load_model(directory)
+def test_a_save_that_still_runs_is_no_remnant(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Two saves to one directory: the second does not remove what the first is writing."""
+    running: list[Path] = []
+
+    def write_in_turn(hidden: Path) -> list[str]:
+        running.append(hidden)
+        save_checkpoint(checkpoint, tmp_path, overwrite=True)
+        assert hidden.is_dir()
+        (hidden / "config.json").write_text("{}")
+        return ["config.json"]
+
+    save.save_atomically(tmp_path, write_in_turn)
+    assert running and not list(tmp_path.glob(".s*"))
+    (tmp_path / ".saving-old").mkdir()
+    save_checkpoint(checkpoint, tmp_path, overwrite=True)
+    assert not list(tmp_path.glob(".s*"))
+
+
+def test_damage_is_found_by_the_digests_of_the_index(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    save_checkpoint(checkpoint, tmp_path, max_shard_bytes=SMALL_SHARDS)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert list(verify_digests(tmp_path)) == [path.name for path in shards]
+    data = bytearray(shards[1].read_bytes())
+    data[len(data) // 2] ^= 1
+    shards[1].write_bytes(data)
+    load_model(tmp_path)  # a bit of a weight is no error of the format
+    with pytest.raises(CheckpointError, match=f"{shards[1].name} is damaged: its SHA-256 is"):
+        verify_digests(tmp_path)
+
+
+def test_a_download_is_compared_with_the_digests_of_the_hub(mine: Path, tmp_path: Path) -> None:
+    """Either by the name of the blob in the cache, or by the ETag beside a directory's files."""
+    file = mine / "model.safetensors"
+    assert verify_digests(mine) == {}
+    digest = file_digest(file)
+    stated = mine / HUB_METADATA / f"{file.name}.metadata"
+    stated.parent.mkdir(parents=True)
+    for etag, is_right in ((digest, True), ("0" * 64, False)):
+        stated.write_text(f"commit\n{etag}\n1.0\n")
+        if is_right:
+            assert verify_digests(mine) == {file.name: digest}
+            continue
+        with pytest.raises(CheckpointError, match="is damaged"):
+            verify_digests(mine)
+    shutil.rmtree(mine / ".cache")
+    file.rename(tmp_path / ("1" * 64))
+    file.symlink_to(tmp_path / ("1" * 64))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        verify_digests(mine)
 
 
 def test_a_file_in_the_way_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Configs of the kernels: how much one program takes, its warps, and loads in flight.
+"""Configs of the kernels: block sizes, warps and pipeline stages.
 
 Tuned on an H200 at the released shapes (`bench/tune.py`); these are used on any Hopper GPU, and on
 Blackwell ones with as much shared memory. Other cards get smaller blocks, which fit 99 KB of shared
@@ -7,7 +7,6 @@ for attention). These were compiled for every card, and measured on none: see
 `tests/kernels/compile_all.py`.
 """
 
-import os
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -16,8 +15,7 @@ from math import gcd
 import torch
 import triton
 
-from dgemma.backends.cuda.kernels import device
-from dgemma.backends.cuda.support import INTERPRET
+from dgemma.backends.cuda import device
 
 
 def is_hopper_like() -> bool:
@@ -30,29 +28,29 @@ def is_hopper_like() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Queries and keys of a program's blocks, and in how many parts keys are split."""
+    """Queries and keys of a program's blocks, and the number of splits of the keys."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    parts: int = 1  # of the keys
-    slices: int = 1  # of the values' width; each needs all of the scores
-    edges: bool = True  # hidden keys are looked for only in blocks that may hold some
-    half: bool = True  # parts wait in float16 where the queries have 16 bits
-    wide: bool = False  # by `attention_wide.py`, which has its own blocks of 64
+    splits: int = 1  # split-KV
+    v_slices: int = 1  # of the values' width; each computes all of the scores
+    mask_edges: bool = True  # mask only blocks that may hold hidden keys
+    fp16_splits: bool = True  # outputs of splits are float16 where the queries have 16 bits
+    wide: bool = False  # by `attention_wide.py`, whose blocks are 64 x 64
 
 
 def attention_config(queries: int, kv_heads: int, width: int, segments: int = 1) -> AttentionConfig:
-    """Choose by the queries of each key head. Few do not fill a GPU: keys are split."""
+    """Choose by the queries of each key head; few do not fill a GPU, so keys are split."""
     num_sms = device.num_sms()
     if queries <= 16:
         stages = 2 if width > 256 and device.has_small_shared_memory() else 3
-        form = AttentionConfig(queries=16, keys=32, warps=4, stages=stages, half=False)
-        return replace(form, parts=max(1, num_sms // (kv_heads * segments)))
-    form = _attention_blocks(width)
-    programs = kv_heads * triton.cdiv(queries, form.queries) * form.slices * segments
-    return replace(form, parts=max(1, min(8, num_sms // programs)))
+        config = AttentionConfig(queries=16, keys=32, warps=4, stages=stages, fp16_splits=False)
+        return replace(config, splits=max(1, num_sms // (kv_heads * segments)))
+    config = _attention_blocks(width)
+    programs = kv_heads * triton.cdiv(queries, config.queries) * config.v_slices * segments
+    return replace(config, splits=max(1, min(8, num_sms // programs)))
 
 
 def _attention_blocks(width: int) -> AttentionConfig:
@@ -64,13 +62,13 @@ def _attention_blocks(width: int) -> AttentionConfig:
     if width > 256 and not device.has_tma():  # an A100
         return AttentionConfig(queries=64, keys=32, warps=8, stages=2)
     if width > 256:
-        return AttentionConfig(queries=128, keys=32, warps=8, stages=2, slices=2)
+        return AttentionConfig(queries=128, keys=32, warps=8, stages=2, v_slices=2)
     return AttentionConfig(queries=128, keys=64, warps=8, stages=2)
 
 
 def _has_wide() -> bool:
     """True on Hopper with a Triton that has Gluon."""
-    if os.environ.get(INTERPRET) == "1" or not torch.cuda.is_available():
+    if device.is_interpreted() or not torch.cuda.is_available():
         return False
     return device.capability()[0] == 9 and _has_gluon()
 
@@ -89,9 +87,9 @@ class HeadsConfig:
 
 
 def heads_config(query_heads: int, kv_heads: int) -> HeadsConfig:
-    """At most fp8_out heads, as many as every kind can be divided by; a warp has two of them."""
-    together = gcd(8, query_heads, kv_heads)
-    return HeadsConfig(together, max(1, together // 2))
+    """Take at most eight heads that divide both counts; two to a warp."""
+    heads = gcd(8, query_heads, kv_heads)
+    return HeadsConfig(heads, max(1, heads // 2))
 
 
 # Experts ------------------------------------------------------------------------------------------
@@ -99,170 +97,121 @@ def heads_config(query_heads: int, kv_heads: int) -> HeadsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Block of a grouped GEMM. What is best depends on the GEMM and on the rows per expert."""
+    """Block of a grouped GEMM. The best one depends on the GEMM and on the rows per expert."""
 
-    rows: int  # of one expert, taken together
+    rows: int  # of one expert
     columns: int  # of the output; of both halves where there are two
-    depth: int  # of the inner dimension at a time
+    depth: int  # of the inner dimension per step
     warps: int = 4
-    stages: int = 3  # loads in flight
-    swap: bool = False  # weights on the left: they fill the tall side of the matrix unit
-    tma: bool = False  # weights through the copy engine
-    registers: int | None = None  # at most, of a thread: more programs share a processor then
-    whole: bool = False  # 4-bit weights only: a step's depth in one product instead of four
-    unroll: int = 1  # 4-bit weights only: steps of the depth in one turn of the loop
+    stages: int = 3
+    swap_ab: bool = False  # weights on the left, the tall side of the MMA
+    tma: bool = False  # weights by TMA
+    registers: int | None = None  # at most, per thread: raises occupancy
+    one_dot: bool = False  # NVFP4 only: a step's depth in one MMA instead of four
+    unroll: int = 1  # NVFP4 only: steps per loop iteration
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfigs:
-    """Both GEMMs of the experts."""
+    """Both GEMMs of the experts, for up to `max_rows` rows per expert under even routing."""
 
     gate_up: MoeConfig
     down: MoeConfig
+    max_rows: float = float("inf")
 
 
-# Entries have the greatest number of rows per expert, were they spread evenly, that they are for.
-MoeTable = tuple[tuple[float, MoeConfigs], ...]
+def _without_tma(configs: MoeConfigs) -> MoeConfigs:
+    gate_up, down = (replace(c, swap_ab=False, tma=False) for c in (configs.gate_up, configs.down))
+    return replace(configs, gate_up=gate_up, down=down)
+
+
+MoeTable = tuple[MoeConfigs, ...]  # by max_rows
 
 MOE_16: MoeTable = (
-    (
-        1.0,
-        MoeConfigs(
-            MoeConfig(rows=16, columns=32, depth=128, stages=4),
-            MoeConfig(rows=16, columns=64, depth=64, stages=4),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=16, columns=32, depth=128, stages=4),
+        MoeConfig(rows=16, columns=64, depth=64, stages=4),
+        max_rows=1,
     ),
-    (
-        24.0,
-        MoeConfigs(
-            MoeConfig(rows=32, columns=64, depth=128, stages=2, tma=True),
-            MoeConfig(rows=32, columns=64, depth=64, stages=4, swap=True, tma=True),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=32, columns=64, depth=128, stages=2, tma=True),
+        MoeConfig(rows=32, columns=64, depth=64, stages=4, swap_ab=True, tma=True),
+        max_rows=24,
     ),
-    (
-        96.0,
-        MoeConfigs(
-            MoeConfig(rows=64, columns=64, depth=64, stages=3),
-            MoeConfig(rows=64, columns=128, depth=64, stages=3),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=64, columns=64, depth=64),
+        MoeConfig(rows=64, columns=128, depth=64),
+        max_rows=96,
     ),
-    (
-        float("inf"),
-        MoeConfigs(
-            MoeConfig(rows=128, columns=128, depth=64, warps=8, stages=4, swap=True, tma=True),
-            MoeConfig(rows=256, columns=128, depth=64, warps=8, stages=4, swap=True, tma=True),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=128, columns=128, depth=64, warps=8, stages=4, swap_ab=True, tma=True),
+        MoeConfig(rows=256, columns=128, depth=64, warps=8, stages=4, swap_ab=True, tma=True),
     ),
 )
 
 MOE_8: MoeTable = (
-    (
-        1.0,
-        MoeConfigs(
-            MoeConfig(rows=16, columns=32, depth=256, stages=3, tma=True),
-            MoeConfig(rows=16, columns=64, depth=64, stages=4, tma=True),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=16, columns=32, depth=256, tma=True),
+        MoeConfig(rows=16, columns=64, depth=64, stages=4, tma=True),
+        max_rows=1,
     ),
-    (
-        24.0,
-        MoeConfigs(
-            MoeConfig(rows=32, columns=64, depth=128, stages=3, swap=True, tma=True),
-            MoeConfig(rows=32, columns=64, depth=128, stages=3, swap=True, tma=True),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=32, columns=64, depth=128, swap_ab=True, tma=True),
+        MoeConfig(rows=32, columns=64, depth=128, swap_ab=True, tma=True),
+        max_rows=24,
     ),
-    (
-        96.0,
-        MoeConfigs(
-            MoeConfig(rows=64, columns=64, depth=128, stages=3, tma=True),
-            MoeConfig(rows=64, columns=128, depth=128, stages=3, tma=True),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=64, columns=64, depth=128, tma=True),
+        MoeConfig(rows=64, columns=128, depth=128, tma=True),
+        max_rows=96,
     ),
-    (
-        float("inf"),
-        MoeConfigs(
-            MoeConfig(rows=128, columns=64, depth=128, stages=3, swap=True, tma=True),
-            MoeConfig(rows=128, columns=128, depth=128, stages=3, tma=True),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=128, columns=64, depth=128, swap_ab=True, tma=True),
+        MoeConfig(rows=128, columns=128, depth=128, tma=True),
     ),
 )
 
-# Weights of 4 bits are always on the left and never through the copy engine: for every card.
+# NVFP4 weights are always on the left and never read by TMA: one table for every card.
 MOE_4: MoeTable = (
-    (
-        24.0,
-        MoeConfigs(
-            MoeConfig(rows=32, columns=64, depth=64, stages=3, whole=True, unroll=2),
-            MoeConfig(rows=32, columns=128, depth=64, stages=4, registers=96, whole=True),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=32, columns=64, depth=64, one_dot=True, unroll=2),
+        MoeConfig(rows=32, columns=128, depth=64, stages=4, registers=96, one_dot=True),
+        max_rows=24,
     ),
-    (
-        96.0,
-        MoeConfigs(
-            MoeConfig(rows=64, columns=64, depth=64, stages=3, whole=True, unroll=2),
-            MoeConfig(rows=64, columns=128, depth=64, stages=3),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=64, columns=64, depth=64, one_dot=True, unroll=2),
+        MoeConfig(rows=64, columns=128, depth=64),
+        max_rows=96,
     ),
-    (
-        float("inf"),
-        MoeConfigs(
-            MoeConfig(rows=128, columns=64, depth=64, stages=4),
-            MoeConfig(rows=128, columns=128, depth=64, stages=3),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=128, columns=64, depth=64, stages=4),
+        MoeConfig(rows=128, columns=128, depth=64),
     ),
 )
 
-# For cards without a copy engine, or with little shared memory.
+# For cards without TMA, or with little shared memory.
 SMALL_MOE_16: MoeTable = (
     MOE_16[0],
-    (
-        24.0,
-        MoeConfigs(
-            MoeConfig(rows=32, columns=64, depth=64, stages=3),
-            MoeConfig(rows=32, columns=64, depth=64, stages=4),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=32, columns=64, depth=64),
+        MoeConfig(rows=32, columns=64, depth=64, stages=4),
+        max_rows=24,
     ),
     MOE_16[2],
-    (
-        float("inf"),
-        MoeConfigs(
-            MoeConfig(rows=128, columns=64, depth=64, warps=8, stages=3),
-            MoeConfig(rows=128, columns=128, depth=64, warps=8, stages=3),
-        ),
+    MoeConfigs(
+        MoeConfig(rows=128, columns=64, depth=64, warps=8),
+        MoeConfig(rows=128, columns=128, depth=64, warps=8),
     ),
 )
-
 SMALL_MOE_8: MoeTable = (
-    (
-        1.0,
-        MoeConfigs(
-            MoeConfig(rows=16, columns=32, depth=256, stages=3),
-            MoeConfig(rows=16, columns=64, depth=64, stages=4),
-        ),
-    ),
-    (
-        24.0,
-        MoeConfigs(
-            MoeConfig(rows=32, columns=64, depth=128, stages=3),
-            MoeConfig(rows=32, columns=64, depth=128, stages=3),
-        ),
-    ),
-    (
-        96.0,
-        MoeConfigs(
-            MoeConfig(rows=64, columns=64, depth=128, stages=3),
-            MoeConfig(rows=64, columns=128, depth=128, stages=3),
-        ),
-    ),
-    (
-        float("inf"),
-        MoeConfigs(
-            MoeConfig(rows=128, columns=64, depth=128, warps=8, stages=3),
-            MoeConfig(rows=128, columns=128, depth=128, warps=8, stages=3),
-        ),
+    *map(_without_tma, MOE_8[:3]),
+    MoeConfigs(
+        MoeConfig(rows=128, columns=64, depth=128, warps=8),
+        MoeConfig(rows=128, columns=128, depth=128, warps=8),
     ),
 )
 
-MOE = {16: MOE_16, 8: MOE_8, 4: MOE_4}
+MOE = {16: MOE_16, 8: MOE_8, 4: MOE_4}  # by bits of a weight
 SMALL_MOE = {16: SMALL_MOE_16, 8: SMALL_MOE_8, 4: MOE_4}
 
 
@@ -271,10 +220,10 @@ def moe_table(bits: int) -> MoeTable:
     return (MOE if is_hopper_like() else SMALL_MOE)[bits]
 
 
-def moe_config(num_choices: int, num_experts: int, bits: int = 16) -> MoeConfigs:
-    """Choose by the rows of an expert, were they spread evenly."""
-    share = num_choices / num_experts
-    return next(entry for most, entry in moe_table(bits) if share <= most)
+def moe_config(num_assignments: int, num_experts: int, bits: int = 16) -> MoeConfigs:
+    """Choose by the rows per expert under even routing."""
+    rows = num_assignments / num_experts
+    return next(configs for configs in moe_table(bits) if rows <= configs.max_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,21 +231,20 @@ class MoeDecodeConfig:
     """Block of a program of `moe_decode.py`."""
 
     columns: int  # outputs; of both halves where there are two
-    depth: int  # inputs at a time
+    depth: int  # inputs per step
     warps: int = 4
-    registers: int | None = None  # at most, of a thread
+    registers: int | None = None  # at most, per thread
 
 
 @dataclass(frozen=True, slots=True)
 class MoeDecodeConfigs:
-    """Both products of the experts."""
+    """Both GEMVs of the experts."""
 
     gate_up: MoeDecodeConfig
     down: MoeDecodeConfig
 
 
-# By bits of a weight.
-MOE_DECODE = {
+MOE_DECODE = {  # by bits of a weight
     16: MoeDecodeConfigs(
         MoeDecodeConfig(columns=4, depth=256, warps=2), MoeDecodeConfig(columns=8, depth=128)
     ),
@@ -315,89 +263,86 @@ MOE_DECODE = {
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Rows and experts of a program, its share of the depth, and a step of it."""
+    """Rows, experts and inputs of a program of the split-K GEMM; warps of the top-k."""
 
     rows: int = 64
     columns: int = 128
-    share: int = 128
-    depth: int = 64
+    k_split: int = 128  # inputs of a split
+    depth: int = 64  # inputs per step
     warps: int = 4
     stages: int = 2
-    choosers: int = 1  # warps of the second kernel
+    topk_warps: int = 1
 
 
 def router_config(rows: int, num_experts: int, width: int) -> RouterConfig:
-    """Fewer parts the more rows there are: the parts have to be written and read."""
-    form = RouterConfig(columns=min(128, max(16, triton.next_power_of_2(num_experts))))
-    blocks = triton.cdiv(rows, form.rows) * triton.cdiv(num_experts, form.columns)
-    share, num_sms = form.share, device.num_sms()
-    while share < width and blocks * triton.cdiv(width, 2 * share) >= num_sms:
-        share *= 2
-    # A share of one step has its weight read before the kernel waits.
-    depth = share if share == form.share else form.depth
-    return RouterConfig(columns=form.columns, share=share, depth=depth)
+    """Use fewer splits the more rows there are: their sums are written and read again."""
+    config = RouterConfig(columns=min(128, max(16, triton.next_power_of_2(num_experts))))
+    blocks = triton.cdiv(rows, config.rows) * triton.cdiv(num_experts, config.columns)
+    k_split, num_sms = config.k_split, device.num_sms()
+    while k_split < width and blocks * triton.cdiv(width, 2 * k_split) >= num_sms:
+        k_split *= 2
+    # A split of one step reads its weight before the PDL wait.
+    depth = k_split if k_split == config.k_split else config.depth
+    return RouterConfig(columns=config.columns, k_split=k_split, depth=depth)
 
 
-# Products outside the experts ---------------------------------------------------------------------
+# GEMMs outside the experts ------------------------------------------------------------------------
 
-MAX_GEMM_ROWS = 512  # a canvas behind a commit; with more, the library has enough programs too
+MAX_GEMM_ROWS = 512  # a canvas after a commit; with more rows cuBLAS fills the GPU too
 
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """Rows and outputs of a program of an fp8 GEMM, and a step of its depth.
-
-    `parts`: so many programs share the depth, and what reads the product adds them up.
-    """
+    """Block of an fp8 GEMM; the kernel that reads the sums of split-K (`splits` > 1) adds them."""
 
     rows: int = 128
     outputs: int = 64
-    depth: int = 128
-    parts: int = 1
+    depth: int = 128  # inputs per step
+    splits: int = 1
     warps: int = 4
-    stages: int = 4  # loads in flight
+    stages: int = 4
 
 
-# Kept where whole layers ran faster so (`bench/tune.py`). The dense part's first product is not
-# among them: alone it would be faster too, but it runs beside the experts.
-QKV = GemmConfig()  # what follows it does not add parts up
-OUT = GemmConfig(parts=3)  # of attention
-DOWN = GemmConfig(parts=2)  # of the dense part
-# A part of the soft embedding (`soft_embed_fp8.py`), by `bench/tune.py`: all positions
-# of a canvas, so that the table is read once. How many parts there are, the table says.
-SOFT = GemmConfig(rows=256, outputs=128, depth=128, warps=8, stages=4)
+# Kept where whole layers ran faster with them (`bench/tune.py`). The gate/up GEMM of the dense MLP
+# is not among them: alone it would be faster too, but it runs in parallel with the experts.
+QKV = GemmConfig()  # its reader does not add splits
+OUT = GemmConfig(splits=3)  # of attention
+DOWN = GemmConfig(splits=2)  # of the dense MLP
+# The soft embedding (`soft_embed_fp8.py`): all positions of a canvas, so that the table is read
+# once. The table decides the number of splits.
+SOFT_EMBED = GemmConfig(rows=256, outputs=128, depth=128, warps=8, stages=4)
 
-SMALL_GEMM = {SOFT: GemmConfig(rows=128, outputs=128, depth=128, warps=8, stages=3)}
+SMALL_GEMM = {SOFT_EMBED: GemmConfig(rows=128, outputs=128, depth=128, warps=8, stages=3)}
 
 
-def fitted(form: GemmConfig) -> GemmConfig:
+def for_device(config: GemmConfig) -> GemmConfig:
     """Return the current device's variant of one of the configs above."""
-    return form if is_hopper_like() else SMALL_GEMM.get(form, form)
+    return config if is_hopper_like() else SMALL_GEMM.get(config, config)
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """Outputs of a program, numbers of a row that it takes at once, and its warps."""
+    """Outputs of a program, inputs per step, and its warps."""
 
     outputs: int
     chunk: int
     warps: int = 4
 
 
-# By outputs and depth, for 16 bits. Windowed layers of the released model, before the heads and
-# behind attention; found by `bench/tune.py`: 2.68 to 2.62 ms a token.
+# By outputs and inputs, for 16 bits: QKV and output projection of the released sliding layers
+# (`bench/tune.py`: 2.68 to 2.62 ms a token).
 GEMV = {(8192, 2816): GemvConfig(2, 1024), (2816, 4096): GemvConfig(4, 4096, warps=8)}
 
 
-def gemv_config(outputs: int, depth: int, *, is_gated: bool, is_8: bool = False) -> GemvConfig:
-    """Enough programs for every processor to have several, and whole rows in flight."""
-    longest = triton.next_power_of_2(depth)
+def gemv_config(outputs: int, depth: int, *, is_gated: bool, is_fp8: bool = False) -> GemvConfig:
+    """Aim for several programs per SM, and whole rows in flight."""
+    padded = triton.next_power_of_2(depth)
     if is_gated:
-        return GemvConfig(2, min(512, longest), warps=2)
-    if (outputs, depth) in GEMV and not is_8:
+        return GemvConfig(2, min(512, padded), warps=2)
+    if (outputs, depth) in GEMV and not is_fp8:
         return GEMV[outputs, depth]
     if outputs >= 1 << 16:
-        return GemvConfig(2, min(2048, longest))
+        return GemvConfig(2, min(2048, padded))
     if outputs >= 6144:
-        return GemvConfig(4, min(2048, longest))
-    return GemvConfig(2, min(4096, longest))
+        return GemvConfig(4, min(2048, padded))
+    return GemvConfig(2, min(4096, padded))

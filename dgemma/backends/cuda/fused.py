@@ -18,17 +18,19 @@ from torch import Tensor
 
 from dgemma.backends.cuda import configs
 from dgemma.backends.cuda.gemm import (
+    MoeKernels,
     Rows,
     accepts_fp8,
     gemm,
     gemm_gelu_mul,
+    moe_kernels,
     quantize_rows,
     use_gemv,
 )
 from dgemma.backends.cuda.kernels import attention, gemv, residual_norm, router
 from dgemma.backends.cuda.kernels.attention import Segments
-from dgemma.backends.cuda.kernels.moe_sort import Buckets
-from dgemma.backends.cuda.kernels.qk_norm_rope import Heads, heads
+from dgemma.backends.cuda.kernels.moe import Buckets
+from dgemma.backends.cuda.kernels.qk_norm_rope import Heads, qk_norm_rope
 from dgemma.backends.cuda.merge import (
     gate_up,
     is_mergeable,
@@ -37,12 +39,11 @@ from dgemma.backends.cuda.merge import (
     qkv,
     weight_of,
 )
-from dgemma.backends.cuda.moe import MoeKernels, moe_kernels
 from dgemma.config import LayerType
 from dgemma.model.gemma import Gemma, Layer
-from dgemma.model.rope import CosSin
-from dgemma.quant.fp8 import Weight
-from dgemma.quant.qtensor import Quantized
+from dgemma.model.norm_rope import CosSin
+from dgemma.quant.fp8 import LinearWeight
+from dgemma.quant.qtensor import QTensor
 
 
 class Routing(NamedTuple):
@@ -61,10 +62,10 @@ class FusedLayer:
     layer_type: LayerType
     window: int
     heads: Heads
-    qkv: Weight
-    out: Weight
-    gate_up: Weight
-    down: Weight
+    qkv: LinearWeight
+    out: LinearWeight
+    gate_up: LinearWeight
+    down: LinearWeight
     router: tuple[Tensor, Tensor, int]  # weight, scale of each expert, top-k
     experts: MoeKernels
     attention_norms: tuple[Tensor, Tensor, Tensor, Tensor]  # post, dense, experts, router scale
@@ -99,11 +100,11 @@ class FusedModel:
         decode = use_gemv(x_TD)
         if normed_TD is None:
             normed_TD = residual_norm.norm(x_TD, self.input_norm_D, self.eps)
-        is_fp8 = not decode and self.layers[0].qkv.is_8
+        is_fp8 = not decode and self.layers[0].qkv.is_fp8
         normed: Rows = quantize_rows(normed_TD) if is_fp8 else normed_TD
         del normed_TD
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
-            fp8_out = not decode and following is not None and following.qkv.is_8
+            fp8_out = not decode and following is not None and following.qkv.is_fp8
             qkv_TX = gemm(normed, layer.qkv, x_TD.dtype, configs.QKV)
             attended = self._attend(layer, qkv_TX, cos_sin, batch)
             x_TD, normed = self._after_attention(layer, x_TD, attended, fp8_out=fp8_out)
@@ -114,11 +115,11 @@ class FusedModel:
     def _attend(self, layer: FusedLayer, qkv_TX: Tensor, cos_sin: CosSin, batch: AttnBatch) -> Rows:
         table_E6, segments = batch.table_EX6[:, layer.index], batch.segments
         rope = cos_sin[layer.layer_type]
-        q_TNH = heads(qkv_TX, layer.heads, rope, table_E6, segments, self.eps)
-        given = (q_TNH, table_E6, segments, layer.heads.keys, layer.window)
+        q_TNH = qk_norm_rope(qkv_TX, layer.heads, rope, table_E6, segments, self.eps)
+        splits = attention.attend(q_TNH, table_E6, segments, layer.heads.keys, layer.window)
         if accepts_fp8(qkv_TX, layer.out):
-            return Quantized(*attention.attention_fp8(*given))
-        return attention.attention(*given).flatten(1)
+            return QTensor(*attention.reduce_splits_fp8(*splits, q_TNH.dtype))
+        return attention.reduce_splits(*splits, q_TNH.dtype).flatten(1)
 
     def _after_attention(
         self, layer: FusedLayer, x_TD: Tensor, attended: Rows, *, fp8_out: bool
@@ -131,13 +132,14 @@ class FusedModel:
         expert: Tensor | tuple[Tensor, Tensor]
         route: Callable[[], Routing]
         if use_gemv(x_TD):  # with the router's GEMV in the same launch
-            (x_TD, dense, expert), part_1TE = gemv.residual_add_norm(
+            (x_TD, dense, expert), logits_1TE = gemv.residual_add_norm_router(
                 x_TD, out, norms, weight_ED, self.eps
             )
-            routing = Routing(*router.choose(router.Parts(part_1TE), scale_E, top_k))
+            routing = Routing(*router.topk(router.RouterLogits(logits_1TE), scale_E, top_k))
             route = lambda: routing  # noqa: E731
         else:
-            fp8 = {"fp8_out": layer.gate_up.is_8, "fp8_experts": layer.experts.accepts_fp8(x_TD)}
+            fp8_experts = layer.experts.accepts_fp8(x_TD)
+            fp8 = {"fp8_out": layer.gate_up.is_fp8, "fp8_experts": fp8_experts}
             x_TD, dense, expert, router_TD = residual_norm.residual_add_norm(
                 x_TD, out, norms, self.eps, **fp8
             )
@@ -157,7 +159,7 @@ class FusedModel:
         dtype: torch.dtype,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the dense MLP's output, and the experts' with the router's weights."""
-        device = layer.gate_up.numbers_OI.device
+        device = layer.gate_up.values_OI.device
         try:
             with _on_side_stream(device):
                 hidden = gemm_gelu_mul(dense, layer.gate_up, dtype)
@@ -171,22 +173,22 @@ class FusedModel:
 
 def _route(layer: FusedLayer, router_TD: Tensor) -> Routing:
     weight_ED, scale_E, top_k = layer.router
-    return Routing(*router.choose(router.parts(router_TD, weight_ED), scale_E, top_k))
+    return Routing(*router.topk(router.router_logits(router_TD, weight_ED), scale_E, top_k))
 
 
-def _rows(found: Tensor | tuple[Tensor, Tensor]) -> Rows:
-    return Quantized(*found) if isinstance(found, tuple) else found
+def _rows(rows: Tensor | tuple[Tensor, Tensor]) -> Rows:
+    return QTensor(*rows) if isinstance(rows, tuple) else rows
 
 
-# --- the dense MLP runs beside the experts
+# --- the dense MLP runs in parallel with the experts
 
 _side_streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all models, since libraries keep up to 63 MB for each stream they have seen.
+    """Return a stream for all models, since libraries keep up to 63 MB for each stream.
 
-    But one for each thread: what another thread captures must not be joined.
+    One for each thread: a capture of another thread must not be joined.
     """
     key = device, get_ident()
     if key not in _side_streams:
@@ -196,7 +198,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _on_side_stream(device: torch.device) -> Iterator[None]:
-    """Run work on the side stream, after all that was launched before, until it is joined."""
+    """Run work on the side stream, after everything launched before, until it is joined."""
     if device.type != "cuda":
         yield
         return
@@ -215,7 +217,7 @@ def _join_side_stream(device: torch.device) -> None:
 
 
 def can_fuse(model: Gemma) -> bool:
-    """True if all linears are plain, or fp8, and the experts have kernels; none is adapted."""
+    """True if all linears are plain or fp8, without adapters, and the experts have kernels."""
     dtype = model.embed_tokens.weight.dtype
     return all(
         is_mergeable(layer) and moe_kernels(layer.experts, dtype) is not None
@@ -229,7 +231,7 @@ def fuse(layer: Layer, index: int, next_D: Tensor) -> FusedLayer:
     scale = layer.router.per_expert_scale
     return FusedLayer(
         index=index,
-        layer_type=attn.kind,
+        layer_type=attn.layer_type,
         window=attn.shape.window or 0,
         heads=Heads(
             queries=attn.q_proj.weight.shape[0] // attn.shape.head_dim,

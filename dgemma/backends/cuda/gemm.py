@@ -1,83 +1,89 @@
-"""GEMMs outside the experts, with 16-bit or fp8 weights, by whichever kernel suits the rows.
+"""GEMMs of the layers by whichever kernel suits the weights' format and the number of rows.
 
-One or two rows go to a GEMV that streams the weight. With fp8 weights rows are quantized too, per
-row, unless they are that few; the kernels between GEMMs write them quantized already. Cards without
-fp8 arithmetic are given 16-bit weights at load (`weights.choose`).
+One or two rows go to a GEMV that streams the weight. With fp8 weights activations are quantized
+too, per row, unless they are that few; the kernels between GEMMs write them quantized already.
+Cards without fp8 arithmetic are given 16-bit weights at load (`weights.inference`).
 
-T tokens, I inputs, O outputs, S parts of a split GEMM.
+T tokens, K experts per token, A = T * K assignments, D width, I inputs, O outputs, S splits.
 """
 
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgemma.backends.cuda.configs import MAX_GEMM_ROWS, GemmConfig
-from dgemma.backends.cuda.kernels import gemm_fp8, gemv, moe, residual_norm
-from dgemma.quant.fp8 import PIECE, Weight, has_e4m3
-from dgemma.quant.qtensor import Quantized
+from dgemma.backends.cuda.kernels import gemm_fp8, gemv, moe, moe_decode, moe_nvfp4, residual_norm
+from dgemma.backends.cuda.kernels.moe import Buckets
+from dgemma.model.gemma import Experts
+from dgemma.quant.fp8 import VOCAB_PIECE, Fp8Experts, LinearWeight, has_e4m3
+from dgemma.quant.nvfp4 import Nvfp4Experts, TiledNvfp4
+from dgemma.quant.qtensor import QTensor
 
 MAX_GEMV_ROWS = 2
 ALIGNMENT = 16  # bytes; of both dimensions of an fp8 GEMM
 
-Rows = Tensor | Quantized
+Rows = Tensor | QTensor
 
-_has_e4m3 = cache(has_e4m3)  # asked by every GEMM
+_has_e4m3 = cache(has_e4m3)  # called by every GEMM
 
 
-def quantize_rows(x_TI: Tensor) -> Quantized:
+def quantize_rows(x_TI: Tensor) -> QTensor:
     """Quantize to fp8: scale = absmax of the row / FP8_MAX."""
-    return Quantized(*moe.quantize(x_TI))
+    return QTensor(*residual_norm.quantize(x_TI))
 
 
 def use_gemv(x_TI: Tensor) -> bool:
-    """True for rows so few that the weight is streamed past them."""
+    """True for rows so few that the weight is streamed."""
     return len(x_TI) <= MAX_GEMV_ROWS and x_TI.is_contiguous()
 
 
-def accepts_fp8(x_TI: Tensor, weight: Weight) -> bool:
-    """True if rows of this shape are quantized for such a weight, and may come so already."""
-    return weight.is_8 and not use_gemv(x_TI)
+def accepts_fp8(x_TI: Tensor, weight: LinearWeight) -> bool:
+    """True if rows of this shape are quantized for such a weight, and may be passed so."""
+    return weight.is_fp8 and not use_gemv(x_TI)
 
 
-def gemm(x: Rows, weight: Weight, dtype: torch.dtype, config: GemmConfig | None = None) -> Tensor:
-    """Return x @ weight.T in `dtype`; with a split-K config the partial sums, [S, T, O]."""
+def gemm(
+    x: Rows, weight: LinearWeight, dtype: torch.dtype, config: GemmConfig | None = None
+) -> Tensor:
+    """Return x @ weight.T in `dtype`; with a split-K config the sums of the splits, [S, T, O]."""
     if isinstance(x, Tensor):
         if use_gemv(x):
-            return gemv.product(x, *weight)
-        if weight.factor_O is None:
-            return F.linear(x, weight.numbers_OI)
+            return gemv.gemv(x, *weight)
+        if weight.scale_O is None:
+            return F.linear(x, weight.values_OI)
         x = quantize_rows(x)
-    assert weight.factor_O is not None, "quantized rows are for quantized weights"
-    stored = Quantized(weight.numbers_OI, weight.factor_O)
-    is_aligned = stored.numbers.shape[1] % ALIGNMENT == 0
-    if config is not None and len(x.numbers) <= MAX_GEMM_ROWS and is_aligned:
-        return gemm_fp8.product(x, stored, dtype, config)
-    if has_scaled_mm(stored.numbers):
+    assert weight.scale_O is not None, "quantized rows are for quantized weights"
+    stored = QTensor(weight.values_OI, weight.scale_O)
+    is_aligned = stored.values.shape[1] % ALIGNMENT == 0
+    if config is not None and len(x.values) <= MAX_GEMM_ROWS and is_aligned:
+        return gemm_fp8.gemm(x, stored, dtype, config)
+    if has_scaled_mm(stored.values):
         return _scaled_mm(x, stored, dtype)
-    return F.linear(x.whole(), stored.whole()).to(dtype)
+    return F.linear(x.dequantize(), stored.dequantize()).to(dtype)
 
 
-def gemm_gelu_mul(x: Rows, weight: Weight, dtype: torch.dtype) -> Rows:
+def gemm_gelu_mul(x: Rows, weight: LinearWeight, dtype: torch.dtype) -> Rows:
     """Return gelu(gate) * up for a weight that holds the gate half first; fp8 if the rows were."""
     if isinstance(x, Tensor) and use_gemv(x):
-        return gemv.gated_product(x, *weight)
-    out = residual_norm.gelu_and_mul(gemm(x, weight, dtype), fp8_out=isinstance(x, Quantized))
-    return Quantized(*out) if isinstance(out, tuple) else out
+        return gemv.gemv_gelu_mul(x, *weight)
+    out = residual_norm.gelu_and_mul(gemm(x, weight, dtype), fp8_out=isinstance(x, QTensor))
+    return QTensor(*out) if isinstance(out, tuple) else out
 
 
-def lm_head(hidden_TD: Tensor, weight: Weight, out_TV: Tensor) -> Tensor:
+def lm_head(hidden_TD: Tensor, weight: LinearWeight, out_TV: Tensor) -> Tensor:
     """Write logits before the soft cap."""
-    if weight.factor_O is None:
-        return torch.mm(hidden_TD, weight.numbers_OI.t(), out=out_TV)
-    x, stored = quantize_rows(hidden_TD), Quantized(weight.numbers_OI, weight.factor_O)
-    if has_scaled_mm(stored.numbers):
+    if weight.scale_O is None:
+        return torch.mm(hidden_TD, weight.values_OI.t(), out=out_TV)
+    x, stored = quantize_rows(hidden_TD), QTensor(weight.values_OI, weight.scale_O)
+    if has_scaled_mm(stored.values):
         return _scaled_mm(x, stored, out_TV.dtype, out_TV)
-    rows_TD = x.whole()
-    parts = zip(*(torch.split(part, PIECE) for part in (*stored, out_TV.t())), strict=True)
-    for values, scale, out_PT in parts:
-        out_PT.copy_(F.linear(rows_TD, Quantized(values, scale).whole()).t())
+    rows_TD = x.dequantize()
+    pieces = zip(*(torch.split(t, VOCAB_PIECE) for t in (*stored, out_TV.t())), strict=True)
+    for values, scale, out_PT in pieces:
+        out_PT.copy_(F.linear(rows_TD, QTensor(values, scale).dequantize()).t())
     return out_TV
 
 
@@ -87,15 +93,98 @@ def has_scaled_mm(values_OI: Tensor) -> bool:
 
 
 def _scaled_mm(
-    x: Quantized, stored: Quantized, dtype: torch.dtype, out_TO: Tensor | None = None
+    x: QTensor, stored: QTensor, dtype: torch.dtype, out_TO: Tensor | None = None
 ) -> Tensor:
-    into = {} if out_TO is None else {"out": out_TO}
+    out = {} if out_TO is None else {"out": out_TO}
     return torch._scaled_mm(
-        x.numbers,
-        stored.numbers.t(),
-        scale_a=x.factor[:, None],
-        scale_b=stored.factor[None],
+        x.values,
+        stored.values.t(),
+        scale_a=x.scale[:, None],
+        scale_b=stored.scale[None],
         out_dtype=dtype,
         use_fast_accum=True,
-        **into,
+        **out,
     )
+
+
+# --- experts
+
+
+class MoeKernels(Protocol):
+    """Runs one layer's experts."""
+
+    def accepts_fp8(self, x_TD: Tensor) -> bool:
+        """True if rows of this shape may be passed quantized to fp8."""
+
+    def outputs(
+        self, x: Rows, topk_ids_TK: Tensor, buckets: Buckets | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Compute each assignment's output, [A, D], unweighted; `buckets`: sorted assignments."""
+
+
+def moe_kernels(experts: nn.Module, dtype: torch.dtype) -> MoeKernels | None:
+    """Return the kernels for a module's weight format and a dtype of activations, if any."""
+    if isinstance(experts, Experts):
+        weights = (experts.gate_up_proj, experts.down_proj)
+        return HalfMoe(experts) if all(weight.shape[2] % 8 == 0 for weight in weights) else None
+    if isinstance(experts, Fp8Experts):
+        # TMA needs rows of a multiple of 16 bytes.
+        is_aligned = all(weight.values.shape[2] % 16 == 0 for weight in experts.stored)
+        return Fp8Moe(experts) if is_aligned else None
+    # Unpacked values are bfloat16; the interpreter tests them in float32.
+    is_known = dtype in (torch.bfloat16, torch.float32)
+    return HalfMoe(experts) if isinstance(experts, Nvfp4Experts) and is_known else None
+
+
+def is_decode(x_TD: Tensor) -> bool:
+    """True for tokens so few that experts are run one assignment at a time."""
+    return len(x_TD) <= moe_decode.MAX_TOKENS
+
+
+class HalfMoe:
+    """Experts whose activations are 16-bit; weights are 16-bit or NVFP4."""
+
+    def __init__(self, experts: Experts | Nvfp4Experts) -> None:
+        self.plain: tuple[Tensor, Tensor] | None = None
+        self.nvfp4: tuple[TiledNvfp4, TiledNvfp4] | None = None
+        if isinstance(experts, Nvfp4Experts):
+            self.nvfp4 = (experts.gate_up, experts.down)
+        else:
+            self.plain = (experts.gate_up_proj, experts.down_proj)
+
+    def accepts_fp8(self, x_TD: Tensor) -> bool:
+        return False
+
+    def outputs(
+        self, x: Rows, topk_ids_TK: Tensor, buckets: Buckets | None, dtype: torch.dtype
+    ) -> Tensor:
+        assert isinstance(x, Tensor)
+        if self.nvfp4 is not None:
+            if is_decode(x):
+                return moe_decode.expert_outputs_nvfp4(x, topk_ids_TK, *self.nvfp4)
+            return moe_nvfp4.expert_outputs_nvfp4(x, topk_ids_TK, *self.nvfp4, buckets)
+        assert self.plain is not None
+        if is_decode(x):
+            return moe_decode.expert_outputs(x, topk_ids_TK, *self.plain)
+        return moe.expert_outputs(x, topk_ids_TK, *self.plain, buckets)
+
+
+class Fp8Moe:
+    """fp8 weights; activations are quantized per row unless the rows are very few."""
+
+    def __init__(self, experts: Fp8Experts) -> None:
+        self.gate_up, self.down = experts.stored
+
+    def accepts_fp8(self, x_TD: Tensor) -> bool:
+        return not is_decode(x_TD)
+
+    def outputs(
+        self, x: Rows, topk_ids_TK: Tensor, buckets: Buckets | None, dtype: torch.dtype
+    ) -> Tensor:
+        gate_up, down = self.gate_up, self.down
+        if isinstance(x, Tensor):
+            if is_decode(x):
+                weights, scales = (gate_up.values, down.values), (gate_up.scale, down.scale)
+                return moe_decode.expert_outputs(x, topk_ids_TK, *weights, scales)
+            x = quantize_rows(x)
+        return moe.expert_outputs_fp8(x, topk_ids_TK, gate_up, down, dtype, buckets)

@@ -1,7 +1,7 @@
 """Merged weights of linears that read the same rows: one GEMM instead of two or three.
 
-The modules keep views of the merged weight, so that nothing is stored twice. Known where there is
-no Triton too, since layers are merged while they are loaded.
+The modules keep views of the merged weight, so that nothing is stored twice. Does not need Triton,
+since layers are merged while they are loaded.
 """
 
 from itertools import pairwise
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.model.gemma import Attention, FeedForward, Gemma, Layer
-from dgemma.quant.fp8 import Fp8Linear, Weight
+from dgemma.quant.fp8 import Fp8Linear, LinearWeight
 
 PlainLinear = nn.Linear | Fp8Linear
 
@@ -22,9 +22,9 @@ def layers_of(model: Gemma) -> list[Layer]:
 
 def is_mergeable(layer: Layer) -> bool:
     """True if the linears of each group are all plain, or all fp8; none has an adapter."""
-    parts: list[nn.Module] = [layer.self_attn, layer.mlp]
-    if not all(type(part) in (Attention, FeedForward) for part in parts):
-        return False  # laid out for a CPU
+    blocks: list[nn.Module] = [layer.self_attn, layer.mlp]
+    if not all(type(block) in (Attention, FeedForward) for block in blocks):
+        return False  # packed for a CPU
     groups = (qkv(layer), gate_up(layer), [layer.self_attn.o_proj], [layer.mlp.down_proj])
     kinds = [{type(module) for module in group} for group in groups]
     is_known = all(kind in ({nn.Linear}, {Fp8Linear}) for kind in kinds)
@@ -46,27 +46,27 @@ def gate_up(layer: Layer) -> list[PlainLinear]:
     return [layer.mlp.gate_proj, layer.mlp.up_proj]
 
 
-def weight_of(source: PlainLinear) -> Weight:
-    return source.stored if isinstance(source, Fp8Linear) else Weight(source.weight)
+def weight_of(source: PlainLinear) -> LinearWeight:
+    return source.stored if isinstance(source, Fp8Linear) else LinearWeight(source.weight)
 
 
 @torch.no_grad()
-def merge_weights(linears: list[PlainLinear]) -> Weight:
+def merge_weights(linears: list[PlainLinear]) -> LinearWeight:
     """Concatenate the weights of several linears, which from then on are views of the result."""
-    weights = [part.weight for part in linears]
+    weights = [linear.weight for linear in linears]
     is_done, values_XD = _is_contiguous(weights), _concat(weights)
-    scales_X1 = [part.weight_scale for part in linears if isinstance(part, Fp8Linear)]
+    scales_X1 = [linear.weight_scale for linear in linears if isinstance(linear, Fp8Linear)]
     scale_X1 = _concat(scales_X1) if scales_X1 else None
     end = 0
-    for part in linears:
-        rows = slice(end, end := end + len(part.weight))
-        if isinstance(part, Fp8Linear):
+    for linear in linears:
+        rows = slice(end, end := end + len(linear.weight))
+        if isinstance(linear, Fp8Linear):
             assert scale_X1 is not None
-            part.weight, part.weight_scale = values_XD[rows], scale_X1[rows]
+            linear.weight, linear.weight_scale = values_XD[rows], scale_X1[rows]
         elif not is_done:
-            requires_grad = part.weight.requires_grad
-            part.weight = nn.Parameter(values_XD[rows], requires_grad=requires_grad)
-    return Weight(values_XD, None if scale_X1 is None else scale_X1[:, 0])
+            requires_grad = linear.weight.requires_grad
+            linear.weight = nn.Parameter(values_XD[rows], requires_grad=requires_grad)
+    return LinearWeight(values_XD, None if scale_X1 is None else scale_X1[:, 0])
 
 
 def _concat(weights: list[Tensor]) -> Tensor:
@@ -80,7 +80,7 @@ def _concat(weights: list[Tensor]) -> Tensor:
 
 
 def _is_contiguous(weights: list[Tensor]) -> bool:
-    """True if each begins where the one before it ends, in the same memory."""
-    places = [(w.untyped_storage().data_ptr(), w.data_ptr(), w.nbytes) for w in weights]
+    """True if each starts where the one before it ends, in the same memory."""
+    extents = [(w.untyped_storage().data_ptr(), w.data_ptr(), w.nbytes) for w in weights]
     is_whole = all(weight.is_contiguous() for weight in weights)
-    return is_whole and all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(places))
+    return is_whole and all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(extents))

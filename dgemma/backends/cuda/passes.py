@@ -1,36 +1,51 @@
-"""The forward passes: denoising with commits, commits alone, single AR tokens, and eager segments.
+"""The forward passes: denoising with commits, commits alone, AR decoding, and eager segments.
 
-The first three are captured. They work on `GraphBuffers` alone: whatever changes from pass to
-pass is read from there. `run_segments` serves callers that bring embeddings of their own.
+All but the last are captured. They work on `GraphBuffers` alone: whatever changes from pass to pass
+is read from there. `run_segments` serves callers that pass their own embeddings.
 
-C canvases, K commits, B sequences, T tokens, L tokens of a segment, D width, V vocabulary.
+The soft embedding is the mean over a few candidate tokens where these hold nearly all of every
+position's probability, and over the whole vocabulary where they do not. The host chooses when it
+reads the flag; both are computed from what the logit statistics have left on the device.
+
+C canvases, K commits, B AR sequences, T tokens, L tokens of a segment, S candidates, D width,
+V vocabulary, M numbers of an entry (`graphs`), X layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dgemma.backends.cuda import logits
-from dgemma.backends.cuda.buffers import GraphBuffers
+from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.backends.cuda.fused import AttnBatch, FusedModel
 from dgemma.backends.cuda.gemm import gemm, gemm_gelu_mul, lm_head, use_gemv
-from dgemma.backends.cuda.kernels import gemv, sampler_update
+from dgemma.backends.cuda.graphs import CANVAS_BUCKETS, GraphBuffers, Graphs, bucket
+from dgemma.backends.cuda.kernels import (
+    gemv,
+    logit_stats,
+    sampler_update,
+    soft_embed_fp8,
+    soft_embed_topk,
+)
 from dgemma.backends.cuda.kernels.attention import CANVAS, CAUSAL, MIXED, Segments
 from dgemma.backends.cuda.kernels.embed import RopeTables, Table, add_and_norm, embed
-from dgemma.backends.cuda.kernels.soft_embed_topk import Into
-from dgemma.backends.cuda.logits import LogitStats, TokenQuery
+from dgemma.backends.cuda.kernels.logit_stats import LogitStats, TokenQuery
+from dgemma.backends.cuda.kernels.soft_embed_topk import Candidates, SoftEmbedOut
 from dgemma.backends.cuda.merge import merge_weights
 from dgemma.diffusion.denoise import denoise_step
 from dgemma.model.forward_batch import ForwardBatch
-from dgemma.model.gemma import Gemma, SelfConditioning, soft_cap
-from dgemma.model.rope import CosSin, layer_frequencies, rope_cos_sin
-from dgemma.quant.fp8 import Weight
+from dgemma.model.gemma import Gemma, SelfConditioning, TokenTable, soft_cap
+from dgemma.model.kv_cache import KVCache
+from dgemma.model.norm_rope import CosSin, layer_frequencies, rope_cos_sin
+from dgemma.quant.fp8 import LinearWeight
+from dgemma.quant.head import Fp8HeadTable, SoftTable
 
-LOGIT_TIERS = (1, 4)  # canvases up to which one logits buffer serves; beyond it, all
+LOGIT_TIERS = (1, 4)  # canvases of a logits buffer; a third one has all
 
 
 class Rope:
@@ -48,14 +63,14 @@ class Rope:
         self.start_F, self.width_F = both_2F.to(device, torch.int32).contiguous()
 
     def tables(self, num_tokens: int) -> tuple[RopeTables, CosSin]:
-        """Memory for the tables of a pass, and views of it by layer type."""
+        """Allocate the tables of a pass; returns views of them by layer type."""
         cos_TF, sin_TF = (self.freq_F.new_empty(num_tokens * len(self.freq_F)) for _ in range(2))
-        found: CosSin = {}
+        views: CosSin = {}
         end = 0
         for layer_type, freq_P in self.types.items():
-            part = slice(end, end := end + num_tokens * len(freq_P))
+            rows = slice(end, end := end + num_tokens * len(freq_P))
             size = (num_tokens, len(freq_P))
-            found[layer_type] = cos_TF[part].view(size), sin_TF[part].view(size)
+            views[layer_type] = cos_TF[rows].view(size), sin_TF[rows].view(size)
         tables = RopeTables(
             freq_F=self.freq_F,
             start_F=self.start_F,
@@ -63,11 +78,11 @@ class Rope:
             cos_TF=cos_TF,
             sin_TF=sin_TF,
         )
-        return tables, found
+        return tables, views
 
 
 class PassModel:
-    """A model as passes use it: fused layers, embeddings, LM head."""
+    """A model in the form of the passes: fused layers, embeddings, LM head."""
 
     def __init__(self, model: Gemma) -> None:
         self.model, self.fused, self.rope = model, FusedModel(model), Rope(model)
@@ -82,7 +97,7 @@ class PassModel:
 
     @torch.inference_mode(False)
     def logits_buffer(self, rows: int, sizes: Sequence[int]) -> Tensor:
-        """Static memory for logits; one buffer serves all batches up to one of the sizes."""
+        """Return static memory for logits; one buffer serves all batches up to a size."""
         size = next(size for size in sizes if rows <= size)
         if size not in self._logits:
             weight_VD = self.model.embed_tokens.weight
@@ -92,26 +107,34 @@ class PassModel:
 
 @dataclass(frozen=True, slots=True)
 class SelfCondWeights:
-    gate_up: Weight
-    down: Weight
+    gate_up: LinearWeight
+    down: LinearWeight
     norm: tuple[Tensor, float]
     eps: float
 
 
 @torch.inference_mode(False)
-def _self_conditioning(part: SelfConditioning | None) -> SelfCondWeights | None:
-    if part is None or not has_plain_self_conditioning(part):
+def _self_conditioning(module: SelfConditioning | None) -> SelfCondWeights | None:
+    if module is None or not has_plain_self_conditioning(module):
         return None
     return SelfCondWeights(
-        gate_up=merge_weights([part.gate_proj, part.up_proj]),
-        down=Weight(part.down_proj.weight),
-        norm=(part.pre_norm.weight, part.pre_norm.eps),
-        eps=part.eps,
+        gate_up=merge_weights([module.gate_proj, module.up_proj]),
+        down=LinearWeight(module.down_proj.weight),
+        norm=(module.pre_norm.weight, module.pre_norm.eps),
+        eps=module.eps,
     )
 
 
-def has_plain_self_conditioning(part: SelfConditioning) -> bool:
-    return all(type(p) is nn.Linear for p in (part.gate_proj, part.up_proj, part.down_proj))
+def has_plain_self_conditioning(module: SelfConditioning) -> bool:
+    linears = (module.gate_proj, module.up_proj, module.down_proj)
+    return all(type(linear) is nn.Linear for linear in linears)
+
+
+class StepStats(NamedTuple):
+    """Logit statistics of a step, and the candidates of its soft embeddings."""
+
+    logits: LogitStats
+    candidates: Candidates
 
 
 class DenoisePass:
@@ -124,12 +147,12 @@ class DenoisePass:
         self.canvases, self.commits = canvases, commits
         self.entry_C = buffers.entry_I[:canvases]
         self.cos_sin: CosSin = {}
-        self.stats: LogitStats | None = None  # of the last step
-        self.is_sparse: bool | None = None  # how the last soft embedding was made or captured
+        self.stats: StepStats | None = None  # of the last step
+        self.is_sparse: bool | None = None  # the last soft embedding, computed or captured
         self.hidden_TD: Tensor | None = None  # of the last pass, if it had no canvases
 
     def step(self) -> None:
-        """The captured work."""
+        """Run the captured part of a pass."""
         if self.canvases:
             self.stats = denoise_step(self)
         else:
@@ -157,89 +180,73 @@ class DenoisePass:
         segments = self.buffers.segments(self.canvases, self.commits)
         batch = AttnBatch(segments, self.buffers.table_EX6)
         hidden_TD = self.model.fused.forward(embeds_TD, self.cos_sin, batch)
-        self.cos_sin = {}  # what is held here no other captured pass can use
+        self.cos_sin = {}  # memory held here could not be reused by other captured passes
         if not self.canvases:
             self.hidden_TD = hidden_TD
         return hidden_TD[: self.canvases * self.buffers.length]
 
-    def logit_stats(self, hidden_TD: Tensor) -> LogitStats:
+    def logit_stats(self, hidden_TD: Tensor) -> StepStats:
         model, buffers, rows = self.model, self.buffers, len(hidden_TD)
         length = buffers.length
-        sizes = [count * length for count in (*LOGIT_TIERS, buffers.num_rows)]
+        sizes = [count * length for count in (*LOGIT_TIERS, buffers.num_canvases)]
         raw_TV = model.logits_buffer(rows, sizes)
-        lm_head(hidden_TD, logits.lm_head_of(model.model.embed_tokens), raw_TV)
+        lm_head(hidden_TD, lm_head_of(model.model.embed_tokens), raw_TV)
         query = TokenQuery(
             temperature_T=buffers.temperature_T[:rows],
             draw_temperature_T=buffers.draw_temperature_T[:rows],
             uniform_T=buffers.uniform_T[:rows],
             held_T=buffers.held_T[:rows],
         )
-        return logits.logit_stats(raw_TV, model.softcap, query, length)
+        stats = logit_stats.logit_stats(raw_TV, model.softcap, query, length)
+        return StepStats(stats, soft_embed_topk.count_candidates(stats))
 
-    def advance(self, stats: LogitStats) -> None:
-        assert stats.likely is not None
-        found = sampler_update.Stats(
-            draw_T=stats.stats.draw_T,
-            top_T=stats.stats.top_T,
-            entropy_T=stats.stats.entropy_T,
-            likely=stats.likely,
+    def advance(self, stats: StepStats) -> None:
+        merged = stats.logits.merged
+        inputs = sampler_update.Stats(
+            draw_T=merged.draw_T,
+            top_T=merged.top_T,
+            entropy_T=merged.entropy_T,
+            candidates=stats.candidates,
         )
-        sampler_update.update(self.buffers.canvas_states(), found, self.entry_C)
+        sampler_update.update(self.buffers.canvas_states(), inputs, self.entry_C)
 
     def soft_embed(self, *, sparse: bool) -> None:
         """Write the self-conditioning of the next step."""
         assert self.stats is not None
         self.is_sparse = sparse
         table, views = self.model.model.embed_tokens, self.buffers.views
-        into = Into(
+        out = SoftEmbedOut(
             self.buffers.soft_ELD, views["tokens_L"], views["pinned_L"], self.entry_C, table.scale
         )
-        make = logits.soft_embed_sparse if sparse else logits.soft_embed_dense
-        make(table, self.stats, into)
-
-
-class DecodePass:
-    """One token of B sequences, and the draw of the next."""
-
-    @torch.inference_mode(False)
-    def __init__(self, model: PassModel, buffers: GraphBuffers, count: int) -> None:
-        self.model, self.buffers, self.count = model, buffers, count
-        device, vocab = buffers.device, model.model.config.vocab_size
-        self.logits_BV = torch.zeros(count, vocab, device=device)
-        # Temperature and uniform of each sequence; then the token and its log-probability.
-        self.draw_2B = torch.zeros(2, count, dtype=torch.float64, device=device)
-        self.drawn_2B = torch.zeros(2, count, dtype=torch.float64, device=device)
-
-    def step(self) -> None:
-        """The captured work."""
-        model, buffers = self.model, self.buffers
-        tokens = buffers.tokens(0, self.count)
-        tables, cos_sin = model.rope.tables(self.count)
-        norm = (model.fused.input_norm_D, model.fused.eps)
-        vector_BD, normed_BD = embed(tokens, model.table, tables, norm)
-        batch = AttnBatch(buffers.segments(0, self.count), buffers.table_EX6)
-        self._draw(model.fused.forward(vector_BD, cos_sin, batch, normed_BD))
-
-    def _draw(self, hidden_BD: Tensor) -> None:
-        weight, cap = logits.lm_head_of(self.model.model.embed_tokens), self.model.softcap
-        if use_gemv(hidden_BD):
-            gemv.scores(hidden_BD, weight, cap, self.logits_BV)
+        if sparse:
+            soft_embed_sparse(table, self.stats, out)
         else:
-            raw_BV = hidden_BD.new_empty(self.logits_BV.shape)
-            self.logits_BV.copy_(soft_cap(lm_head(hidden_BD, weight, raw_BV), cap))
-        temperature_B, uniform_B = self.draw_2B
-        top_B = self.logits_BV.argmax(-1)
-        query = TokenQuery(
-            temperature_T=torch.where(temperature_B > 0, temperature_B, 1.0).float(),
-            draw_temperature_T=torch.ones_like(temperature_B, dtype=torch.float32),
-            uniform_T=uniform_B,
-            held_T=top_B,
-        )
-        stats = logits.logit_stats(self.logits_BV, None, query, 1, search=False).stats
-        token_B = torch.where(temperature_B > 0, stats.draw_T, top_B)
-        logit_B = self.logits_BV.gather(1, token_B[:, None])[:, 0]
-        logprob_B = logit_B - self.logits_BV.logsumexp(-1)
-        self.drawn_2B.copy_(torch.stack([token_B.double(), logprob_B.double()]))
+            soft_embed_dense(table, self.stats.logits, out)
+
+
+def soft_embed_sparse(table: TokenTable, stats: StepStats, out: SoftEmbedOut) -> None:
+    """Write the mean embedding over the candidates of each position."""
+    id_TS, p_TS, count_T, _ = soft_embed_topk.gather_candidates(*stats)
+    soft_embed_topk.mean_of_candidates(table.weight, id_TS, p_TS, count_T, out)
+
+
+def soft_embed_dense(table: TokenTable, stats: LogitStats, out: SoftEmbedOut) -> None:
+    """Write the mean embedding over the whole vocabulary, in fp8 where the table has it so."""
+    soft = soft_table_of(table)
+    if soft is not None:
+        probs = soft_embed_fp8.quantize_probs(stats, soft)
+        soft_embed_fp8.mean(probs, soft, table.weight, out)
+        return
+    p_TV = logit_stats.probabilities_(stats).to(table.weight.dtype)
+    soft_embed_topk.store_mean(table.weight, p_TV @ table.weight, out)
+
+
+def soft_table_of(table: TokenTable) -> SoftTable | None:
+    return table.soft if isinstance(table, Fp8HeadTable) else None
+
+
+def lm_head_of(table: TokenTable) -> LinearWeight:
+    return table.head if isinstance(table, Fp8HeadTable) else LinearWeight(table.weight)
 
 
 def run_segments(
@@ -279,3 +286,126 @@ def _padding(
     index = np.concatenate([start + np.minimum(np.arange(stride), n - 1) for start, n in pairs])
     back = np.concatenate([i * stride + np.arange(n) for i, (_, n) in enumerate(pairs)])
     return torch.from_numpy(index).to(device), torch.from_numpy(back).to(device)
+
+
+MAX_SEQUENCES = CANVAS_BUCKETS[-1]  # of one pass
+
+# A sequence and what its KV table depends on. A weak reference: another cache may have the same id.
+CacheState = tuple["ref[KVCache]", int, int]
+
+
+class DecodePass:
+    """One token of B sequences, and the draw of the next."""
+
+    @torch.inference_mode(False)
+    def __init__(self, model: PassModel, buffers: GraphBuffers, count: int) -> None:
+        self.model, self.buffers, self.count = model, buffers, count
+        device, vocab = buffers.device, model.model.config.vocab_size
+        self.logits_BV = torch.zeros(count, vocab, device=device)
+        # Temperature and uniform of each sequence; then the token and its log-probability.
+        self.draw_2B = torch.zeros(2, count, dtype=torch.float64, device=device)
+        self.drawn_2B = torch.zeros(2, count, dtype=torch.float64, device=device)
+
+    def step(self) -> None:
+        """Run the captured part of a pass."""
+        model, buffers = self.model, self.buffers
+        tokens = buffers.tokens(0, self.count)
+        tables, cos_sin = model.rope.tables(self.count)
+        norm = (model.fused.input_norm_D, model.fused.eps)
+        vector_BD, normed_BD = embed(tokens, model.table, tables, norm)
+        batch = AttnBatch(buffers.segments(0, self.count), buffers.table_EX6)
+        self._draw(model.fused.forward(vector_BD, cos_sin, batch, normed_BD))
+
+    def _draw(self, hidden_BD: Tensor) -> None:
+        weight, cap = lm_head_of(self.model.model.embed_tokens), self.model.softcap
+        if use_gemv(hidden_BD):
+            gemv.logits(hidden_BD, weight, cap, self.logits_BV)
+        else:
+            raw_BV = hidden_BD.new_empty(self.logits_BV.shape)
+            self.logits_BV.copy_(soft_cap(lm_head(hidden_BD, weight, raw_BV), cap))
+        temperature_B, uniform_B = self.draw_2B
+        top_B = self.logits_BV.argmax(-1)
+        query = TokenQuery(
+            temperature_T=torch.where(temperature_B > 0, temperature_B, 1.0).float(),
+            draw_temperature_T=torch.ones_like(temperature_B, dtype=torch.float32),
+            uniform_T=uniform_B,
+            held_T=top_B,
+        )
+        stats = logit_stats.logit_stats(self.logits_BV, None, query, 1)
+        token_B = torch.where(temperature_B > 0, stats.merged.draw_T, top_B)
+        logit_B = self.logits_BV.gather(1, token_B[:, None])[:, 0]
+        logprob_B = logit_B - self.logits_BV.logsumexp(-1)
+        self.drawn_2B.copy_(torch.stack([token_B.double(), logprob_B.double()]))
+
+
+class DecodeRunner:
+    """Runs decode passes on static buffers of its own."""
+
+    def __init__(self, model: PassModel, graphs: Graphs) -> None:
+        self.model, self.graphs = model, graphs
+        self.buffers = GraphBuffers(
+            model.model, length=1, num_canvases=0, num_commits=MAX_SEQUENCES, max_steps=1
+        )
+        self.passes: dict[int, DecodePass] = {}
+        self._prefetched: tuple[list[CacheState], NDArray[np.int64]] | None = None
+
+    def run(self, inputs: Sequence[ForwardInput]) -> Iterator[ForwardOutput]:
+        """Commit the last token of each sequence and draw the next."""
+        for begin in range(0, len(inputs), MAX_SEQUENCES):
+            yield from self._run(inputs[begin : begin + MAX_SEQUENCES])
+
+    def _run(self, inputs: Sequence[ForwardInput]) -> Iterator[ForwardOutput]:
+        buffers, count = self.buffers, bucket(len(inputs), CANVAS_BUCKETS)
+        if count not in self.passes:
+            self.passes[count] = DecodePass(self.model, buffers, count)
+        decode = self.passes[count]
+        meta_KM = self._meta([item.cache for item in inputs])
+        meta_KM[:, -1] = [item.tokens[-1] for item in inputs]
+        buffers.write_commits(meta_KM)
+        draws = [item.draw for item in inputs if item.draw is not None]
+        pairs = torch.tensor(
+            [[d.temperature for d in draws], [d.uniform for d in draws]], dtype=torch.float64
+        )
+        decode.draw_2B[:, : len(draws)].copy_(pairs, non_blocking=True)
+        first = buffers.first_commit
+        padding = [buffers.padding] * (count - len(inputs))
+        buffers.set_entries([*range(first, first + len(inputs)), *padding])
+        self.graphs.run(("decode", count), decode.step)
+        for item in inputs:
+            item.cache.length += 1
+        self._prefetch([item.cache for item in inputs])
+        tokens, logprobs = decode.drawn_2B.tolist()
+        for index, item in enumerate(inputs):
+            if item.needs_logits:
+                yield ForwardOutput(logits_V=decode.logits_BV[index].clone())
+            else:
+                yield ForwardOutput(token=int(tokens[index]), logprob=logprobs[index])
+
+    def _meta(self, caches: Sequence[KVCache]) -> NDArray[np.int64]:
+        """Return the entries of each sequence's next token; usually prefetched."""
+        key = [_state_of(cache) for cache in caches]
+        if self._prefetched is not None and self._prefetched[0] == key:
+            return self._prefetched[1]
+        for cache in caches:
+            cache.reserve(1)
+        return _token_meta(caches)
+
+    def _prefetch(self, caches: Sequence[KVCache]) -> None:
+        """Look up the KV tables of the next tokens while the device still runs this pass."""
+        self._prefetched = None
+        if all(cache.has_slots(1) and not cache.is_shared for cache in caches):
+            key = [_state_of(cache) for cache in caches]
+            self._prefetched = (key, _token_meta(caches))
+
+
+def _token_meta(caches: Sequence[KVCache]) -> NDArray[np.int64]:
+    rows = []
+    for cache in caches:
+        table_X6 = cache.kv_table(cache.length, 1)
+        assert table_X6 is not None
+        rows.append(np.concatenate([table_X6.ravel(), (cache.length, 1, 0)]))
+    return np.stack(rows)
+
+
+def _state_of(cache: KVCache) -> CacheState:
+    return ref(cache), cache.length, cache.num_moves

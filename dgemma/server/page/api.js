@@ -9,6 +9,10 @@ export async function get(path) {
   return (await ask("GET", path)).json();
 }
 
+export async function post(path, body) {
+  return (await ask("POST", path, body)).json();
+}
+
 // Each event of a stream as an object; the signal ends it, and the server stops at once.
 export async function* stream(path, body, signal) {
   const response = await ask("POST", path, { ...body, stream: true }, signal);

@@ -1,11 +1,12 @@
 // Puts the page together: tabs, theme, keys.
 import { get } from "./api.js";
-import { buildChat } from "./chat.js";
+import { buildChat, setModel } from "./chat.js";
 import { buildCompare } from "./compare.js";
 import { $, h } from "./dom.js";
 import { buildEdit } from "./edit.js";
 import { buildFill, openHole } from "./fill.js";
-import { stopAll, toast } from "./run.js";
+import { stepByKey } from "./recording.js";
+import { notify, stopAll } from "./run.js";
 import { buildSettings, modes, toggleSettings } from "./settings.js";
 import { buildSudoku } from "./sudoku.js";
 
@@ -17,7 +18,7 @@ const KEYS = {
   "Shift+Enter": "a new line",
   Esc: "stop",
   "Alt+1 … Alt+5": "chat, fill, edit, Sudoku, compare",
-  "Alt+S": "the sampler's knobs",
+  "Alt+S": "settings of the sampler",
   "Alt+H": "open a hole at the selection",
   "← →": "one step back or on, in a replay",
   "/": "write a message",
@@ -84,7 +85,7 @@ function buildKeys() {
       select("chat");
     } else if (event.key === "?" && !isWriting) {
       $("keys").showModal();
-    }
+    } else stepByKey(event);
   });
 }
 
@@ -93,8 +94,9 @@ async function greet() {
     const { data } = await get("/v1/models");
     $("model").textContent = data[0].id;
     modes(data[0].modes);
+    setModel(data[0]);
   } catch (error) {
-    toast(error.message);
+    notify("chat", error.message);
   }
 }
 
@@ -102,7 +104,7 @@ buildTheme();
 buildTabs();
 buildKeys();
 buildSettings();
-buildChat();
+buildChat(select);
 buildFill();
 buildEdit();
 buildSudoku();

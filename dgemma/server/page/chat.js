@@ -1,77 +1,44 @@
-// The conversation: kept in the browser, each answer with its canvas.
+// The conversation: a question is sent, its answer followed; a refused question leaves no trace.
 import { stream } from "./api.js";
-import { CanvasView } from "./canvas.js";
-import { $, h, plural, prefersStill, seconds } from "./dom.js";
-import { exportReplay } from "./export.js";
-import { announce, Runner, toast } from "./run.js";
+import { buildPast, forgetConversation, keepConversation, lastConversation, newConversation } from "./conversations.js";
+import { $, growing, h, setText } from "./dom.js";
+import { buildHero, sayLimits, settleTitle } from "./hero.js";
+import { AnswerView, openEditor, showQuestion } from "./message.js";
+import { buildMeter, setContext, setUsed } from "./meter.js";
+import { allowPictures, buildPictures, setPictures, takePictures } from "./pictures.js";
+import { announce, Clock, notify, Runner } from "./run.js";
 import { chatFields } from "./settings.js";
-import { Stage } from "./stage.js";
 
-const STORE = "dgemma.conversation";
-const STARTERS = [
-  "Tell me a story about a fox and a lantern.",
-  "Write a Python function that reverses a list.",
-  "Write a short story about a boy who finds a key.",
-];
-const TITLE = "Text that settles all at once.";
-const CODE = /(^|\n)(def |class |import |from \w+ import |```|    \S)/;
-const NOISE = "abcdefghijklmnopqrstuvwxyzäøßλжд&%#@+*~{}<>";
-
-let messages = load();
+let conversation = lastConversation();
 let runner;
-let pending = null; // the answer that is being written
+let pending = null; // {history, answer} while an answer is being written
+const items = new WeakMap(); // the element of each message, with the recording of its answer
 
-export function buildChat() {
-  runner = new Runner($("send"), $("stop"));
-  const question = $("question");
+export function buildChat(go) {
+  runner = new Runner("chat", $("send"), $("stop"));
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
-    send(question.value);
+    send($("question").value);
   });
-  growing(question, () => $("composer").requestSubmit());
-  for (const text of STARTERS) {
-    $("starters").append(h("li", {}, h("button", { type: "button", onclick: () => send(text) }, text)));
-  }
-  $("clear").addEventListener("click", clear);
+  growing($("question"), () => $("composer").requestSubmit());
   $("legend").append(legend("noise", "open"), legend("kept", "decided"), legend("pinned", "pinned"));
-  // A question that the page was left with goes back to its field: what was never answered is not
-  // part of the conversation. What was promised of an answer is.
-  if (messages.at(-1)?.role === "user") takeBack();
-  addEventListener("pagehide", keepPromised);
-  for (const message of messages) show(message);
-  refresh();
-  if (!messages.length) title();
-}
-
-function takeBack() {
-  const { content } = messages.pop();
-  save();
-  $("question").value ||= content;
-  $("question").dispatchEvent(new Event("input"));
-}
-
-function keepPromised() {
-  if (pending?.content) {
-    messages.push({ ...pending, stopped: true });
-    save();
-  }
-  pending = null; // the stream breaks off now, and that is not its end
-}
-
-// A text field that grows with its text, and is sent by Enter.
-export function growing(area, submit) {
-  const fit = () => {
-    area.style.setProperty("height", "auto");
-    area.style.setProperty("height", `${Math.min(area.scrollHeight, 220)}px`);
-  };
-  area.addEventListener("input", fit);
-  addEventListener("resize", fit);
-  area.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      submit();
-    }
+  $("clear").addEventListener("click", () => turnTo(newConversation()));
+  buildHero(send, go);
+  buildMeter();
+  buildPictures();
+  buildPast(turnTo, (id) => {
+    if (id === conversation.id) turnTo((conversation = newConversation()));
   });
+  buildInstructions();
+  addEventListener("pagehide", leave);
+  turnTo(conversation);
+}
+
+// What the server says of its model.
+export function setModel(card) {
+  setContext(card.context_length);
+  allowPictures(card.modalities?.vision === true);
+  sayLimits(card.id);
 }
 
 function legend(kind, name) {
@@ -80,214 +47,188 @@ function legend(kind, name) {
   return h("span", {}, swatch, name);
 }
 
-async function send(text) {
-  const question = text.trim();
-  if (!question || runner.isRunning) return;
-  $("question").value = "";
-  $("question").dispatchEvent(new Event("input"));
-  add({ role: "user", content: question });
-  const answer = { role: "assistant", content: "", thought: "" };
-  pending = answer;
-  const shown = showAnswer();
-  shown.item.scrollIntoView({ block: "nearest" });
-  const isWhole = await runner.run((signal) => follow(shown, answer, signal));
-  finish(shown, answer, isWhole);
-}
-
-async function follow(shown, answer, signal) {
-  const fields = chatFields();
-  const body = { messages: messages.map(({ role, content }) => ({ role, content })), ...fields };
-  const begun = performance.now();
-  for await (const event of stream("/v1/chat/completions", body, signal)) {
-    const note = event.dgemma ?? {};
-    if (note.type === "draft") shown.stage.draft(note);
-    else if (note.type === "retry") shown.stage.retry();
-    const choice = event.choices[0];
-    if (!choice) continue;
-    const { content, reasoning_content: thought } = choice.delta;
-    if (thought) think(shown, answer, thought);
-    if (content) {
-      answer.content += content;
-      shown.stage.promise(content);
-      announce(content);
-    }
-    if (choice.dgemma) answer.took = { ...choice.dgemma, wall: (performance.now() - begun) / 1000 };
-    near(shown.item);
+function turnTo(next) {
+  const hadFocus = document.activeElement !== document.body;
+  if (next !== conversation) {
+    leave();
+    if (!conversation.messages.length) forgetConversation(conversation.id);
   }
-}
-
-function think(shown, answer, thought) {
-  answer.thought += thought;
-  shown.thought.hidden = false;
-  shown.thought.lastChild.textContent = answer.thought;
-}
-
-function near(item) {
-  const bottom = document.documentElement.scrollHeight - window.innerHeight - window.scrollY;
-  if (bottom < 240) item.scrollIntoView({ block: "end" });
-}
-
-function finish(shown, answer, isWhole) {
-  settle(shown);
-  if (pending !== answer) return; // its conversation is over
   pending = null;
-  if (!isWhole) {
-    answer.stopped = true;
-    if (!answer.content) {
-      const last = shown.stage.recording.frames.at(-1);
-      if (last) shown.stage.view.draw(last.draft, "");
-      shown.item.classList.add("broken");
-    }
-  }
-  if (answer.content) {
-    messages.push(answer);
-    save();
-  } else {
-    takeBack();
-  }
-  foot(shown, answer);
-  refresh();
-  $("question").focus({ preventScroll: true });
-}
-
-function settle(shown) {
-  shown.stage.end();
-  shown.item.classList.remove("live");
-  // Code wants its columns.
-  shown.stage.view.el.classList.toggle("mono", CODE.test(shown.stage.recording.text));
-}
-
-function foot(shown, answer) {
-  const took = answer.took, parts = [];
-  if (answer.stopped) parts.push("stopped");
-  if (took) {
-    parts.push(took.mode === "ar" ? plural(took.steps, "token") : `${plural(took.blocks, "canvas").replace(/canvass$/, "canvases")}, ${plural(took.steps, "step")}`);
-    if (took.mode !== "ar") parts.push(`${took.tokens_per_step.toFixed(1)} tokens a step`);
-    parts.push(seconds(took.seconds), `seed ${took.seed}`);
-    if (took.finish === "length") parts.push("cut at its longest");
-    if (took.fault) parts.push(took.fault);
-  }
-  shown.foot.replaceChildren(h("span", { class: "took" }, parts.join(" · ")));
-  if (!shown.stage.recording.isEmpty) {
-    shown.foot.append(button("Replay", () => replay(shown.stage), "replay"));
-    shown.foot.append(button("Export", () => exportReplay(shown.stage.recording, lastQuestion(answer)), "export"));
-  }
-  if (answer.content) shown.foot.append(button("Copy", () => copy(answer.content), "copy"));
-}
-
-function replay(stage) {
-  const scrubber = stage.replay();
-  scrubber.el.scrollIntoView({ block: "nearest" });
-  scrubber.toggle();
-}
-
-function lastQuestion(answer) {
-  const place = messages.indexOf(answer);
-  return messages[place - 1]?.content ?? "";
-}
-
-function button(name, onclick, className) {
-  return h("button", { type: "button", class: `quiet ${className}`, onclick }, name);
-}
-
-async function copy(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    announce("Copied.");
-  } catch {
-    toast("The browser does not allow copying here.");
-  }
-}
-
-function add(message) {
-  messages.push(message);
-  save();
-  show(message);
-  refresh();
-}
-
-function show(message) {
-  if (message.role === "user") {
-    $("messages").append(h("li", { class: "mine" }, h("p", {}, message.content)));
-    return;
-  }
-  const shown = showAnswer();
-  shown.stage.promise(message.content);
-  settle(shown);
-  if (message.thought) think(shown, { thought: "" }, message.thought);
-  foot(shown, message);
-}
-
-function showAnswer() {
-  const stage = new Stage("canvas prose");
-  const thought = h("details", { class: "thought", hidden: true }, h("summary", {}, "Thought"), h("p", {}));
-  const footer = h("footer", {});
-  const item = h("li", { class: "answer live" }, thought, stage.el, footer);
-  $("messages").append(item);
-  return { item, stage, thought, foot: footer };
-}
-
-function refresh() {
-  const isEmpty = $("messages").childElementCount === 0;
-  $("hero").hidden = !isEmpty;
-  $("clear").hidden = isEmpty;
-}
-
-function clear() {
   runner.stop();
-  pending = null;
-  messages = [];
+  conversation = next;
+  setText($("question"), next.draft);
+  setPictures([]);
   save();
-  $("messages").replaceChildren();
-  refresh();
-  title();
-  $("question").focus();
+  draw();
+  if (!next.messages.length) settleTitle();
+  if (hadFocus) $("question").focus({ preventScroll: true });
+}
+
+// Only what was answered is part of a conversation; a question that the page is left with returns
+// to its field, and what was promised of an answer stays.
+function leave() {
+  conversation.draft = $("question").value;
+  if (pending?.answer.content) conversation.messages = [...pending.history, { ...pending.answer, stopped: true }];
+  else if (pending?.draft) conversation.draft ||= pending.draft;
+  pending = null; // the stream breaks off now, and that is not its end
+  save();
 }
 
 function save() {
-  try {
-    localStorage.setItem(STORE, JSON.stringify(messages));
-  } catch {
-    toast("The browser has no room to keep this conversation.");
-  }
+  conversation.changed = Date.now();
+  if (!keepConversation(conversation)) notify("chat", "The browser has no room for this conversation; delete some past ones.");
 }
 
-function load() {
-  try {
-    const kept = JSON.parse(localStorage.getItem(STORE));
-    const isMessage = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
-    return Array.isArray(kept) ? kept.filter(isMessage) : [];
-  } catch {
-    return [];
-  }
+// --- asking
+
+async function send(text, schema = "") {
+  const question = text.trim(), pictures = runner.isRunning ? [] : takePictures();
+  if ((!question && !pictures.length) || runner.isRunning) return;
+  setText($("question"), "");
+  const message = { role: "user", content: question, ...(pictures.length ? { pictures } : {}), ...(schema ? { schema } : {}) };
+  await answer([...conversation.messages, message], {
+    draft: question,
+    giveBack: () => {
+      if (!$("question").value) setText($("question"), question);
+      setPictures(pictures);
+    },
+  });
 }
 
-// The title settles as an answer does, with made-up noise.
-function title() {
-  const view = new CanvasView("canvas");
-  $("title").replaceChildren(view.el);
-  if (prefersStill()) {
-    view.settle(TITLE);
-    return;
+// Another answer to the last question, with the next seed: the same one would say the same.
+function again() {
+  const { messages } = conversation, seed = Number(messages.at(-1).took?.seed);
+  answer(messages.slice(0, -1), { fields: Number.isFinite(seed) ? { seed: (seed + 1) % 2 ** 32 } : {} });
+}
+
+function revise(message, text) {
+  const place = conversation.messages.indexOf(message);
+  const changed = { ...message, content: text };
+  const giveBack = () => openEditor(items.get(message), text, (next) => revise(message, next));
+  answer([...conversation.messages.slice(0, place), changed], { giveBack });
+}
+
+// Ask for the answer to a history; without one the conversation is what it was before.
+async function answer(history, { draft = "", fields = {}, giveBack = () => {} }) {
+  if (runner.isRunning) return;
+  const before = conversation.messages, reply = { role: "assistant", content: "", thought: "" };
+  const shown = new AnswerView(again);
+  items.set(reply, shown.item);
+  pending = { history, answer: reply, draft };
+  draw([...history, reply]);
+  shown.item.scrollIntoView({ block: "nearest" });
+  const end = await runner.run((signal) => follow(shown, history, reply, fields, signal));
+  if (end !== "done") reply.stopped = true;
+  const follows = isNear();
+  shown.settle(reply, history.at(-1).content);
+  if (pending?.answer !== reply) return; // its conversation is over
+  pending = null;
+  conversation.messages = reply.content ? [...history, reply] : before;
+  save();
+  // What was stopped before its first word stays on the screen until the next question.
+  draw(reply.content || end !== "failed" ? [...history, reply] : before);
+  if (follows) shown.item.scrollIntoView({ block: "end" });
+  if (!reply.content) {
+    giveBack();
+    if (end === "done") notify("chat", reply.took?.fault ? `The answer is empty: ${reply.took.fault}.` : "The answer is empty. Ask again, or otherwise.");
   }
-  const letters = [...TITLE];
-  const times = letters.map(() => 2 + Math.floor(14 * Math.random() ** 0.8));
-  let step = 0;
-  const timer = setInterval(() => {
-    step += 1;
-    const isKept = letters.map((letter, i) => letter === " " || times[i] <= step);
-    view.draw({
-      block: 0,
-      step,
-      tokens: letters.map((letter, i) => (isKept[i] ? letter : NOISE[Math.floor(Math.random() * NOISE.length)])),
-      guess_tokens: letters,
-      entropy: times.map((time) => Math.max(0, (time - step) / 3)),
-      kept: isKept,
-      pinned: letters.map(() => false),
-    });
-    if (step > 17) {
-      clearInterval(timer);
-      view.settle(TITLE);
+  if (!document.querySelector(".changer")) $("question").focus({ preventScroll: true });
+}
+
+async function follow(shown, history, reply, fields, signal) {
+  const clock = new Clock(shown.took);
+  const body = { messages: asSent(history), ...chatFields(), ...form(history.at(-1).schema || conversation.schema), ...fields, stream_options: { include_usage: true } };
+  try {
+    for await (const event of stream("/v1/chat/completions", body, signal)) {
+      const note = event.dgemma ?? {};
+      if (note.type === "draft") {
+        shown.stage.draft(note);
+        clock.draft(note);
+      } else if (note.type === "retry") shown.stage.retry();
+      if (event.usage) reply.usage = event.usage.total_tokens;
+      const choice = event.choices[0];
+      if (!choice) continue;
+      const { content, reasoning_content: thought } = choice.delta;
+      if (thought) {
+        reply.thought += thought;
+        shown.think(thought);
+      }
+      if (content) {
+        reply.content += content;
+        shown.stage.promise(content);
+        announce(content);
+      }
+      if (choice.dgemma) reply.took = choice.dgemma;
+      if (isNear()) shown.item.scrollIntoView({ block: "end" });
     }
-  }, 95);
+  } finally {
+    clock.end();
+  }
+}
+
+function asSent(history) {
+  const system = conversation.system ? [{ role: "system", content: conversation.system }] : [];
+  const parts = ({ content, pictures }) => [...pictures.map((url) => ({ type: "image_url", image_url: { url } })), ...(content ? [{ type: "text", text: content }] : [])];
+  return [...system, ...history.map((message) => ({ role: message.role, content: message.pictures?.length ? parts(message) : message.content }))];
+}
+
+// The form of the answer, where the question or the conversation has a schema.
+function form(schema) {
+  return schema ? { response_format: { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } } } : {};
+}
+
+// --- showing
+
+function draw(messages = conversation.messages) {
+  $("messages").replaceChildren(...messages.map((message, i) => itemOf(message, messages[i - 1])));
+  setUsed(conversation.messages.at(-1));
+  $("hero").hidden = messages.length > 0;
+  $("clear").hidden = messages.length === 0;
+  $("instruct").classList.toggle("set", Boolean(conversation.system || conversation.schema));
+}
+
+function itemOf(message, before) {
+  if (items.has(message)) return items.get(message);
+  if (message.role === "user") {
+    items.set(message, showQuestion(message, (text) => revise(message, text)));
+  } else {
+    const shown = new AnswerView(again);
+    shown.stage.promise(message.content);
+    if (message.thought) shown.think(message.thought);
+    shown.settle(message, before?.content ?? "");
+    items.set(message, shown.item);
+  }
+  return items.get(message);
+}
+
+// Whether the end of the page is in sight; one who has scrolled up is left alone.
+function isNear() {
+  return document.documentElement.scrollHeight - window.innerHeight - window.scrollY < 240;
+}
+
+// --- instructions of a conversation: a system prompt, and a schema of its answers
+
+function buildInstructions() {
+  const dialog = $("instructions"), wrong = $("schema-wrong");
+  $("instruct").addEventListener("click", () => {
+    $("system").value = conversation.system;
+    $("schema").value = conversation.schema;
+    wrong.textContent = "";
+    dialog.showModal();
+  });
+  $("instructions-cancel").addEventListener("click", () => dialog.close());
+  $("instructions-form").addEventListener("submit", (event) => {
+    const schema = $("schema").value.trim();
+    try {
+      if (schema) JSON.parse(schema);
+    } catch (error) {
+      event.preventDefault();
+      wrong.textContent = `This is no JSON: ${error.message}.`;
+      return;
+    }
+    conversation.system = $("system").value.trim();
+    conversation.schema = schema;
+    save();
+    draw();
+  });
 }

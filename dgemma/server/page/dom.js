@@ -22,6 +22,31 @@ export function svg(tag, props = {}, ...children) {
 
 export const $ = (id) => document.getElementById(id);
 
+export function button(name, onclick, className = "") {
+  return h("button", { type: "button", class: `quiet ${className}`.trim(), onclick }, name);
+}
+
+// A text field that grows with its text, and is sent by Enter.
+export function growing(area, submit) {
+  const fit = () => {
+    area.style.setProperty("height", "auto");
+    area.style.setProperty("height", `${Math.min(area.scrollHeight, 280)}px`);
+  };
+  area.addEventListener("input", fit);
+  addEventListener("resize", fit);
+  area.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      submit();
+    }
+  });
+}
+
+export function setText(area, text) {
+  area.value = text;
+  area.dispatchEvent(new Event("input"));
+}
+
 export function prefersStill() {
   return matchMedia("(prefers-reduced-motion: reduce)").matches;
 }
@@ -31,5 +56,6 @@ export function seconds(value) {
 }
 
 export function plural(count, word) {
-  return `${count} ${word}${count === 1 ? "" : "s"}`;
+  const ending = count === 1 ? "" : /s$/.test(word) ? "es" : "s";
+  return `${count.toLocaleString("en")} ${word}${ending}`;
 }

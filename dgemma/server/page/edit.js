@@ -1,7 +1,7 @@
 // Editing in place, shown as what went and what came.
 import { stream } from "./api.js";
-import { $, h, plural, seconds } from "./dom.js";
-import { announce, Runner, toast } from "./run.js";
+import { $, button, h, plural } from "./dom.js";
+import { announce, Clock, notify, Runner, stepsAndTime } from "./run.js";
 import { canvasFields } from "./settings.js";
 import { Stage } from "./stage.js";
 
@@ -11,7 +11,7 @@ const TASK = "Change red to blue.";
 let runner;
 
 export function buildEdit() {
-  runner = new Runner($("edit-go"), $("edit-stop"));
+  runner = new Runner("edit", $("edit-go"), $("edit-stop"));
   $("edit-text").value = EXAMPLE;
   $("edit-do").value = TASK;
   $("edit-strength").addEventListener("input", () => {
@@ -26,23 +26,30 @@ export function buildEdit() {
 async function go() {
   const text = $("edit-text").value, instruction = $("edit-do").value.trim();
   if (!text) {
-    toast("There is no text to edit.");
+    notify("edit", "There is no text to edit.");
     return;
   }
+  if (runner.isRunning) return;
   const stage = new Stage("canvas mono");
   $("edit-stage").replaceChildren(stage.el);
   $("edit-stage").hidden = false;
   $("edit-result").hidden = true;
-  $("edit-took").textContent = "";
+  const clock = new Clock($("edit-took"));
+  let reply = null;
   await runner.run(async (signal) => {
     const body = { text, strength: Number($("edit-strength").value), ...canvasFields() };
     if (instruction) body.instruction = instruction;
     for await (const event of stream("/v1/dgemma/edit", body, signal)) {
-      if (event.dgemma?.type === "draft") stage.draft(event.dgemma);
-      if (event.object === "dgemma.edit") show(event, text, stage);
+      if (event.dgemma?.type === "draft") {
+        stage.draft(event.dgemma);
+        clock.draft(event.dgemma);
+      }
+      if (event.object === "dgemma.edit") reply = event;
     }
   });
-  if ($("edit-result").hidden) $("edit-stage").hidden = true;
+  clock.end();
+  if (reply) show(reply, text, stage);
+  else $("edit-stage").hidden = true;
 }
 
 function show(reply, text, stage) {
@@ -57,14 +64,13 @@ function show(reply, text, stage) {
   }
   parts.push(old.slice(place).join(""));
   const bar = h("div", { class: "bar" });
-  if (reply.changed.length) bar.append(h("button", { type: "button", class: "quiet", onclick: () => keep(reply.text) }, "Keep it"));
+  if (reply.changed.length) bar.append(button("Keep it", () => keep(reply.text)));
   $("edit-result").replaceChildren(h("p", { class: "text mono diff" }, ...parts), bar);
   $("edit-result").hidden = false;
   if (stage.recording.isEmpty) $("edit-stage").hidden = true;
   else stage.replay().last();
-  const { seconds: time, steps, seed } = reply.dgemma, count = reply.changed.length;
-  const what = count ? plural(count, "change") : "Nothing had to change";
-  $("edit-took").textContent = `${what} · ${plural(steps, "step")} · ${seconds(time)} · seed ${seed}`;
+  const count = reply.changed.length, what = count ? plural(count, "change") : "Nothing was changed";
+  $("edit-took").textContent = `${what} · ${stepsAndTime(reply.dgemma)}`;
   announce(`${what}. ${reply.changed.map((change) => `${change.old || "nothing"} became ${change.new || "nothing"}`).join("; ")}`);
 }
 

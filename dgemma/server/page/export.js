@@ -1,5 +1,5 @@
 // A recording as one HTML file that needs nothing else: to send to somebody.
-import { toast } from "./run.js";
+import { notify } from "./run.js";
 
 const MODULES = ["dom.js", "canvas.js", "recording.js"];
 const PLAYER = `
@@ -12,9 +12,10 @@ const view = new CanvasView("canvas prose");
 const scrubber = new Scrubber(recording, (frame) => view.draw(frame.draft, recording.before(frame)), () => view.settle(text));
 $("stage").append(scrubber.el, view.el);
 scrubber.toggle();
+document.addEventListener("keydown", (event) => stepByKey(event));
 `;
 
-export async function exportReplay(recording, title) {
+export async function exportReplay(tab, recording, title) {
   try {
     const page = await build(recording, title);
     const url = URL.createObjectURL(new Blob([page], { type: "text/html" }));
@@ -24,7 +25,7 @@ export async function exportReplay(recording, title) {
     link.click();
     setTimeout(() => URL.revokeObjectURL(url), 10_000);
   } catch (error) {
-    toast("The replay could not be written.");
+    notify(tab, "The replay could not be written.");
     console.error(error);
   }
 }

@@ -1,25 +1,26 @@
-// The fill playground: holes are opened in a text by selecting, and filled from both sides.
+// The fill playground: a plain text field in which <|fill|> is a hole, filled from both sides.
 import { stream } from "./api.js";
-import { $, h, plural, seconds } from "./dom.js";
+import { $, button, h, plural } from "./dom.js";
 import { exportReplay } from "./export.js";
-import { announce, Runner, toast } from "./run.js";
+import { announce, Clock, dismiss, notify, Runner, stepsAndTime } from "./run.js";
 import { canvasFields } from "./settings.js";
 import { Stage } from "./stage.js";
 
-const EXAMPLE = ["Once upon a time there was a little ", "girl", " who loved to play in the park. One day she found a ", "red ball", " under a tree. She was very happy."];
+const HOLE = "<|fill|>";
+const EXAMPLE = `Once upon a time there was a little ${HOLE} who loved to play in the park. One day she found a ${HOLE} under a tree. She was very happy.`;
 
-let runner, last = [];
+let runner;
+let lineEnd = "\n"; // a text field keeps \n alone; what was pasted with \r\n is sent with \r\n
+let opened = []; // the text that each hole had, in order
 
 export function buildFill() {
-  runner = new Runner($("fill-go"), $("fill-stop"));
+  runner = new Runner("fill", $("fill-go"), $("fill-stop"));
   const editor = $("holed");
-  editor.setAttribute("contenteditable", "plaintext-only");
-  if (editor.contentEditable !== "plaintext-only") editor.setAttribute("contenteditable", "true");
-  editor.append(EXAMPLE[0], hole(EXAMPLE[1]), EXAMPLE[2], hole(EXAMPLE[3]), EXAMPLE[4]);
-  editor.addEventListener("paste", (event) => {
-    event.preventDefault();
-    insert(document.createTextNode(event.clipboardData.getData("text/plain")));
-  });
+  editor.value = EXAMPLE;
+  opened = ["girl", "red ball"];
+  editor.addEventListener("paste", (event) => noteLineEnds(event.clipboardData.getData("text/plain")));
+  editor.addEventListener("input", mark);
+  editor.addEventListener("scroll", () => ($("marks").scrollTop = editor.scrollTop));
   editor.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) go();
   });
@@ -27,107 +28,100 @@ export function buildFill() {
   $("open").addEventListener("click", openHole);
   $("close-holes").addEventListener("click", closeHoles);
   $("fill-go").addEventListener("click", go);
+  mark();
 }
 
-function hole(old) {
-  const chip = h("span", { class: "hole", contenteditable: "false", title: `A hole; click to put back “${old}”` }, h("span", { class: "unseen" }, "hole"));
-  chip.dataset.old = old;
-  chip.addEventListener("click", () => chip.replaceWith(old));
-  return chip;
+// Holes are marked on a copy of the text that lies under the field.
+function mark() {
+  const parts = $("holed").value.split(HOLE);
+  if (opened.length !== parts.length - 1) opened = Array(parts.length - 1).fill("");
+  $("marks").replaceChildren(...parts.flatMap((part, i) => (i ? [h("i", {}, HOLE), part] : [part])), "\n");
+  $("close-holes").disabled = parts.length < 2;
+}
+
+function noteLineEnds(pasted) {
+  const editor = $("holed");
+  const kept = editor.value.slice(0, editor.selectionStart) + editor.value.slice(editor.selectionEnd);
+  const isWindows = pasted.includes("\r\n"), isMixed = /\r(?!\n)/.test(pasted) || (isWindows && /(^|[^\r])\n/.test(pasted));
+  const differs = /[\r\n]/.test(pasted) && isWindows !== (lineEnd === "\r\n");
+  if (!kept.includes("\n")) lineEnd = isWindows && !isMixed ? "\r\n" : "\n";
+  if (isMixed || (differs && kept.includes("\n"))) notify("fill", `The lines end in more than one way; all are sent with ${JSON.stringify(lineEnd)}.`);
 }
 
 export function openHole() {
-  const selection = getSelection(), editor = $("holed");
-  const range = selection.rangeCount ? selection.getRangeAt(0) : null;
-  if (!range || !editor.contains(range.commonAncestorContainer)) {
-    toast("Select some text above first, or put the cursor where a hole should be.");
-    editor.focus();
-    return;
-  }
-  insert(hole(plain(range.cloneContents())));
+  const editor = $("holed"), { selectionStart: start, selectionEnd: end } = editor;
+  if (document.activeElement !== editor) editor.focus();
+  const place = editor.value.slice(0, start).split(HOLE).length - 1;
+  const old = editor.value.slice(start, end), before = opened;
+  replace(HOLE);
+  if (!old.includes(HOLE)) opened = [...before.slice(0, place), old, ...before.slice(place)];
   announce("A hole is open.");
 }
 
-function insert(node) {
-  const range = getSelection().getRangeAt(0);
-  range.deleteContents();
-  range.insertNode(node);
-  range.setStartAfter(node);
-  range.collapse(true);
-  getSelection().removeAllRanges();
-  getSelection().addRange(range);
-}
-
 function closeHoles() {
-  for (const chip of $("holed").querySelectorAll(".hole")) chip.replaceWith(chip.dataset.old);
-  $("holed").normalize();
+  const parts = $("holed").value.split(HOLE), olds = opened;
+  $("holed").focus();
+  $("holed").select();
+  replace(parts.map((part, i) => (i ? olds[i - 1] + part : part)).join(""));
 }
 
-// The pieces around the holes, in order.
-function pieces(root) {
-  const found = [""];
-  const walk = (node) => {
-    if (node.nodeType === Node.TEXT_NODE) found[found.length - 1] += node.data;
-    else if (node.classList?.contains("hole")) found.push("");
-    else if (node.nodeName === "BR") found[found.length - 1] += "\n";
-    else {
-      if (node.nodeName === "DIV" && node !== root && node.previousSibling) found[found.length - 1] += "\n";
-      node.childNodes.forEach(walk);
-    }
-  };
-  root.childNodes.forEach(walk);
-  return found;
-}
-
-function plain(fragment) {
-  return pieces(fragment).join("");
+// As if it was typed, so that it can be undone.
+function replace(text) {
+  const editor = $("holed");
+  if (!document.execCommand("insertText", false, text)) {
+    editor.setRangeText(text, editor.selectionStart, editor.selectionEnd, "end");
+    mark();
+  }
 }
 
 async function go() {
-  const text = pieces($("holed"));
+  const text = $("holed").value.replaceAll("\n", lineEnd).split(HOLE);
   if (text.length < 2) {
-    toast("There is no hole yet: select some text and open one.");
+    notify("fill", `There is no hole yet: select some text and open one, or write ${HOLE}.`);
     return;
   }
+  if (runner.isRunning) return;
   const stage = new Stage("canvas mono");
   $("fill-stage").replaceChildren(stage.el);
   $("fill-stage").hidden = false;
   $("fill-result").hidden = true;
-  $("fill-took").textContent = "";
+  const clock = new Clock($("fill-took"));
+  let reply = null;
   await runner.run(async (signal) => {
     const body = { text, max_tokens: Number($("fill-longest").value) || 12, ...canvasFields() };
     for await (const event of stream("/v1/dgemma/fill", body, signal)) {
-      if (event.dgemma?.type === "draft") stage.draft(event.dgemma);
-      if (event.object === "dgemma.fill") show(event, text, stage);
+      if (event.dgemma?.type === "draft") {
+        stage.draft(event.dgemma);
+        clock.draft(event.dgemma);
+      }
+      if (event.object === "dgemma.fill") reply = event;
     }
   });
-  if ($("fill-result").hidden) $("fill-stage").hidden = true;
+  clock.end();
+  if (reply) show(reply, text, stage);
+  else $("fill-stage").hidden = true;
 }
 
 function show(reply, text, stage) {
   stage.end();
-  last = reply.holes.map((one) => one.text);
-  const result = $("fill-result"), parts = [text[0]];
+  const filled = reply.holes.map((one) => one.text), parts = [text[0]];
   reply.holes.forEach((one, i) => {
-    const title = `${one.score.toFixed(2)} nats a token${one.settled ? "" : ", did not settle"}`;
+    const title = `${one.score.toFixed(2)} nats a token${one.converged ? "" : ", did not converge"}`;
     parts.push(h("mark", { title }, one.text), text[i + 1]);
   });
-  const bar = h("div", { class: "bar" },
-    h("button", { type: "button", class: "quiet", onclick: () => keep(text) }, "Keep it"),
-    h("button", { type: "button", class: "quiet", onclick: () => exportReplay(stage.recording, "Fill") }, "Export"));
-  result.replaceChildren(h("p", { class: "text mono" }, ...parts), bar);
-  result.hidden = false;
+  const bar = h("div", { class: "bar" }, button("Keep it", () => keep(reply.text)), button("Export", () => exportReplay("fill", stage.recording, "Fill")));
+  $("fill-result").replaceChildren(h("p", { class: "text mono" }, ...parts), bar);
+  $("fill-result").hidden = false;
   if (!stage.recording.isEmpty) stage.replay().last();
-  const { seconds: time, steps, blocks, seed } = reply.dgemma;
-  $("fill-took").textContent = `${plural(steps, "step")} of ${blocks} tried canvases · ${seconds(time)} · seed ${seed}`;
-  announce(`Filled: ${last.join("; ")}`);
+  $("fill-took").textContent = `${plural(reply.dgemma.blocks, "canvas")} tried, ${stepsAndTime(reply.dgemma)}`;
+  announce(`Filled: ${filled.join("; ")}`);
 }
 
 function keep(text) {
-  const editor = $("holed");
-  editor.replaceChildren(...text.flatMap((piece, i) => (i < last.length ? [piece, last[i]] : [piece])));
-  editor.normalize();
+  dismiss("fill");
+  $("holed").focus();
+  $("holed").select();
+  replace(text.replaceAll("\r\n", "\n"));
   $("fill-result").hidden = true;
   $("fill-stage").hidden = true;
-  editor.focus();
 }

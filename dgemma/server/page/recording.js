@@ -4,6 +4,20 @@ import { h, prefersStill, svg } from "./dom.js";
 const WIDTH = 600, HEIGHT = 28;
 const STEP_MS = 140;
 
+const scrubbers = new WeakMap(); // of each control's element
+let touched = null; // the one that was used last
+
+// Step the replay that is in sight by an arrow key; the slider itself knows arrows already.
+export function stepByKey(event) {
+  const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!move || event.altKey || event.ctrlKey || event.metaKey || event.target.closest("input, textarea, select, [role=tab], dialog")) return;
+  const seen = [...document.querySelectorAll(".scrubber")].filter((el) => el.checkVisibility()).map((el) => scrubbers.get(el));
+  const scrubber = seen.includes(touched) ? touched : seen.at(-1);
+  if (!scrubber) return;
+  event.preventDefault();
+  scrubber.step(move);
+}
+
 export class Recording {
   constructor() {
     this.frames = []; // {draft, promised: characters of text before the canvas}
@@ -47,6 +61,7 @@ export class Scrubber {
     this.button = h("button", { type: "button", class: "icon play", "aria-label": "Play", onclick: () => this.toggle() });
     this._icon(false);
     this.el = h("div", { class: "scrubber", role: "group", "aria-label": "Replay" }, this.button, h("div", { class: "track" }, picture, this.slider), this.label);
+    scrubbers.set(this.el, this);
     this.refresh();
   }
 
@@ -74,7 +89,13 @@ export class Scrubber {
     this._seek();
   }
 
+  step(move) {
+    this.slider.value = String(Number(this.slider.value) + move);
+    this._seek();
+  }
+
   toggle() {
+    touched = this;
     if (this.timer !== null) {
       this.pause();
       return;
@@ -96,7 +117,10 @@ export class Scrubber {
   }
 
   _seek(byHand = true) {
-    if (byHand && this.timer !== null) this.pause();
+    if (byHand) {
+      touched = this;
+      this.pause();
+    }
     const frame = this.recording.frames[Number(this.slider.value)];
     if (frame) this.show(frame);
     else this.finish();

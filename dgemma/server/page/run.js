@@ -1,12 +1,14 @@
-// One thing at a time on each tab: start, stop, and what is said about it.
+// One thing at a time on each tab: start, stop, a clock, and what is said about it.
 import { ApiError } from "./api.js";
-import { $ } from "./dom.js";
+import { $, h, seconds } from "./dom.js";
 
+const TICK_MS = 100;
 const running = new Set();
 
 export class Runner {
-  // The buttons that start and stop it; one of them is there at a time.
-  constructor(go, stop) {
+  // The tab it belongs to, and the buttons that start and stop it; one of them is there at a time.
+  constructor(tab, go, stop) {
+    this.tab = tab;
     this.go = go;
     this.stopButton = stop;
     this.abort = null;
@@ -21,23 +23,27 @@ export class Runner {
     this.abort?.abort();
   }
 
-  // Do the work; whether it came to its end. A second start while it runs is no start.
+  // Do the work: "done", "stopped" or "failed". A second start while it runs is no start.
   async run(work) {
-    if (this.isRunning) return false;
+    if (this.isRunning) return "stopped";
     this.abort = new AbortController();
     running.add(this);
     this._buttons(true);
+    dismiss(this.tab);
     try {
       await work(this.abort.signal);
-      return true;
+      return "done";
     } catch (error) {
-      if (error.name === "AbortError") announce("Stopped.");
-      else if (error instanceof ApiError) toast(error.message);
+      if (error.name === "AbortError") {
+        announce("Stopped.");
+        return "stopped";
+      }
+      if (error instanceof ApiError) notify(this.tab, error.message);
       else {
-        toast("Something on this page failed. The console says what.");
+        notify(this.tab, "Something on this page failed. The console says what.");
         console.error(error);
       }
-      return false;
+      return "failed";
     } finally {
       this.abort = null;
       running.delete(this);
@@ -58,6 +64,40 @@ export function stopAll() {
   return running.size > 0;
 }
 
+// Seconds since the start and the step that is shown, written into an element until it is ended.
+export class Clock {
+  constructor(el) {
+    this.el = el;
+    this.begun = performance.now();
+    this.at = "";
+    this.timer = setInterval(() => this._write(), TICK_MS);
+    this._write();
+  }
+
+  get seconds() {
+    return (performance.now() - this.begun) / 1000;
+  }
+
+  draft({ block, step }) {
+    this.at = `canvas ${block + 1}, step ${step}`;
+  }
+
+  // Stop, with nothing left of it; the seconds it took.
+  end() {
+    clearInterval(this.timer);
+    this.el.textContent = "";
+    return this.seconds;
+  }
+
+  _write() {
+    this.el.textContent = [this.at, `${this.seconds.toFixed(1)} s`].filter(Boolean).join(" · ");
+  }
+}
+
+export function stepsAndTime({ steps, seconds: time, seed }) {
+  return `${steps} ${steps === 1 ? "step" : "steps"} · ${seconds(time)} · seed ${seed}`;
+}
+
 // For screen readers: promised text alone, never a draft.
 export function announce(text) {
   const line = document.createElement("p");
@@ -67,12 +107,15 @@ export function announce(text) {
   while (region.childElementCount > 12) region.firstElementChild.remove();
 }
 
-let timer = null;
+// A sentence on its own tab, in the flow of the page: it covers nothing and stays until it is
+// dismissed or the next thing is started there.
+export function notify(tab, text) {
+  const close = h("button", { type: "button", class: "icon", "aria-label": "Dismiss", onclick: () => dismiss(tab) }, "×");
+  $(`notice-${tab}`).replaceChildren(h("p", {}, text), close);
+  $(`notice-${tab}`).hidden = false;
+}
 
-export function toast(text) {
-  const el = $("toast");
-  el.textContent = text;
-  el.hidden = false;
-  clearTimeout(timer);
-  timer = setTimeout(() => (el.hidden = true), 8000);
+export function dismiss(tab) {
+  $(`notice-${tab}`).hidden = true;
+  $(`notice-${tab}`).replaceChildren();
 }

@@ -1,4 +1,4 @@
-// The knobs: kept in the browser, sent with each request as far as they are set.
+// Settings of the sampler: kept in the browser, sent with each request where they are set.
 import { $, h } from "./dom.js";
 
 const STORE = "dgemma.settings";
@@ -9,7 +9,7 @@ const KNOBS = [
   { name: "temperature", label: "Temperature", note: "1 is the model's own", min: 0, max: 2, step: 0.05 },
   { name: "max_tokens", label: "Longest answer", note: "tokens", min: 1, step: 1 },
   { name: "seed", label: "Seed", note: "same seed, same text", min: 0, step: 1 },
-  { group: "How a canvas settles" },
+  { group: "How a canvas converges" },
   { name: "max_denoising_steps", label: "Most steps", min: 1, max: 512, step: 1, canvas: true },
   { name: "entropy_bound", label: "Entropy bound", note: "nats decided in a step", min: 0.01, step: 0.05, canvas: true },
   { name: "confidence_threshold", label: "Converged below", note: "mean nats", min: 0.0001, step: 0.001, canvas: true },

@@ -1,15 +1,18 @@
-// A canvas that is watched while it settles, and gone through again afterwards.
+// A canvas shown while it converges, what came of it, and its replay.
 import { CanvasView } from "./canvas.js";
-import { h } from "./dom.js";
+import { button, h } from "./dom.js";
 import { Recording, Scrubber } from "./recording.js";
 
 export class Stage {
-  constructor(className) {
+  // `render(text)` makes the element that shows a finished text; without it the canvas shows it.
+  constructor(className, render = null) {
     this.recording = new Recording();
     this.view = new CanvasView(className);
+    this.render = render;
+    this.rendered = h("div", { class: "rendered", hidden: true });
     this.scrubber = null;
     this.pending = null;
-    this.el = h("div", { class: "staged" }, this.view.el);
+    this.el = h("div", { class: "staged" }, this.view.el, this.rendered);
   }
 
   draft(draft) {
@@ -30,17 +33,18 @@ export class Stage {
   end() {
     cancelAnimationFrame(this.pending);
     this.pending = null;
-    this.view.settle(this.recording.text);
+    this._finish();
   }
 
   // The control that replays; made when it is first asked for.
   replay() {
     if (this.scrubber === null) {
-      const frames = (frame) => this.view.draw(frame.draft, this.recording.before(frame));
-      this.scrubber = new Scrubber(this.recording, frames, () => this.view.settle(this.recording.text));
+      this.scrubber = new Scrubber(this.recording, (frame) => this._draw(frame.draft, this.recording.before(frame)), () => this._finish());
       const both = h("div", { class: "switch", role: "group", "aria-label": "What is shown" });
       for (const [shows, name] of [["canvas", "Canvas"], ["guess", "Best guess"]]) {
-        both.append(h("button", { type: "button", class: "quiet", "aria-pressed": String(shows === this.view.shows), onclick: (event) => this._show(shows, both, event.currentTarget) }, name));
+        const choice = button(name, (event) => this._show(shows, both, event.currentTarget));
+        choice.setAttribute("aria-pressed", String(shows === this.view.shows));
+        both.append(choice);
       }
       this.scrubber.el.append(both);
       this.el.prepend(this.scrubber.el); // above: a canvas of noise is longer than its text
@@ -48,9 +52,24 @@ export class Stage {
     return this.scrubber;
   }
 
+  _draw(draft, promised) {
+    this.rendered.hidden = true;
+    this.view.el.hidden = false;
+    this.view.draw(draft, promised);
+  }
+
+  _finish() {
+    const text = this.recording.text;
+    this.view.settle(text);
+    if (this.render === null || !text) return;
+    this.rendered.replaceChildren(this.render(text));
+    this.rendered.hidden = false;
+    this.view.el.hidden = true;
+  }
+
   _show(shows, both, pressed) {
     this.view.shows = shows;
-    for (const button of both.children) button.setAttribute("aria-pressed", String(button === pressed));
+    for (const choice of both.children) choice.setAttribute("aria-pressed", String(choice === pressed));
     if (this.view.last) this.view.draw(this.view.last, this.view.promised.textContent);
   }
 

@@ -1,8 +1,8 @@
-// A grid whose cells settle together.
+// A grid whose cells converge together.
 import { stream } from "./api.js";
-import { $, h, plural, seconds } from "./dom.js";
+import { $, button, h, plural, seconds } from "./dom.js";
 import { Recording, Scrubber } from "./recording.js";
-import { announce, Runner } from "./run.js";
+import { announce, Clock, dismiss, notify, Runner, stepsAndTime } from "./run.js";
 import { setting } from "./settings.js";
 
 const PUZZLES = {
@@ -10,6 +10,7 @@ const PUZZLES = {
   Medium: "200080300060070084030500209000105408000000000402706000301007040720040060004010003",
   Hard: "030050040008010500460000012070502080000603000040109030250000098001020600080060020",
 };
+export const EASY = PUZZLES.Easy;
 const NINE = [...Array(9).keys()];
 const UNITS = NINE.flatMap((n) => [
   NINE.map((i) => 9 * n + i),
@@ -18,20 +19,24 @@ const UNITS = NINE.flatMap((n) => [
 ]);
 const FULL = 2.2; // nats: nine digits, all alike
 
-let runner, cells = [], recording = new Recording(), positions = [];
+let runner, cells = [], recording = new Recording(), positions = [], clock = null;
 
 export function buildSudoku() {
-  runner = new Runner($("sudoku-go"), $("sudoku-stop"));
+  runner = new Runner("sudoku", $("sudoku-go"), $("sudoku-stop"));
   for (let row = 0; row < 9; row += 1) {
     const line = h("div", { role: "row" });
     for (let column = 0; column < 9; column += 1) line.append(cell(row, column));
     $("grid").append(line);
   }
   for (const [name, puzzle] of Object.entries(PUZZLES)) {
-    $("puzzles").append(h("button", { type: "button", class: "quiet", onclick: () => set(puzzle) }, name));
+    $("puzzles").append(button(name, () => set(puzzle)));
   }
-  $("puzzles").append(h("button", { type: "button", class: "quiet", onclick: () => set("0".repeat(81)) }, "Empty"));
+  $("puzzles").append(button("Empty", () => set("0".repeat(81))));
   $("sudoku-go").addEventListener("click", go);
+  document.addEventListener("paste", (event) => {
+    const isElsewhere = event.target.closest?.("input, textarea") && !$("grid").contains(event.target);
+    if (!$("sudoku").hidden && !isElsewhere) paste(event);
+  });
   set(PUZZLES.Easy);
 }
 
@@ -65,6 +70,21 @@ function set(puzzle) {
   $("verdict").textContent = "";
 }
 
+// A puzzle of 81 cells in any usual form: a line or nine, 0 . _ * or - for empty, with or without rules.
+function paste(event) {
+  const text = event.clipboardData.getData("text/plain");
+  const lines = text.split("\n").filter((line) => !/^[-+=|\s]{9,}$/.test(line) || /^-{9}$/.test(line.trim()));
+  const cellsText = lines.join("").replace(/[\s|,;]/g, "").replace(/[._*xX?-]/g, "0");
+  if (cellsText.length < 2) return; // a digit for its cell
+  event.preventDefault();
+  if (runner.isRunning) notify("sudoku", "A puzzle is being solved; stop it before you paste another.");
+  else if (/^\d{81}$/.test(cellsText)) {
+    set(cellsText);
+    dismiss("sudoku");
+    announce("The puzzle is in the grid.");
+  } else notify("sudoku", `What was pasted has ${plural(cellsText.replace(/\D/g, "").length, "cell")}; a Sudoku has 81, each a digit, with 0 or a dot for an empty one.`);
+}
+
 // What was given, whatever stands in the other cells by now.
 function givens() {
   return cells.map((input) => (input.classList.contains("given") ? input.value : "0")).join("");
@@ -74,12 +94,20 @@ async function go() {
   const puzzle = givens(), mode = $("sudoku-mode").value;
   set(puzzle);
   recording = new Recording();
-  $("verdict").textContent = "";
-  const isWhole = await runner.run((signal) => (mode === "ar" ? oneByOne(puzzle, signal) : together(puzzle, signal)));
-  if (!isWhole && recording.isEmpty) set(puzzle);
+  if (runner.isRunning) return;
+  clock = new Clock($("verdict"));
+  let finish = null;
+  const end = await runner.run(async (signal) => {
+    finish = await (mode === "ar" ? oneByOne(puzzle, signal) : together(puzzle, signal));
+  });
+  clock.end();
+  finish?.();
+  if (end !== "done" && recording.isEmpty) set(puzzle);
 }
 
+// Both return what is to be shown in the end.
 async function together(puzzle, signal) {
+  let finish = null;
   const body = { puzzle, restarts: Number($("sudoku-restarts").value) || 0, dgemma: { drafts: true } };
   if (setting("seed") !== undefined) body.seed = setting("seed");
   for await (const event of stream("/v1/dgemma/sudoku", body, signal)) {
@@ -87,15 +115,21 @@ async function together(puzzle, signal) {
     if (note.type === "layout") positions = note.positions;
     else if (note.type === "draft") {
       recording.add(note);
+      clock.draft(note);
       draw(note, puzzle);
-    } else if (event.object === "dgemma.sudoku") end(event, puzzle);
+    } else if (event.object === "dgemma.sudoku") finish = () => show(event, puzzle);
   }
+  return finish;
+}
+
+// A puzzle as the model was taught to read it.
+export function asQuestion(puzzle) {
+  return `Solve this Sudoku.\n${puzzle.match(/.{9}/g).map((row) => [...row].join(" ")).join("\n")}`;
 }
 
 async function oneByOne(puzzle, signal) {
-  const rows = puzzle.match(/.{9}/g).map((row) => [...row].join(" "));
-  const body = { messages: [{ role: "user", content: `Solve this Sudoku.\n${rows.join("\n")}` }], max_tokens: 200, dgemma: { mode: "ar" } };
-  let text = "";
+  const body = { messages: [{ role: "user", content: asQuestion(puzzle) }], max_tokens: 200, dgemma: { mode: "ar" } };
+  let text = "", finish = null;
   const begun = performance.now();
   for await (const event of stream("/v1/chat/completions", body, signal)) {
     text += event.choices[0]?.delta.content ?? "";
@@ -103,10 +137,11 @@ async function oneByOne(puzzle, signal) {
     cells.forEach((input, i) => write(input, digits[i] ?? (puzzle[i] === "0" ? "" : puzzle[i]), puzzle[i], 0));
     const took = event.choices[0]?.dgemma;
     if (took) {
-      const isGrid = digits.length === 81;
-      verdict(isGrid && isSolution(puzzle, digits), `${plural(took.steps, "token")} · ${seconds((performance.now() - begun) / 1000)}`);
+      const time = (performance.now() - begun) / 1000;
+      finish = () => verdict(isSolution(puzzle, digits), `${plural(took.steps, "token")} · ${seconds(time)}`);
     }
   }
+  return finish;
 }
 
 function draw(draft, puzzle) {
@@ -125,12 +160,11 @@ function write(input, digit, given, nats, isNoise = false) {
   input.style.setProperty("--h", Math.min(1, nats / FULL).toFixed(3));
 }
 
-function end(reply, puzzle) {
+function show(reply, puzzle) {
   const finish = () => cells.forEach((input, i) => write(input, reply.solution?.[i] ?? "", puzzle[i], 0));
   finish();
-  const { steps, seconds: time, seed } = reply.dgemma;
-  const more = reply.restarts ? `, ${plural(reply.restarts, "new attempt")}` : "";
-  verdict(reply.solved, `${plural(steps, "step")}${more} · ${seconds(time)} · seed ${seed}`);
+  const more = reply.restarts ? `${plural(reply.restarts, "new attempt")} · ` : "";
+  verdict(reply.solved, more + stepsAndTime(reply.dgemma));
   const scrubber = new Scrubber(recording, (frame) => draw(frame.draft, puzzle), finish);
   $("sudoku-stage").replaceChildren(scrubber.el);
   $("sudoku-stage").hidden = recording.isEmpty;
@@ -148,7 +182,8 @@ function verdict(isSolved, took) {
   }
 }
 
-function isSolution(puzzle, digits) {
+export function isSolution(puzzle, digits) {
+  if (digits.length !== 81) return false;
   if (![...puzzle].every((given, i) => given === "0" || given === digits[i])) return false;
   return UNITS.every((unit) => new Set(unit.map((i) => digits[i])).size === 9);
 }

@@ -1,9 +1,9 @@
-"""Inputs of a pass: embeddings of its tokens, RoPE tables, and what a step reads of its row.
+"""Inputs of a pass: embeddings of its tokens, RoPE tables, and per-token inputs of a step.
 
-One launch for all segments. Canvas segments come first: their embeddings and normalized
-self-conditioning go to the self-conditioning MLP, after which `add_and_norm` makes the input of the
-stack. Tokens of other segments enter as they are; without canvases they also come normalized for
-the first layer. Each value is rounded where the reference rounds it.
+One launch for all segments. Canvas segments come first: their normalized self-conditioning goes
+through its MLP, after which `add_and_norm` computes the input of the stack. Embeddings of other
+segments are used as they are; without canvases they are also normalized for the first layer. Each
+value is rounded where the reference rounds it.
 
 T tokens, L of a segment, E table entries, N steps, D width, V vocabulary, F RoPE pairs of all
 layer types, one type after the other.
@@ -16,8 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.kernels.helpers import inverse_rms
-from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
+from dgemma.backends.cuda.kernels.common import (
+    gdc_wait,
+    inverse_rms,
+    launch,
+    pdl_kwargs,
+    row_warps,
+)
 
 PAIRS = 128  # RoPE pairs of a program
 
@@ -27,9 +32,9 @@ class EmbedTokens:
     """Tokens and positions of the segments."""
 
     entry_I: Tensor  # int32: table entry of each segment
-    canvas_EL: Tensor  # int64, rows may be apart: tokens of canvases
+    canvas_EL: Tensor  # int64, strided: tokens of canvases
     commit_EL: Tensor  # the same for other segments
-    start_E: Tensor  # int64, rows may be apart: position of a segment's first token
+    start_E: Tensor  # int64, strided: position of a segment's first token
     length: int  # of a segment
     num_canvases: int  # segments, which come first
 
@@ -84,10 +89,10 @@ def embed(
     vector_TD, normed_TD = weight_VD.new_empty(count, width), weight_VD.new_empty(count, width)
     block = triton.next_power_of_2(width)
     names = StepInputs.__slots__
-    # Without canvases anything stands in for the pointers, which are not read.
+    # Without canvases the pointers are not read: any tensor will do.
     inputs = [tokens.start_E] * len(names) if step is None else [getattr(step, n) for n in names]
     steps = 0 if step is None else step.temperature_EN.shape[1]
-    _embed[(count, 1 + triton.cdiv(pairs, PAIRS))](
+    launch(_embed, (count, 1 + triton.cdiv(pairs, PAIRS)))(
         tokens.entry_I,
         tokens.canvas_EL,
         tokens.canvas_EL.stride(0),
@@ -116,7 +121,7 @@ def embed(
         HAS_CANVAS=step is not None,
         BLOCK=block,
         PAIRS=PAIRS,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=row_warps(block),
         **pdl_kwargs(),
     )
     return vector_TD, normed_TD
@@ -126,7 +131,7 @@ def add_and_norm(x_TD: Tensor, part_CD: Tensor, eps: float) -> Tensor:
     """Add self-conditioning to the first C rows and normalize the sums; other rows are copied."""
     width, out_TD = x_TD.shape[1], torch.empty_like(x_TD)
     block = triton.next_power_of_2(width)
-    _add_and_norm[(len(x_TD),)](
+    launch(_add_and_norm, (len(x_TD),))(
         x_TD,
         part_CD,
         out_TD,
@@ -134,7 +139,7 @@ def add_and_norm(x_TD: Tensor, part_CD: Tensor, eps: float) -> Tensor:
         len(part_CD),
         D=width,
         BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=row_warps(block),
         **pdl_kwargs(),
     )
     return out_TD
@@ -186,22 +191,22 @@ def _embed(
     entry = tl.load(entry_I + t // L).to(tl.int64)
     if tl.program_id(1) == 0:
         d = tl.arange(0, BLOCK)
-        kind: tl.constexpr = vector_TD.dtype.element_ty
+        dtype: tl.constexpr = vector_TD.dtype.element_ty
         if t < canvas_tokens:
             token = tl.load(canvas_EL + entry * canvas_stride + index)
         else:
             token = tl.load(commit_EL + entry * commit_stride + index)
         x = tl.load(table_VD + token * D + d, mask=d < D, other=0.0).to(tl.float32)
-        x = (x * scale).to(kind)
+        x = (x * scale).to(dtype)
         tl.store(vector_TD + t * D + d, x, mask=d < D)
         if HAS_CANVAS:
             if t < canvas_tokens:
                 soft = tl.load(soft_ELD + (entry * L + index) * D + d, mask=d < D, other=0.0)
                 _store_normed(soft.to(tl.float32), weight_D, normed_TD, t, d, eps, D)
-                step = tl.minimum(tl.load(step_E + entry), steps - 1)  # padding steps for ever
+                step = tl.minimum(tl.load(step_E + entry), steps - 1)  # padding steps without end
                 tl.store(temperature_T + t, tl.load(temperature_EN + entry * steps + step))
                 tl.store(draw_temperature_T + t, tl.load(draw_temperature_E + entry))
-                # Row 0 of the noise was the fresh canvas.
+                # Row 0 of the noise is the fresh canvas.
                 noise = uniform_ENL + (entry * (steps + 1) + step + 1) * L + index
                 tl.store(uniform_T + t, tl.load(noise))
                 tl.store(held_T + t, token)

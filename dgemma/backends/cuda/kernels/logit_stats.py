@@ -1,10 +1,11 @@
-"""Row statistics in one pass over the head's output, which stays in 16 bits.
+"""Statistics of each position's logits in one pass over the LM head's output, which stays 16-bit.
 
-Each warp reads a chunk of one row and leaves its peak and the sums of exp(x) and x exp(x) behind
-the peak. A second kernel, one program a row, merges them: entropy, argmax, and the draw; the chunk
-of the peak and the one that the running sum points to are read again. It also says which tokens are
-likely, and whether any row is so flat that no few of them can hold it, which spares `sparse.py` its
-search. Probabilities, where they are wanted, replace the head's output.
+Each warp reads a chunk of one row and writes its largest logit and the sums of exp(x) and x exp(x),
+x relative to it. A second kernel, one program per row, merges the chunks: entropy, argmax, and the
+draw; the chunk of the argmax and the one that the draw falls into are read again. It also writes
+the logit from which on a token is a candidate for the sparse soft embedding, and a flag if a row is
+so flat that few candidates cannot cover it, which spares `soft_embed_topk.py` its search.
+Probabilities, where they are needed, replace the logits.
 
 T positions, V vocabulary, C chunks of W tokens each.
 """
@@ -17,37 +18,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
+from dgemma.backends.cuda.kernels.common import gdc_wait, launch, pdl_kwargs
 
-CHUNK = 2048  # tokens summed up by one warp
-SURVIVORS = 128  # most tokens of a position that enter the sparse soft embedding
-SPARE = 1e-5  # a token below this probability does not enter it
-READ = 0.9 * SPARE  # a chunk whose peak is below holds no likely token, however its peak is rounded
-MASS = 1 - 2e-3  # of a position, that its likely tokens must hold; bfloat16 loses as much
-MISSED = 1.01 * (1 - MASS)  # a position that has as much in chunks without likely tokens is flat
-ENOUGH = 0.99  # a position whose likeliest so many tokens cannot hold as much is flat
-COLDEST = 1e-3  # a draw temperature below it takes the likeliest token
-SMALL = 1e-3  # peaks below it are taken for as much, where tokens are counted
+CHUNK = 2048  # tokens reduced by one warp
+MAX_CANDIDATES = 128  # tokens of a position in the sparse soft embedding
+MIN_PROB = 1e-5  # of a candidate
+MIN_CHUNK_PROB = 0.9 * MIN_PROB  # a chunk whose largest is below has no candidate, even rounded
+MIN_MASS = 1 - 2e-3  # of a position, in its candidates; bfloat16 loses as much
+MAX_MISSED = 1.01 * (1 - MIN_MASS)  # a position with more in chunks without candidates is flat
+FLAT_MASS = 0.99  # a position whose MAX_CANDIDATES likeliest tokens cannot hold as much is flat
+MIN_TEMPERATURE = 1e-3  # of a draw; below it the argmax is taken
+MIN_COUNTED_PROB = 1e-3  # smaller ones are raised to it where `_tokens_needed` counts
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
+class ChunkStats:
     """Chunk statistics of the first pass; peaks are capped logits."""
 
     peak_TC: Tensor
-    sum_TC: Tensor  # of exp(x), x the heated logit behind the chunk's peak
+    sum_TC: Tensor  # of exp(x), x = (logit - peak) / temperature
     draw_sum_TC: Tensor  # of exp(x / draw temperature)
     moment_TC: Tensor  # of x exp(x)
-    # int, for each canvas; zero here, set by the second pass if a row is flat, and by a search that
-    # finds too many likely tokens together.
+    # int, for each canvas; zeroed here, set by the second pass if a row is flat, and by a search
+    # that finds too many candidates.
     flat_C: Tensor
     length: int  # rows of a canvas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """The statistics of each position, and what its probabilities are made from."""
+class MergedStats:
+    """Statistics of each position, and what its probabilities are computed from."""
 
     draw_T: Tensor
     top_T: Tensor
@@ -55,85 +56,106 @@ class Merged:
     top_p_T: Tensor
     held_p_T: Tensor
     peak_T: Tensor
-    total_T: Tensor  # sum of exp(x), x behind the row's peak
-    next_T: Tensor  # the peak's chunk has this one without it
-    least_T: Tensor  # from this number of the head's output on a token is likely
+    total_T: Tensor  # sum of exp(x), x relative to the row's peak
+    second_T: Tensor  # peak of the argmax's chunk without the argmax
+    min_logit_T: Tensor  # of a candidate, before the soft cap
 
 
-def row_marks(
-    raw_TV: Tensor, softcap: float | None, temperatures: tuple[Tensor, Tensor], length: int
-) -> Marks:
-    """The first pass; temperatures of the distribution and of draws; `length`: of a canvas."""
-    temperature_T, draw_temperature_T = temperatures
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenQuery:
+    """Per-position inputs of the statistics."""
+
+    temperature_T: Tensor
+    draw_temperature_T: Tensor  # of the draw alone, on top of the temperature
+    uniform_T: Tensor
+    held_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitStats:
+    """Logits of some canvases with their statistics, from which soft embeddings are computed."""
+
+    raw_TV: Tensor  # before the soft cap
+    softcap: float | None
+    temperature_T: Tensor
+    chunks: ChunkStats
+    merged: MergedStats
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """Tensors from which a kernel computes probabilities."""
+        return self.raw_TV, self.temperature_T, self.merged.peak_T, self.merged.total_T
+
+
+def logit_stats(
+    raw_TV: Tensor, softcap: float | None, query: TokenQuery, length: int
+) -> LogitStats:
+    """Compute statistics and draws of canvases of `length` positions; the logits are unchanged."""
+    chunks = chunk_stats(raw_TV, softcap, query, length)
+    merged = merge_chunks(raw_TV, softcap, query, chunks)
+    return LogitStats(raw_TV, softcap, query.temperature_T, chunks, merged)
+
+
+def chunk_stats(
+    raw_TV: Tensor, softcap: float | None, query: TokenQuery, length: int
+) -> ChunkStats:
+    """First pass; `length`: of a canvas."""
     rows, vocab = raw_TV.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    peak_TC, sum_TC, moment_TC, draw_TC = (temperature_T.new_empty(rows, chunks) for _ in range(4))
+    names = ("peak_TC", "sum_TC", "moment_TC", "draw_sum_TC")
+    sums = {name: query.temperature_T.new_empty(rows, chunks) for name in names}
     flat_C = torch.empty(triton.cdiv(rows, length), dtype=torch.int32, device=raw_TV.device)
-    _marks[(triton.cdiv(chunks, 4), rows)](
+    launch(_chunk_stats, (triton.cdiv(chunks, 4), rows))(
         raw_TV,
-        temperature_T,
-        draw_temperature_T,
-        peak_TC,
-        sum_TC,
-        moment_TC,
-        draw_TC,
+        query.temperature_T,
+        query.draw_temperature_T,
+        *sums.values(),
         flat_C,
         vocab,
         chunks,
         L=length,
         CAP=softcap or 0.0,
         W=CHUNK,
-        EACH=4,
+        PER_PROGRAM=4,
         EVEN=vocab % (4 * CHUNK) == 0,
-        COLDEST=COLDEST,
+        MIN_TEMPERATURE=MIN_TEMPERATURE,
         num_warps=4,
         **pdl_kwargs(),
     )
-    return Marks(
-        peak_TC=peak_TC,
-        sum_TC=sum_TC,
-        moment_TC=moment_TC,
-        draw_sum_TC=draw_TC,
-        flat_C=flat_C,
-        length=length,
-    )
+    return ChunkStats(**sums, flat_C=flat_C, length=length)
 
 
-def row_merge(
-    raw_TV: Tensor,
-    softcap: float | None,
-    query: tuple[Tensor, Tensor, Tensor, Tensor],
-    marks: Marks,
-) -> Merged:
-    """The second: statistics and draws; a query is both temperatures, uniform and held token."""
-    temperature_T, draw_temperature_T, uniform_T, held_T = query
+def merge_chunks(
+    raw_TV: Tensor, softcap: float | None, query: TokenQuery, stats: ChunkStats
+) -> MergedStats:
+    """Second pass: statistics and draws of each position."""
     rows, vocab = raw_TV.shape
-    chunks = marks.peak_TC.shape[1]
-    draw_T, top_T = (torch.empty_like(held_T) for _ in range(2))
-    floats = [torch.empty_like(temperature_T) for _ in range(7)]
-    _merge[(rows,)](
+    chunks = stats.peak_TC.shape[1]
+    tokens = {name: torch.empty_like(query.held_T) for name in ("draw_T", "top_T")}
+    names = ("entropy_T", "top_p_T", "held_p_T", "peak_T", "total_T", "second_T", "min_logit_T")
+    floats = {name: torch.empty_like(query.temperature_T) for name in names}
+    launch(_merge_chunks, (rows,))(
         raw_TV,
-        temperature_T,
-        draw_temperature_T,
-        uniform_T,
-        held_T,
-        marks.peak_TC,
-        marks.sum_TC,
-        marks.moment_TC,
-        marks.draw_sum_TC,
-        draw_T,
-        top_T,
-        *floats,
-        marks.flat_C,
+        query.temperature_T,
+        query.draw_temperature_T,
+        query.uniform_T,
+        query.held_T,
+        stats.peak_TC,
+        stats.sum_TC,
+        stats.moment_TC,
+        stats.draw_sum_TC,
+        *tokens.values(),
+        *floats.values(),
+        stats.flat_C,
         vocab,
-        L=marks.length,
-        COLDEST=COLDEST,
-        MOST=most_entropy(vocab),
-        TOKENS=most_tokens(),
-        SMALL=SMALL,
-        SPARE=SPARE,
-        READ=READ,
-        MISSED=MISSED,
+        L=stats.length,
+        MIN_TEMPERATURE=MIN_TEMPERATURE,
+        MAX_ENTROPY=max_entropy(vocab),
+        MAX_TOKENS=max_tokens(),
+        MIN_COUNTED_PROB=MIN_COUNTED_PROB,
+        MIN_PROB=MIN_PROB,
+        MIN_CHUNK_PROB=MIN_CHUNK_PROB,
+        MAX_MISSED=MAX_MISSED,
         CAP=softcap or 0.0,
         W=CHUNK,
         CHUNKS=chunks,
@@ -141,35 +163,32 @@ def row_merge(
         num_warps=8,
         **pdl_kwargs(),
     )
-    names = ("entropy_T", "top_p_T", "held_p_T", "peak_T", "total_T", "next_T", "least_T")
-    return Merged(draw_T=draw_T, top_T=top_T, **dict(zip(names, floats, strict=True)))
+    return MergedStats(**tokens, **floats)
 
 
-def most_entropy(vocab: int) -> float:
-    """Nats that a position can have whose likely tokens hold enough: both shares spread evenly."""
-    parts = ((ENOUGH, min(SURVIVORS, vocab)), (1 - ENOUGH, vocab))
-    return sum(share * math.log(count / share) for share, count in parts)
+def max_entropy(vocab: int) -> float:
+    """Largest entropy of a position that is not flat: candidates and the rest each uniform."""
+    uniforms = ((FLAT_MASS, min(MAX_CANDIDATES, vocab)), (1 - FLAT_MASS, vocab))
+    return sum(mass * math.log(count / mass) for mass, count in uniforms)
 
 
-def most_tokens() -> float:
-    """Most tokens that `_tokens_needed` may count where the survivors hold enough."""
-    return SURVIVORS + (1 - ENOUGH) / SMALL
+def max_tokens() -> float:
+    """Largest count by `_tokens_needed` of a position that is not flat."""
+    return MAX_CANDIDATES + (1 - FLAT_MASS) / MIN_COUNTED_PROB
 
 
-def probabilities_(
-    raw_TV: Tensor, softcap: float | None, temperature_T: Tensor, merged: Merged
-) -> Tensor:
-    """Turn the head's output, in place, into the probabilities it stands for."""
-    rows, vocab = raw_TV.shape
-    _probabilities[(triton.cdiv(vocab, CHUNK), rows)](
-        raw_TV, temperature_T, merged.peak_T, merged.total_T, vocab, CAP=softcap or 0.0, W=CHUNK
+def probabilities_(stats: LogitStats) -> Tensor:
+    """Replace logits by their probabilities, in place."""
+    rows, vocab = stats.raw_TV.shape
+    launch(_probabilities, (triton.cdiv(vocab, CHUNK), rows))(
+        *stats.arguments, vocab, CAP=stats.softcap or 0.0, W=CHUNK
     )
-    return raw_TV
+    return stats.raw_TV
 
 
 @triton.jit
 def capped(raw, CAP: tl.constexpr):
-    """c tanh(x / c) = 2c sigmoid(2x / c) - c; no statistic sees the constant."""
+    """Soft cap: c tanh(x / c) = 2c sigmoid(2x / c) - c; statistics ignore scale and offset."""
     if CAP > 0:
         y = tl.sigmoid(raw.to(tl.float32) * (2.0 / CAP))
     else:
@@ -178,7 +197,7 @@ def capped(raw, CAP: tl.constexpr):
 
 
 @triton.jit
-def scale_of(temperature, CAP: tl.constexpr):
+def logit_scale(temperature, CAP: tl.constexpr):
     if CAP > 0:
         scale = 2.0 * CAP / temperature
     else:
@@ -187,7 +206,7 @@ def scale_of(temperature, CAP: tl.constexpr):
 
 
 @triton.jit
-def _marks(
+def _chunk_stats(
     raw_TV,
     temperature_T,
     draw_temperature_T,
@@ -201,21 +220,21 @@ def _marks(
     L: tl.constexpr,
     CAP: tl.constexpr,
     W: tl.constexpr,
-    EACH: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
     EVEN: tl.constexpr,
-    COLDEST: tl.constexpr,
+    MIN_TEMPERATURE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A chunk for each warp, so that no sum has to wait for another warp."""
+    """One chunk per warp, so that no reduction crosses warps."""
     gdc_wait(PDL)
     row = tl.program_id(1)
     if (row % L == 0) & (tl.program_id(0) == 0):
         tl.store(flat_C + row // L, 0)
-    c = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    c = tl.program_id(0) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     v = c[:, None] * W + tl.arange(0, W)[None, :]
     at = raw_TV + row.to(tl.int64) * vocab + v
-    # Base 2 and one factor throughout; the sum of x exp(x) is put right at its end.
-    scale = scale_of(tl.load(temperature_T + row), CAP) * LOG2_E
+    # Base 2 throughout; the sum of x exp(x) is converted at its end.
+    scale = logit_scale(tl.load(temperature_T + row), CAP) * LOG2_E
     if EVEN:
         y = capped(tl.load(at), CAP)
         peak = tl.max(y, 1)
@@ -227,45 +246,45 @@ def _marks(
         peak = tl.where(c < chunks, tl.max(tl.where(is_token, y, float("-inf")), 1), 0.0)
         x = tl.where(is_token, (y - peak[:, None]) * scale, 0.0)
         e = tl.where(is_token, tl.exp2(x), 0.0)
-    at_TC = row * chunks + c
+    at_C = row * chunks + c
     sums = tl.sum(e, 1)
-    tl.store(peak_TC + at_TC, peak, mask=c < chunks)
-    tl.store(sum_TC + at_TC, sums, mask=c < chunks)
-    tl.store(moment_TC + at_TC, tl.sum(x * e, 1) / LOG2_E, mask=c < chunks)
+    tl.store(peak_TC + at_C, peak, mask=c < chunks)
+    tl.store(sum_TC + at_C, sums, mask=c < chunks)
+    tl.store(moment_TC + at_C, tl.sum(x * e, 1) / LOG2_E, mask=c < chunks)
     draw_temperature = tl.load(draw_temperature_T + row)
     if draw_temperature != 1.0:
-        e = tl.exp2(x / tl.maximum(draw_temperature, COLDEST))
+        e = tl.exp2(x / tl.maximum(draw_temperature, MIN_TEMPERATURE))
         if not EVEN:
             e = tl.where(v < vocab, e, 0.0)
         sums = tl.sum(e, 1)
-    tl.store(draw_sum_TC + at_TC, sums, mask=c < chunks)
+    tl.store(draw_sum_TC + at_C, sums, mask=c < chunks)
 
 
 @triton.jit
-def _tokens_needed(weight, share, total, SMALL: tl.constexpr):
-    """Least number of tokens that hold a row's probability, by its chunks' sums and peaks.
+def _tokens_needed(weight, ratio, total, MIN_COUNTED_PROB: tl.constexpr):
+    """Lower bound on the tokens that hold a row's probability, by its chunks' sums and peaks.
 
-    Whoever holds all but d of it needs as many, less d / SMALL: in a chunk of peak q a mass m takes
-    m / q tokens or more, and each token left out spares 1 / SMALL of its mass at most.
+    In a chunk of peak q a mass m takes at least m / q tokens. To hold all but d of the mass takes
+    as many, less d / MIN_COUNTED_PROB: no token left out saves more per mass.
     """
-    return tl.sum(weight / tl.maximum(share, SMALL * total), 0)
+    return tl.sum(weight / tl.maximum(ratio, MIN_COUNTED_PROB * total), 0)
 
 
 @triton.jit
-def _least(probability, peak, total, scale, CAP: tl.constexpr):
-    """Logit before the cap at which a token has this probability: counting then needs no exp."""
+def _min_logit(probability, peak, total, scale, CAP: tl.constexpr):
+    """Logit before the cap that has this probability: candidates are counted without exp."""
     y = peak + tl.log(probability * total) / scale
     if CAP > 0:
         inside = tl.minimum(tl.maximum(y, 1e-30), 1.0 - 6e-8)
         raw = 0.5 * CAP * tl.log(inside / (1.0 - inside))
         raw = tl.where(y <= 0.0, -3e38, tl.where(y >= 1.0, float("inf"), raw))
     else:
-        raw = tl.maximum(y, -3e38)  # a token that is not there has less
+        raw = tl.maximum(y, -3e38)  # padding has less
     return raw
 
 
 @triton.jit
-def _merge(
+def _merge_chunks(
     raw_TV,
     temperature_T,
     draw_temperature_T,
@@ -282,18 +301,18 @@ def _merge(
     held_p_T,
     peak_T,
     total_T,
-    next_T,
-    least_T,
+    second_T,
+    min_logit_T,
     flat_C,
     vocab,
     L: tl.constexpr,
-    COLDEST: tl.constexpr,
-    MOST: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SMALL: tl.constexpr,
-    SPARE: tl.constexpr,
-    READ: tl.constexpr,
-    MISSED: tl.constexpr,
+    MIN_TEMPERATURE: tl.constexpr,
+    MAX_ENTROPY: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    MIN_COUNTED_PROB: tl.constexpr,
+    MIN_PROB: tl.constexpr,
+    MIN_CHUNK_PROB: tl.constexpr,
+    MAX_MISSED: tl.constexpr,
     CAP: tl.constexpr,
     W: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -302,50 +321,50 @@ def _merge(
 ):
     gdc_wait(PDL)
     row = tl.program_id(0)
-    scale = scale_of(tl.load(temperature_T + row), CAP)
+    scale = logit_scale(tl.load(temperature_T + row), CAP)
     c = tl.arange(0, C)
     is_chunk = c < CHUNKS
     at = row * CHUNKS + c
     peaks = tl.load(peak_TC + at, mask=is_chunk, other=float("-inf"))
     peak = tl.max(peaks, 0)
     shift = tl.where(is_chunk, (peaks - peak) * scale, 0.0)
-    share = tl.where(is_chunk, tl.exp(shift), 0.0)
+    ratio = tl.where(is_chunk, tl.exp(shift), 0.0)
     sums = tl.load(sum_TC + at, mask=is_chunk, other=0.0)
     moments = tl.load(moment_TC + at, mask=is_chunk, other=0.0)
-    weights = (sums * share).to(tl.float64)
+    weights = (sums * ratio).to(tl.float64)
     total = tl.sum(weights, 0)
-    moment = tl.sum(((moments + shift * sums) * share).to(tl.float64), 0)
+    moment = tl.sum(((moments + shift * sums) * ratio).to(tl.float64), 0)
     start = row.to(tl.int64) * vocab
     w = tl.arange(0, W)
-    # The first of equals, as everywhere.
+    # Ties: the first.
     v = tl.min(tl.where(peaks == peak, c, CHUNKS), 0) * W + w
     raw = tl.load(raw_TV + start + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
-    # A row of NaN has no peak: its token is of no use, but one that can be looked up.
+    # A row of NaN has no peak: any valid token will do.
     top = tl.minimum(tl.min(tl.where(raw == tl.max(raw, 0), v, 2147483647), 0), vocab - 1)
     # With the peak at zero the sum is 1 / p(top): H = log Z - E[x].
     z = total.to(tl.float32)
     entropy = tl.log(z) - (moment / total).to(tl.float32)
     weight = weights.to(tl.float32)
-    missed = tl.sum(tl.where(share < READ * z, weight, 0.0), 0)
-    is_spread = _tokens_needed(weight, share, z, SMALL) > TOKENS
-    if (entropy > MOST) | is_spread | (missed > MISSED * z):
+    missed = tl.sum(tl.where(ratio < MIN_CHUNK_PROB * z, weight, 0.0), 0)
+    is_spread = _tokens_needed(weight, ratio, z, MIN_COUNTED_PROB) > MAX_TOKENS
+    if (entropy > MAX_ENTROPY) | is_spread | (missed > MAX_MISSED * z):
         tl.atomic_max(flat_C + row // L, 1)
     tl.store(entropy_T + row, entropy)
     tl.store(top_p_T + row, 1.0 / z)
     tl.store(top_T + row, top)
     tl.store(peak_T + row, peak)
     tl.store(total_T + row, z)
-    tl.store(least_T + row, _least(SPARE, peak, z, scale, CAP))
-    tl.store(next_T + row, capped(tl.max(tl.where(v == top, float("-inf"), raw), 0), CAP))
+    tl.store(min_logit_T + row, _min_logit(MIN_PROB, peak, z, scale, CAP))
+    tl.store(second_T + row, capped(tl.max(tl.where(v == top, float("-inf"), raw), 0), CAP))
     held = capped(tl.load(raw_TV + start + tl.load(held_T + row)), CAP)
     tl.store(held_p_T + row, tl.exp((held - peak) * scale) / z)
-    # The draw: the token whose interval of the running sum holds `uniform` times the total.
+    # Inverse CDF: the token whose interval of the running sum holds `uniform` times the total.
     draw_temperature = tl.load(draw_temperature_T + row)
-    hot = tl.maximum(draw_temperature, COLDEST)
+    temperature = tl.maximum(draw_temperature, MIN_TEMPERATURE)
     if draw_temperature != 1.0:
-        share = tl.where(is_chunk, tl.exp(shift / hot), 0.0)
+        ratio = tl.where(is_chunk, tl.exp(shift / temperature), 0.0)
         sums = tl.load(draw_sum_TC + at, mask=is_chunk, other=0.0)
-        weights = (sums * share).to(tl.float64)
+        weights = (sums * ratio).to(tl.float64)
         total = tl.sum(weights, 0)
     cdf = tl.cumsum(weights, 0)
     target = tl.load(uniform_T + row) * total
@@ -355,13 +374,14 @@ def _merge(
     v = chunk * W + w
     is_token = v < vocab
     raw = tl.load(raw_TV + start + v, mask=is_token, other=float("-inf")).to(tl.float32)
-    e = tl.where(is_token, tl.exp((capped(raw, CAP) - peak) * scale / hot), 0.0).to(tl.float64)
+    e = tl.exp((capped(raw, CAP) - peak) * scale / temperature)
+    e = tl.where(is_token, e, 0.0).to(tl.float64)
     inside = tl.sum((tl.cumsum(e, 0) <= target - before).to(tl.int32), 0)
-    # Rounding may put the target past the chunk's end: then its likeliest token is taken.
+    # Rounding may put the target past the chunk's end: its likeliest token is taken.
     likeliest = tl.min(tl.where(raw == tl.max(raw, 0), v, 2147483647), 0)
     draw = chunk * W + inside
     draw = tl.minimum(tl.where((inside < W) & (draw < vocab), draw, likeliest), vocab - 1)
-    draw = tl.where(draw_temperature < COLDEST, top, draw)
+    draw = tl.where(draw_temperature < MIN_TEMPERATURE, top, draw)
     tl.store(draw_T + row, draw)
 
 
@@ -373,6 +393,6 @@ def _probabilities(
     v = tl.program_id(0) * W + tl.arange(0, W)
     at = raw_TV + row.to(tl.int64) * vocab + v
     y = capped(tl.load(at, mask=v < vocab, other=0.0), CAP)
-    x = (y - tl.load(peak_T + row)) * scale_of(tl.load(temperature_T + row), CAP)
+    x = (y - tl.load(peak_T + row)) * logit_scale(tl.load(temperature_T + row), CAP)
     p = tl.exp(x) / tl.load(total_T + row)
     tl.store(at, p.to(raw_TV.dtype.element_ty), mask=v < vocab)

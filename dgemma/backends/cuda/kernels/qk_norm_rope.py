@@ -1,7 +1,7 @@
-"""The heads between a layer's joined product and attention: normed, turned, put in their places.
+"""QK norm, RoPE and the KV cache write, between the merged QKV GEMM and attention.
 
-A program has several heads of one token, all of one kind: queries, keys, or values where these are
-not the raw keys.
+A program has several heads of one token, all queries, all keys, or all values where these are not
+the raw keys.
 
 T tokens, N query heads, M key heads, H head width, P half of it, X all of a row.
 """
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import HeadsConfig, heads_config
+from dgemma.backends.cuda.configs import heads_config
 from dgemma.backends.cuda.kernels.attention import Segments
-from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
+from dgemma.backends.cuda.kernels.common import gdc_wait, launch, pdl_kwargs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,7 @@ class Heads:
     has_value: bool  # otherwise values are the raw keys
 
 
-def config_of(shape: Heads) -> HeadsConfig:
-    return heads_config(shape.queries, shape.keys)
-
-
-def heads(
+def qk_norm_rope(
     qkv_TX: Tensor,
     shape: Heads,
     cos_sin: tuple[Tensor, Tensor],
@@ -43,13 +39,13 @@ def heads(
 ) -> Tensor:
     """Normalize and rotate the heads; returns the queries, writes keys and values to the KV cache.
 
-    Their slots are the last `count` of a segment's own keys (`attention.py`); tokens beyond the
-    segment's count are not written.
+    Their slots are the last `count` of a segment's own keys (`attention.py`); padding is not
+    written.
     """
-    form = config_of(shape)
+    config = heads_config(shape.queries, shape.keys)
     length, count = len(qkv_TX), qkv_TX.shape[1] // shape.width
     q_TNH = qkv_TX.new_empty(length, shape.queries, shape.width)
-    _heads[(length, count // form.heads)](
+    launch(_qk_norm_rope, (length, count // config.heads))(
         qkv_TX,
         shape.q_weight,
         shape.k_weight,
@@ -67,15 +63,15 @@ def heads(
         M=shape.keys,
         H=shape.width,
         HAS_VALUE=shape.has_value,
-        HEADS=form.heads,
-        num_warps=form.warps,
+        HEADS=config.heads,
+        num_warps=config.warps,
         **pdl_kwargs(),
     )
     return q_TNH
 
 
 @triton.jit
-def _heads(
+def _qk_norm_rope(
     qkv_TX,
     q_weight_H,
     k_weight_H,
@@ -102,7 +98,7 @@ def _heads(
     P: tl.constexpr = H // 2
     p = tl.arange(0, P)
     head = tl.arange(0, HEADS)
-    # The norms' weights never change: they are read before the kernel waits.
+    # Weights never change: they are loaded before the wait.
     weight_H = k_weight_H if begin >= N else q_weight_H
     weight = tl.load(weight_H + p).to(tl.float32)[None, :]
     other = tl.load(weight_H + P + p).to(tl.float32)[None, :]
@@ -117,25 +113,25 @@ def _heads(
     second = second * scale[:, None]
     a = first * weight * cos - second * other * sin
     b = second * other * cos + first * weight * sin
-    kind: tl.constexpr = q_TNH.dtype.element_ty
+    dtype: tl.constexpr = q_TNH.dtype.element_ty
     if begin < N:
         to = q_TNH + (token * N + begin + head)[:, None] * H + p[None, :]
-        tl.store(to, a.to(kind))
-        tl.store(to + P, b.to(kind))
+        tl.store(to, a.to(dtype))
+        tl.store(to + P, b.to(dtype))
     else:
         segment = token // stride
         index = token - segment * stride
         entry = tl.load(entry_I + segment).to(tl.int64)
-        place_6 = table_E6 + entry * table_stride
+        kv_6 = table_E6 + entry * table_stride
         length = tl.load(count_E + entry * count_stride)
-        slot = tl.load(place_6 + 5) - length + index
-        keys = tl.multiple_of(tl.load(place_6 + 3).to(tl.pointer_type(kind)), 16)
-        values = tl.multiple_of(tl.load(place_6 + 4).to(tl.pointer_type(kind)), 16)
+        slot = tl.load(kv_6 + 5) - length + index
+        keys = tl.multiple_of(tl.load(kv_6 + 3).to(tl.pointer_type(dtype)), 16)
+        values = tl.multiple_of(tl.load(kv_6 + 4).to(tl.pointer_type(dtype)), 16)
         offset = (slot * M + (begin - N) % M + head)[:, None] * H + p[None, :]
         if index < length:
             if begin < N + M:
-                tl.store(keys + offset, a.to(kind))
-                tl.store(keys + offset + P, b.to(kind))
+                tl.store(keys + offset, a.to(dtype))
+                tl.store(keys + offset + P, b.to(dtype))
             if (begin >= N + M) | (not HAS_VALUE):
-                tl.store(values + offset, first.to(kind))
-                tl.store(values + offset + P, second.to(kind))
+                tl.store(values + offset, first.to(dtype))
+                tl.store(values + offset + P, second.to(dtype))

@@ -1,40 +1,53 @@
 """Fused elementwise kernels between the GEMMs of a layer: residual, norms, expert mixing.
 
-Statistics are float32, and a value is rounded to the stream's type where it leaves a kernel, or
-where it joins the stream. A product that was cut in parts comes so, [S, T, D], and is added up
-here. What an 8-bit product reads next is written in 8 bits, since the kernel has whole rows at
-hand: `fp8_out` asks for it, and gives numbers and a factor for each row instead.
+Statistics are float32, and a value is rounded to the residual's dtype where it leaves a kernel or
+is added to the residual. The sums of a split-K GEMM, [S, T, D], are added here. For an fp8 GEMM
+(`fp8_out`) rows are written in e4m3 with a scale each, since a program has whole rows.
 
-T tokens, D width, S parts, A choices of experts, K of a token.
+T tokens, D width, S splits, A assignments of tokens to experts, K of a token.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.kernels.helpers import activate, factor_8, inverse_rms
-from dgemma.backends.cuda.kernels.pdl import REGISTERS, gdc_wait, pdl_kwargs
+from dgemma.backends.cuda.kernels.common import (
+    REGISTERS,
+    fp8_scale,
+    gdc_wait,
+    gelu_mul,
+    inverse_rms,
+    launch,
+    pdl_kwargs,
+    row_warps,
+)
 
-Rows = Tensor | tuple[Tensor, Tensor]  # as they are, or in 8 bits with their factors
+OutputRows = Tensor | tuple[Tensor, Tensor]  # 16-bit, or e4m3 values and their scales
 
 
 def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Root-mean-square norm of the last dimension."""
+    """RMSNorm of the last dimension."""
     width, out = x.shape[-1], torch.empty_like(x)
-    block = triton.next_power_of_2(width)
-    _norm[(x.numel() // width,)](
+    launch(_norm, (x.numel() // width,))(
         x,
         weight if weight is not None else x,
         out,
         eps,
-        D=width,
         HAS_WEIGHT=weight is not None,
-        BLOCK=block,
-        num_warps=_warps(block),
-        **pdl_kwargs(),
+        **_row_kwargs(width),
     )
     return out
+
+
+def quantize(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows to e4m3: scale = absmax / FP8_MAX."""
+    out_TD, scale_T = _empty_rows(x_TD, fp8_out=True)
+    kwargs = {**_row_kwargs(x_TD.shape[1]), "num_warps": 4}
+    launch(_quantize, (len(x_TD),))(x_TD, out_TD, scale_T, **kwargs)
+    return out_TD, scale_T
 
 
 def residual_add_norm(
@@ -45,37 +58,29 @@ def residual_add_norm(
     *,
     fp8_out: bool = False,
     fp8_experts: bool = False,
-) -> tuple[Tensor, Rows, Rows, Tensor]:
-    """The stream behind attention, and what the dense part, the experts and the router read of it.
+) -> tuple[Tensor, OutputRows, OutputRows, Tensor]:
+    """Return the residual after attention, and the inputs of dense MLP, experts and router.
 
-    Weights: of the norm behind attention, of those before the dense part and the experts, and the
-    router's scale. `fp8_out`: what the dense part reads is in 8 bits; `fp8_experts`: the experts.
+    Weights: the norms after attention, before the dense MLP and before the experts, and the
+    router's scale. `fp8_out` quantizes the input of the dense MLP, `fp8_experts` of the experts.
     """
     out_TD, router_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
-    dense_TD, dense_T = _rows(x_TD, fp8_out)
-    expert_TD, expert_T = _rows(x_TD, fp8_experts)
-    block = triton.next_power_of_2(x_TD.shape[1])
-    _residual_add_norm[(len(x_TD),)](
+    dense, expert = _empty_rows(x_TD, fp8_out=fp8_out), _empty_rows(x_TD, fp8_out=fp8_experts)
+    launch(_residual_add_norm, (len(x_TD),))(
         x_TD,
         attended_TD,
         *weights,
         out_TD,
-        dense_TD,
-        dense_T,
-        expert_TD,
-        expert_T,
+        *dense,
+        *expert,
         router_TD,
         eps,
-        D=x_TD.shape[1],
-        PARTS=_parts(attended_TD),
+        SPLITS=_num_splits(attended_TD),
         FP8_OUT=fp8_out,
         FP8_EXPERTS=fp8_experts,
-        BLOCK=block,
-        num_warps=_warps(block),
-        **pdl_kwargs(),
+        **_row_kwargs(x_TD.shape[1]),
     )
-    dense = (dense_TD, dense_T) if fp8_out else dense_TD
-    return out_TD, dense, (expert_TD, expert_T) if fp8_experts else expert_TD, router_TD
+    return out_TD, dense if fp8_out else dense[0], expert if fp8_experts else expert[0], router_TD
 
 
 def layer_epilogue(
@@ -86,92 +91,85 @@ def layer_epilogue(
     eps: float,
     *,
     fp8_out: bool = False,
-) -> tuple[Tensor, Rows]:
-    """The stream behind a layer, and normed for what comes next.
+) -> tuple[Tensor, OutputRows]:
+    """Return the residual after a layer, and normalized for the next.
 
-    `mixed`: what each choice gave, [A, D], and their shares. Weights: of the norms behind the dense
-    part, behind the experts and behind both; the layer's scalar; of the next norm.
+    `mixed`: the experts' outputs, [A, D], and the top-k weights. Weights: the norms after the dense
+    MLP, after the experts and after their sum; the layer's scalar; the next layer's input norm.
     """
-    out_AD, share_TK = mixed
-    out_TD = torch.empty_like(x_TD)
-    next_TD, factor_T = _rows(x_TD, fp8_out)
-    block = triton.next_power_of_2(x_TD.shape[1])
-    _layer_epilogue[(len(x_TD),)](
+    out_AD, topk_weights_TK = mixed
+    out_TD, following = torch.empty_like(x_TD), _empty_rows(x_TD, fp8_out=fp8_out)
+    launch(_layer_epilogue, (len(x_TD),))(
         x_TD,
         dense_TD,
         out_AD,
-        share_TK,
+        topk_weights_TK,
         *weights,
         out_TD,
-        next_TD,
-        factor_T,
+        *following,
         eps,
-        D=x_TD.shape[1],
-        K=share_TK.shape[1],
-        PARTS=_parts(dense_TD),
+        K=topk_weights_TK.shape[1],
+        SPLITS=_num_splits(dense_TD),
         FP8_OUT=fp8_out,
-        BLOCK=block,
-        num_warps=_warps(block),
         maxnreg=REGISTERS,
-        **pdl_kwargs(),
+        **_row_kwargs(x_TD.shape[1]),
     )
-    return out_TD, (next_TD, factor_T) if fp8_out else next_TD
+    return out_TD, following if fp8_out else following[0]
 
 
-def gelu_and_mul(gate_up_TX: Tensor, *, fp8_out: bool = False) -> Rows:
+def gelu_and_mul(gate_up_TX: Tensor, *, fp8_out: bool = False) -> OutputRows:
     """gelu(gate) * up of rows that hold the gate half first."""
-    rows, double = gate_up_TX.shape
-    inner = double // 2
+    rows, inner = len(gate_up_TX), gate_up_TX.shape[1] // 2
     block = triton.next_power_of_2(inner) if fp8_out else 1024
-    out_TI, factor_T = _rows(gate_up_TX.new_empty(rows, 0), fp8_out, inner)
-    _gelu_and_mul[(rows, triton.cdiv(inner, block))](
+    out = _empty_rows(gate_up_TX[:, :inner], fp8_out=fp8_out)
+    launch(_gelu_and_mul, (rows, triton.cdiv(inner, block)))(
         gate_up_TX,
-        out_TI,
-        factor_T,
+        *out,
         I=inner,
         FP8_OUT=fp8_out,
         BLOCK=block,
-        num_warps=4 if block <= 1024 else _warps(block),
+        num_warps=4 if block <= 1024 else row_warps(block),
         **pdl_kwargs(),
     )
-    return (out_TI, factor_T) if fp8_out else out_TI
+    return out if fp8_out else out[0]
 
 
-def _rows(like_TD: Tensor, fp8_out: bool, width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Memory for rows, and for their factors; without any, the rows stand in for these."""
-    shape = (len(like_TD), like_TD.shape[1] if width is None else width)
+def _row_kwargs(width: int) -> dict[str, Any]:
+    """Launch arguments of a kernel with a program for each row."""
+    block = triton.next_power_of_2(width)
+    return {"D": width, "BLOCK": block, "num_warps": row_warps(block), **pdl_kwargs()}
+
+
+def _empty_rows(like_TD: Tensor, *, fp8_out: bool) -> tuple[Tensor, Tensor]:
+    """Allocate rows and, for fp8, their scales; otherwise the second is an unused argument."""
     if not fp8_out:
-        rows_TD = like_TD.new_empty(shape)
+        rows_TD = like_TD.new_empty(like_TD.shape)
         return rows_TD, rows_TD
-    factor_T = like_TD.new_empty(len(like_TD), dtype=torch.float32)
-    return like_TD.new_empty(shape, dtype=torch.float8_e4m3fn), factor_T
+    values_TD = like_TD.new_empty(like_TD.shape, dtype=torch.float8_e4m3fn)
+    return values_TD, like_TD.new_empty(len(like_TD), dtype=torch.float32)
 
 
-def _parts(found: Tensor) -> int:
-    return len(found) if found.dim() == 3 else 1
-
-
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 512))
+def _num_splits(sums: Tensor) -> int:
+    return len(sums) if sums.dim() == 3 else 1
 
 
 @triton.jit
-def _store(rows, factors, row, at, x, is_in, FP8_OUT: tl.constexpr):
-    """A whole row, as it is or in 8 bits (e4m3) with a factor; x is zero outside of it."""
+def _store_row(rows, scales, row, at, x, is_in, FP8_OUT: tl.constexpr):
+    """Store a whole row, in e4m3 with a scale if FP8_OUT; x is zero outside of it."""
     if FP8_OUT:
-        factor = factor_8(x)
-        tl.store(factors + row, factor)
-        x = x / factor
+        scale = fp8_scale(x)
+        tl.store(scales + row, scale)
+        x = x / scale
     tl.store(rows + at, x.to(rows.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
-def _added(parts, at, is_in, D: tl.constexpr, PARTS: tl.constexpr):
-    """A row of a product, its parts added up in their order; there is a program for each row."""
-    total = tl.load(parts + at, mask=is_in, other=0.0).to(tl.float32)
-    for _ in tl.static_range(1, PARTS):
+def _add_splits(sums, at, is_in, D: tl.constexpr, SPLITS: tl.constexpr):
+    """Add the splits of a GEMM's row in their order; the grid has a program for each row."""
+    total = tl.load(sums + at, mask=is_in, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, SPLITS):
         at += tl.num_programs(0) * D
-        total += tl.load(parts + at, mask=is_in, other=0.0).to(tl.float32)
+        total += tl.load(sums + at, mask=is_in, other=0.0).to(tl.float32)
     return total
 
 
@@ -197,6 +195,15 @@ def _norm(
 
 
 @triton.jit
+def _quantize(x_TD, out_TD, scale_T, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    gdc_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    x = tl.load(x_TD + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    _store_row(out_TD, scale_T, row, row * D + d, x, d < D, True)
+
+
+@triton.jit
 def _residual_add_norm(
     x_TD,
     attended_TD,
@@ -212,7 +219,7 @@ def _residual_add_norm(
     router_TD,
     eps,
     D: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     FP8_OUT: tl.constexpr,
     FP8_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -223,22 +230,22 @@ def _residual_add_norm(
     d = tl.arange(0, BLOCK)
     is_in = d < D
     at = row * D + d
-    kind: tl.constexpr = out_TD.dtype.element_ty
-    # Weights are read as they are wanted, and nothing before the wait: asked for ahead, with the
+    dtype: tl.constexpr = out_TD.dtype.element_ty
+    # Weights are loaded where they are used, and nothing before the wait: loaded early, with the
     # registers that takes, this kernel is faster alone and a step slower (LOG.md).
-    attended = _added(attended_TD, at, is_in, D, PARTS)
+    attended = _add_splits(attended_TD, at, is_in, D, SPLITS)
     post = tl.load(post_D + d, mask=is_in, other=0.0).to(tl.float32)
     x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
-    x = (x + attended * inverse_rms(attended, D, eps) * post).to(kind)
+    x = (x + attended * inverse_rms(attended, D, eps) * post).to(dtype)
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
     x = x * inverse_rms(x, D, eps)
     dense = x * tl.load(dense_D + d, mask=is_in, other=0.0).to(tl.float32)
-    _store(dense_TD, dense_T, row, at, dense, is_in, FP8_OUT)
+    _store_row(dense_TD, dense_T, row, at, dense, is_in, FP8_OUT)
     expert = x * tl.load(expert_D + d, mask=is_in, other=0.0).to(tl.float32)
-    _store(expert_TD, expert_T, row, at, expert, is_in, FP8_EXPERTS)
+    _store_row(expert_TD, expert_T, row, at, expert, is_in, FP8_EXPERTS)
     router = x * tl.load(router_D + d, mask=is_in, other=0.0).to(tl.float32) * D**-0.5
-    tl.store(router_TD + at, router.to(kind), mask=is_in)
+    tl.store(router_TD + at, router.to(dtype), mask=is_in)
 
 
 @triton.jit
@@ -246,7 +253,7 @@ def _layer_epilogue(
     x_TD,
     dense_TD,
     out_AD,
-    share_TK,
+    topk_weights_TK,
     dense_D,
     expert_D,
     both_D,
@@ -254,11 +261,11 @@ def _layer_epilogue(
     next_D,
     out_TD,
     next_TD,
-    factor_T,
+    scale_T,
     eps,
     D: tl.constexpr,
     K: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     FP8_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -267,36 +274,36 @@ def _layer_epilogue(
     d = tl.arange(0, BLOCK)
     is_in = d < D
     at = row * D + d
-    kind: tl.constexpr = out_TD.dtype.element_ty
-    # Read one after the other below, each would have to come from memory all the way.
-    of_expert = tl.load(expert_D + d, mask=is_in, other=0.0)
-    of_dense = tl.load(dense_D + d, mask=is_in, other=0.0)
-    of_both = tl.load(both_D + d, mask=is_in, other=0.0)
-    of_next = tl.load(next_D + d, mask=is_in, other=0.0)
-    by = tl.load(scalar)
+    dtype: tl.constexpr = out_TD.dtype.element_ty
+    # Loaded before the wait: below, each load would wait for the memory in turn.
+    expert_weight = tl.load(expert_D + d, mask=is_in, other=0.0)
+    dense_weight = tl.load(dense_D + d, mask=is_in, other=0.0)
+    both_weight = tl.load(both_D + d, mask=is_in, other=0.0)
+    next_weight = tl.load(next_D + d, mask=is_in, other=0.0)
+    layer_scalar = tl.load(scalar)
     gdc_wait(PDL)
-    dense = _added(dense_TD, at, is_in, D, PARTS)
-    before = tl.load(x_TD + at, mask=is_in, other=0.0)
+    dense = _add_splits(dense_TD, at, is_in, D, SPLITS)
+    residual = tl.load(x_TD + at, mask=is_in, other=0.0)
     mixed = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         y = tl.load(out_AD + (row * K + k) * D + d, mask=is_in, other=0.0)
-        mixed += tl.load(share_TK + row * K + k) * y.to(tl.float32)
-    mixed = mixed * inverse_rms(mixed, D, eps) * of_expert.to(tl.float32)
+        mixed += tl.load(topk_weights_TK + row * K + k) * y.to(tl.float32)
+    mixed = mixed * inverse_rms(mixed, D, eps) * expert_weight.to(tl.float32)
     dense = dense * inverse_rms(dense, D, eps)
-    both = mixed + dense * of_dense.to(tl.float32)
-    both = both * inverse_rms(both, D, eps) * of_both.to(tl.float32)
-    x = ((before.to(tl.float32) + both) * by.to(tl.float32)).to(kind)
+    both = mixed + dense * dense_weight.to(tl.float32)
+    both = both * inverse_rms(both, D, eps) * both_weight.to(tl.float32)
+    x = ((residual.to(tl.float32) + both) * layer_scalar.to(tl.float32)).to(dtype)
     tl.store(out_TD + at, x, mask=is_in)
     x = x.to(tl.float32)
-    x = x * inverse_rms(x, D, eps) * of_next.to(tl.float32)
-    _store(next_TD, factor_T, row, at, x, is_in, FP8_OUT)
+    x = x * inverse_rms(x, D, eps) * next_weight.to(tl.float32)
+    _store_row(next_TD, scale_T, row, at, x, is_in, FP8_OUT)
 
 
 @triton.jit
 def _gelu_and_mul(
     gate_up_TX,
     out_TI,
-    factor_T,
+    scale_T,
     I: tl.constexpr,  # noqa: E741
     FP8_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -307,4 +314,4 @@ def _gelu_and_mul(
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up_TX + row * 2 * I + i, mask=i < I, other=0.0).to(tl.float32)
     up = tl.load(gate_up_TX + row * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32)
-    _store(out_TI, factor_T, row, row * I + i, activate(gate, up), i < I, FP8_OUT)
+    _store_row(out_TI, scale_T, row, row * I + i, gelu_mul(gate, up), i < I, FP8_OUT)

@@ -1,13 +1,11 @@
-"""The soft embedding over the whole vocabulary in 8-bit floats; `ops/soft.py` says what it is.
+"""The soft embedding over the whole vocabulary in fp8 (`quant/head.py` defines it).
 
-Three launches: probabilities, rounded, are made of the head's output (or of probabilities that are
-there) at one look, since what a part is rounded beside is known from its chunks; a product for each
-part of the vocabulary; and their sum, in a fixed order, with the likeliest token's own vector. A
-part's product is one program's for some of the width: nothing is rescaled on the way. Vectors stand
-on the left, the matrix unit's tall side, so that each is read once; both sides come through the
-copy engine where there is one.
+Three launches: probabilities are computed from the logits and quantized in one pass, since the
+largest of a split's chunks are known; one GEMM for each split of the vocabulary; their sum, in a
+fixed order, plus the likeliest token's own vector. The table is the left operand, the tall side of
+the MMA, so that it is read once.
 
-T positions, V vocabulary, C chunks of it, D width, S parts.
+T positions, V vocabulary, C chunks of it, D width, S splits.
 """
 
 from dataclasses import dataclass
@@ -17,208 +15,190 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import SOFT, GemmConfig, fitted
-from dgemma.backends.cuda.kernels import device
-from dgemma.backends.cuda.kernels.gemm_fp8 import load_block, operand
-from dgemma.backends.cuda.kernels.logit_stats import CHUNK, Marks, Merged, capped, scale_of
-from dgemma.backends.cuda.kernels.pdl import gdc_wait, pdl_kwargs
-from dgemma.backends.cuda.kernels.soft_embed_topk import BLOCK, Into, store_soft
+from dgemma.backends.cuda.configs import SOFT_EMBED, GemmConfig, for_device
+from dgemma.backends.cuda.kernels import logit_stats
+from dgemma.backends.cuda.kernels.common import gdc_wait, launch, pdl_kwargs
+from dgemma.backends.cuda.kernels.gemm_fp8 import (
+    block_kwargs,
+    dot_split,
+    num_tiles,
+    operand,
+    program_tile,
+    store_split,
+)
+from dgemma.backends.cuda.kernels.logit_stats import LogitStats, capped, logit_scale
+from dgemma.backends.cuda.kernels.soft_embed_topk import BLOCK, SoftEmbedOut, store_soft
 from dgemma.quant.fp8 import E4M3
-from dgemma.quant.soft_table import NEAR, SoftTable
+from dgemma.quant.head import CHUNK, SoftTable
 
-AT_ONCE = 1024  # probabilities that are rounded at a time
-assert CHUNK == NEAR, "row statistics leave peaks of other chunks than the definition's"
+TOKENS_PER_STEP = 1024  # of the quantization
+assert logit_stats.CHUNK == CHUNK, "logit statistics have other chunks than the definition"
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """Rounded probabilities, without those of the likeliest tokens, which are kept as they are."""
+class QuantizedProbs:
+    """Probabilities in e4m3, zero for the likeliest token, which is kept unrounded."""
 
-    numbers_TV: Tensor
-    factor_ST: Tensor  # what a rounded 1 stands for, times a vector's numbers
+    values_TV: Tensor
+    scale_ST: Tensor  # of a split, times the table's unit scale
     top_T: Tensor
     top_p_T: Tensor
 
 
-def shares(
-    raw_TV: Tensor,
-    softcap: float | None,
-    temperature_T: Tensor,
-    marks: Marks,
-    merged: Merged,
-    table: SoftTable,
-) -> Shares:
-    """Quantize the probabilities of logits, which stay as they are."""
-    rows, vocab = raw_TV.shape
-    parts = triton.cdiv(vocab, table.share)
-    numbers_TV = torch.empty(rows, vocab, dtype=E4M3, device=raw_TV.device)
-    factor_ST = torch.empty(parts, rows, dtype=torch.float32, device=raw_TV.device)
-    _shares[(parts, rows)](
-        raw_TV,
-        temperature_T,
-        merged.peak_T,
-        merged.total_T,
-        marks.peak_TC,
-        merged.next_T,
-        merged.top_T,
-        table.beside_V,
-        table.unit_1,
-        numbers_TV,
-        factor_ST,
+def quantize_probs(stats: LogitStats, table: SoftTable) -> QuantizedProbs:
+    """Quantize the probabilities of logits, which are unchanged."""
+    rows, vocab = stats.raw_TV.shape
+    splits, device = triton.cdiv(vocab, table.split), stats.raw_TV.device
+    values_TV = torch.empty(rows, vocab, dtype=E4M3, device=device)
+    scale_ST = torch.empty(splits, rows, dtype=torch.float32, device=device)
+    launch(_quantize_probs, (splits, rows))(
+        *stats.arguments,
+        stats.chunks.peak_TC,
+        stats.merged.second_T,
+        stats.merged.top_T,
+        table.rel_scale_V,
+        table.unit_scale_1,
+        values_TV,
+        scale_ST,
         vocab,
-        CAP=softcap or 0.0,
-        SHARE=table.share,
-        CHUNKS=triton.cdiv(vocab, NEAR),
-        NEAR=NEAR,
-        REACH=reach(table.share),
-        W=AT_ONCE,
+        CAP=stats.softcap or 0.0,
+        SPLIT=table.split,
+        CHUNKS=triton.cdiv(vocab, CHUNK),
+        CHUNK=CHUNK,
+        NEAR=chunks_per_split(table.split),
+        W=TOKENS_PER_STEP,
         num_warps=4,
         **pdl_kwargs(),
     )
-    return Shares(numbers_TV, factor_ST, merged.top_T, merged.top_p_T)
+    return QuantizedProbs(values_TV, scale_ST, stats.merged.top_T, stats.merged.top_p_T)
 
 
-def reach(share: int) -> int:
-    """Number of chunks read for a part, at least all that overlap it; a power of two."""
-    count = (share + NEAR - 2) // NEAR + 1
+def chunks_per_split(split: int) -> int:
+    """Number of chunks read for a split, at least all that overlap it; a power of two."""
+    count = (split + CHUNK - 2) // CHUNK + 1
     return 1 << (count - 1).bit_length()
 
 
 def mean(
-    found: Shares, table: SoftTable, weight_VD: Tensor, into: Into, form: GemmConfig = SOFT
+    probs: QuantizedProbs,
+    table: SoftTable,
+    weight_VD: Tensor,
+    out: SoftEmbedOut,
+    config: GemmConfig = SOFT_EMBED,
 ) -> None:
     """Write the mean vectors, scaled."""
-    parts_STD = product(found, table, weight_VD.dtype, form)
-    parts, rows, width = parts_STD.shape
-    _add_up[(rows, triton.cdiv(width, BLOCK))](
-        parts_STD,
-        found.top_T,
-        found.top_p_T,
+    sums_STD = split_sums(probs, table, weight_VD.dtype, config)
+    splits, rows, width = sums_STD.shape
+    launch(_add_splits, (rows, triton.cdiv(width, BLOCK)))(
+        sums_STD,
+        probs.top_T,
+        probs.top_p_T,
         weight_VD,
-        *into.arguments,
-        into.scale,
-        L=into.length,
-        D=width,
-        PARTS=parts,
-        BLOCK=BLOCK,
-        **pdl_kwargs(),
+        *out.arguments,
+        SPLITS=splits,
+        **out.kwargs,
     )
 
 
-def product(found: Shares, table: SoftTable, dtype: torch.dtype, form: GemmConfig = SOFT) -> Tensor:
-    """Partial sums over each part of the vocabulary, [S, T, D]."""
-    form = fitted(form)
-    (parts, rows), (width, vocab) = found.factor_ST.shape, table.numbers_DV.shape
-    assert table.share % form.depth == 0, "a part would read into the next one"
-    out_STD = torch.empty(parts, rows, width, dtype=dtype, device=found.factor_ST.device)
-    _product[(triton.cdiv(rows, form.rows) * triton.cdiv(width, form.outputs) * parts,)](
-        operand(found.numbers_TV, form.rows, form.depth),
-        found.factor_ST,
-        operand(table.numbers_DV, form.outputs, form.depth),
+def split_sums(
+    probs: QuantizedProbs, table: SoftTable, dtype: torch.dtype, config: GemmConfig = SOFT_EMBED
+) -> Tensor:
+    """Sum over each split of the vocabulary, [S, T, D]."""
+    config = for_device(config)
+    (splits, rows), (width, vocab) = probs.scale_ST.shape, table.values_DV.shape
+    assert table.split % config.depth == 0, "a split would read into the next one"
+    out_STD = torch.empty(splits, rows, width, dtype=dtype, device=probs.scale_ST.device)
+    launch(_split_sums, (num_tiles(rows, width, config) * splits,))(
+        operand(probs.values_TV, config.rows, config.depth),
+        probs.scale_ST,
+        operand(table.values_DV, config.outputs, config.depth),
         out_STD,
         rows,
         V=vocab,
         D=width,
-        SHARE=table.share,
-        BM=form.rows,
-        BN=form.outputs,
-        BK=form.depth,
-        TMA=device.has_tma(),
-        num_warps=form.warps,
-        num_stages=form.stages,
-        **pdl_kwargs(),
+        SPLIT=table.split,
+        **block_kwargs(config),
     )
     return out_STD
 
 
 @triton.jit
-def _shares(
+def _quantize_probs(
     raw_TV,
     temperature_T,
     peak_T,
     total_T,
     peak_TC,
-    next_T,
+    second_T,
     top_T,
-    beside_V,
-    unit_1,
-    numbers_TV,
-    factor_ST,
+    rel_scale_V,
+    unit_scale_1,
+    values_TV,
+    scale_ST,
     vocab,
     CAP: tl.constexpr,
-    SHARE: tl.constexpr,
+    SPLIT: tl.constexpr,
     CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     NEAR: tl.constexpr,
-    REACH: tl.constexpr,
     W: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_wait(PDL)
-    part = tl.program_id(0)
+    split = tl.program_id(0)
     row = tl.program_id(1)
     start = row.to(tl.int64) * vocab
     top = tl.load(top_T + row).to(tl.int32)
-    begin = part * SHARE
-    # The vocabulary is a multiple of 16, as the copy engine wants it.
-    end = tl.multiple_of(tl.minimum(begin + SHARE, vocab), 16)
-    c = begin // NEAR + tl.arange(0, REACH)
-    is_near = c * NEAR < end
+    begin = split * SPLIT
+    # The vocabulary is a multiple of 16, as TMA needs it.
+    end = tl.multiple_of(tl.minimum(begin + SPLIT, vocab), 16)
+    c = begin // CHUNK + tl.arange(0, NEAR)
+    is_near = c * CHUNK < end
     near = tl.load(peak_TC + row * CHUNKS + c, mask=is_near, other=float("-inf"))
-    near = tl.where((c == top // NEAR) & is_near, tl.load(next_T + row), near)
-    greatest = tl.max(near, 0)
-    scale = scale_of(tl.load(temperature_T + row), CAP)
-    p = tl.exp((greatest - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
-    tl.store(factor_ST + part * tl.num_programs(1) + row, p * tl.load(unit_1))
-    for offset in range(0, SHARE, W):
+    near = tl.where((c == top // CHUNK) & is_near, tl.load(second_T + row), near)
+    largest = tl.max(near, 0)
+    scale = logit_scale(tl.load(temperature_T + row), CAP)
+    p = tl.exp((largest - tl.load(peak_T + row)) * scale) / tl.load(total_T + row)
+    tl.store(scale_ST + split * tl.num_programs(1) + row, p * tl.load(unit_scale_1))
+    for offset in range(0, SPLIT, W):
         v = begin + offset + tl.arange(0, W)
-        given = tl.load(raw_TV + start + v, mask=v < end, other=0.0)
-        beside = tl.exp((capped(given, CAP) - greatest) * scale)
-        beside *= tl.load(beside_V + v, mask=v < end, other=0.0)
-        beside = tl.where(v == top, 0.0, beside)
-        tl.store(numbers_TV + start + v, beside.to(numbers_TV.dtype.element_ty), mask=v < end)
+        raw = tl.load(raw_TV + start + v, mask=v < end, other=0.0)
+        value = tl.exp((capped(raw, CAP) - largest) * scale)
+        value *= tl.load(rel_scale_V + v, mask=v < end, other=0.0)
+        value = tl.where(v == top, 0.0, value)
+        tl.store(values_TV + start + v, value.to(values_TV.dtype.element_ty), mask=v < end)
 
 
 @triton.jit
-def _product(
-    numbers_TV,
-    factor_ST,
-    numbers_DV,
+def _split_sums(
+    values_TV,
+    scale_ST,
+    values_DV,
     out_STD,
     rows,
     V: tl.constexpr,
     D: tl.constexpr,
-    SHARE: tl.constexpr,
+    SPLIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Programs of the same part are neighbours: they find its probabilities in the cache.
-    blocks = (rows + BM - 1) // BM
-    tiles: tl.constexpr = (D + BN - 1) // BN
-    number = tl.program_id(0)
-    first_m = number % blocks * BM
-    first_n = number // blocks % tiles * BN
-    part = number // blocks // tiles
+    first_m, first_n, split = program_tile(rows, D, BM, BN)
     gdc_wait(PDL)
-    total = tl.zeros((BN, BM), dtype=tl.float32)
-    for offset in range(0, SHARE, BK):  # behind the last token there are zeros
-        v = part * SHARE + offset
-        vectors = load_block(numbers_DV, first_n, v, D, V, BN, BK, TMA)
-        p = load_block(numbers_TV, first_m, v, rows, V, BM, BK, TMA)
-        total = tl.dot(vectors, tl.trans(p), total)
+    total = dot_split(
+        values_DV, values_TV, first_n, first_m, split, rows, D, V, SPLIT, BM, BN, BK, TMA
+    )
     n = first_n + tl.arange(0, BN)
     m = first_m + tl.arange(0, BM)
-    total *= tl.load(factor_ST + part * rows + m, mask=m < rows, other=0.0)[None, :]
-    at = (part * rows + m).to(tl.int64)[:, None] * D + n[None, :]
-    is_here = (m < rows)[:, None] & (n < D)[None, :]
-    tl.store(out_STD + at, tl.trans(total.to(out_STD.dtype.element_ty)), mask=is_here)
+    total *= tl.load(scale_ST + split * rows + m, mask=m < rows, other=0.0)[None, :]
+    store_split(out_STD, total, m, n, split, rows, D)
 
 
 @triton.jit
-def _add_up(
-    parts_STD,
+def _add_splits(
+    sums_STD,
     top_T,
     top_p_T,
     weight_VD,
@@ -231,7 +211,7 @@ def _add_up(
     scale,
     L: tl.constexpr,
     D: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -239,25 +219,12 @@ def _add_up(
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     top = tl.load(top_T + row).to(tl.int64)
-    own = tl.load(weight_VD + top * D + d, mask=d < D, other=0.0).to(tl.float32)
-    total = tl.load(top_p_T + row) * own
-    for part in range(PARTS):
-        at = (part * tl.num_programs(0) + row).to(tl.int64) * D + d
-        total += tl.load(parts_STD + at, mask=d < D, other=0.0).to(tl.float32)
-    # Rounded before it is scaled, as by definition.
+    vector = tl.load(weight_VD + top * D + d, mask=d < D, other=0.0).to(tl.float32)
+    total = tl.load(top_p_T + row) * vector
+    for split in range(SPLITS):
+        at = (split * tl.num_programs(0) + row).to(tl.int64) * D + d
+        total += tl.load(sums_STD + at, mask=d < D, other=0.0).to(tl.float32)
+    # Rounded before it is scaled, as in the definition.
     mean = total.to(soft_ELD.dtype.element_ty)
-    store_soft(
-        mean,
-        weight_VD,
-        soft_ELD,
-        tokens_EL,
-        pinned_EL,
-        entry_I,
-        tokens_stride,
-        pinned_stride,
-        scale,
-        row,
-        d,
-        L,
-        D,
-    )
+    canvas = (tokens_EL, pinned_EL, entry_I, tokens_stride, pinned_stride)
+    store_soft(mean, weight_VD, soft_ELD, canvas, scale, row, d, L, D)

@@ -1,0 +1,450 @@
+"""Constrains the canvases of a request to a grammar, left to right, while the rest is refined.
+
+After each step the constrained prefix grows: tokens that the grammar forces are pinned at once;
+then, position by position, the likeliest allowed token, as long as the model is confident in it. It
+stops where the model is undecided, so that the next step is conditioned on what was pinned.
+Positions after the prefix are unconstrained.
+
+Only tokens that the matcher has consumed are ever committed, and a completion that fits the token
+budget is always known: a text can be finished at any time.
+
+L canvas length, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dgemma.constrain.matcher import (
+    Completion,
+    Constraint,
+    ConstraintFault,
+    likeliest,
+    mask_logits,
+    path_through_pins,
+)
+from dgemma.diffusion.canvas import Canvas, Pins
+from dgemma.diffusion.logit_stats import PositionStats
+from dgemma.diffusion.sampler import StepView
+
+MAX_DRAWS = 8  # AR: tokens without a completion that fits, before the known completion is followed
+LOGIT_POSITIONS = 16  # read together when a canvas must be finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinPolicy:
+    """Decides when a token is pinned."""
+
+    confident: float = 0.7  # probability from which a token is pinned at once
+    patience: int = 1  # steps without progress before a token is pinned at any probability
+
+
+POLICY = PinPolicy()
+
+
+class ConstrainedCanvas:
+    """The constrained text of one request. `fault` says why it cannot go on; else it is empty."""
+
+    def __init__(self, constraint: Constraint, policy: PinPolicy = POLICY) -> None:
+        self.constraint, self.policy = constraint, policy
+        self.matcher = constraint.matcher()
+        self.vocabulary = constraint.vocabulary
+        self.completion = constraint.shortest
+        self.budget = 0  # tokens the text may still take from the start of the block
+        self.block: list[int] = []  # the constrained prefix of the present canvas
+        self.is_complete = False
+        self.num_tokens = 0  # of earlier blocks
+        self.forced_from: int | None = None  # tokens of the text before the end that a limit forced
+        self.fault = ""
+        self.error: Exception | None = None
+        self._first_completion = self.completion  # at the start of the block
+        self._first_forced: int | None = None
+        self._pins: dict[int, int] = {}
+        self._path: list[int] = []  # tokens from the end of the prefix to the last pin
+        self._max_steps = self._stalled = 0
+        self._is_closing = False  # no completion is shorter than the known one
+        self._saved: _SavedState | None = None  # before the last step
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens the text may still take after the prefix."""
+        return self.budget - len(self.block)
+
+    def start(self, budget: int) -> None:
+        """Start the text, with a budget of tokens."""
+        self.budget = budget
+        if self.completion is None:
+            self.fault = "no text of this grammar was found that comes to an end"
+        elif len(self.completion.tokens) > budget:
+            self.fault = (
+                f"the shortest text found for this grammar has {len(self.completion.tokens)} "
+                f"tokens, but {budget} are left"
+            )
+
+    def begin_block(self, pins: Pins, max_steps: int) -> None:
+        """Start a canvas, or restart it: tokens of the last attempt are rolled back."""
+        self.matcher.rollback(len(self.block))
+        self.completion, self.forced_from = self._first_completion, self._first_forced
+        self.block, self._path, self._stalled = [], [], 0
+        self.is_complete = self._is_closing = False
+        self._max_steps, self._saved = max_steps, None
+        pairs = dict(zip(pins.positions, pins.tokens, strict=True))
+        stops = [p for p, token in pairs.items() if token in self.vocabulary.stops]
+        self._pins = {p: t for p, t in pairs.items() if t not in self.vocabulary.stops}
+        if stops and min(stops) < max(self._pins, default=-1):
+            self.fault = "a stop is pinned before text: a text that is held to a grammar ends there"
+        elif stops:
+            self.start(min(self.budget, *stops))
+
+    def end_block(self) -> list[int]:
+        """Return the tokens of the block, to be committed."""
+        block, self.block = self.block, []
+        self.budget -= len(block)
+        self.num_tokens += len(block)
+        self._first_completion, self._first_forced = self.completion, self.forced_from
+        self._pins = {}
+        return block
+
+    def close(self) -> list[int]:
+        """Return the block with the shortest known completion of the text."""
+        if self._pins and len(self.block) + len(self._path) <= max(self._pins):
+            raise ConstraintFault("there was no time to find a text that holds the pinned tokens")
+        completion = () if self.is_complete else self._known_completion().tokens
+        if not self._path:
+            self._note_forced(completion)
+        self.block += [*self._path, *completion]
+        self._path, self.is_complete = [], True
+        return self.end_block()
+
+    def apply(self, canvas: Canvas, view: StepView) -> Canvas:
+        """Extend the prefix after a step, and pin it. Never raises: see `fault` and `error`.
+
+        If a pass failed after this call, the same step may come again and is undone first.
+        """
+        if self._saved is not None and self._saved.num_steps == canvas.num_steps:
+            self._restore(self._saved)
+        self._saved = self._save(canvas.num_steps)
+        try:
+            if not self.fault:
+                return self._apply(canvas, view)
+        except ConstraintFault as fault:
+            self.fault = str(fault)
+        except Exception as error:
+            self.error = error
+        return replace(canvas, converged=torch.ones_like(canvas.converged))
+
+    def _save(self, num_steps: int) -> "_SavedState":
+        values = {name: getattr(self, name) for name in _SavedState.NAMES}
+        return _SavedState(num_steps, len(self.block), values)
+
+    def _restore(self, saved: "_SavedState") -> None:
+        self.matcher.rollback(len(self.block) - saved.num_tokens)
+        del self.block[saved.num_tokens :]
+        for name, value in saved.values.items():
+            setattr(self, name, value)
+
+    def next_token(self, logits_V: Tensor, draw: Callable[[Tensor], int]) -> int:
+        """AR: draw the next token among the allowed; a stop id ends the text."""
+        token = self._next_token(logits_V, draw)
+        self.end_block()
+        return token
+
+    def _next_token(self, logits_V: Tensor, draw: Callable[[Tensor], int]) -> int:
+        if self._must_close():
+            return self._next_of_completion()
+        masked_V = mask_logits(logits_V, self.matcher.allowed())
+        for _ in range(MAX_DRAWS):
+            token = draw(masked_V)
+            if token in self.vocabulary.stops:
+                self.is_complete = True
+                return token
+            if self.extend(self.consume([token])):
+                return token
+            masked_V[token] = -torch.inf
+            if bool(masked_V.isinf().all()):
+                break
+        return self._next_of_completion()
+
+    def consume(self, tokens: Sequence[int]) -> list[int]:
+        """Consume tokens; returns those that the grammar allows."""
+        return list(tokens[: self.matcher.consume(list(tokens))])
+
+    def extend(self, consumed: list[int]) -> list[int]:
+        """Extend the prefix by consumed tokens; returns those that leave room for a completion.
+
+        The others are rolled back.
+        """
+        completion = self.matcher.complete(self.tokens_left - len(consumed), self.completion)
+        self.forced_from = None  # the model goes on by itself
+        if completion is not None:
+            self._append(consumed, completion)
+            return consumed
+        self.matcher.rollback(len(consumed))
+        appended: list[int] = []
+        for token in consumed:
+            self.matcher.consume([token])
+            completion = self.matcher.complete(self.tokens_left - 1, self.completion)
+            if completion is None:
+                self.matcher.rollback(1)
+                break
+            self._append([token], completion)
+            appended.append(token)
+        return appended
+
+    def _append(self, tokens: Sequence[int], completion: Completion) -> None:
+        self.block += tokens
+        self.completion = completion
+        self.is_complete = self.matcher.is_complete or self.tokens_left == 0
+
+    def _known_completion(self) -> Completion:
+        assert self.completion is not None, "a text without a completion is not started"
+        return self.completion
+
+    def _must_close(self) -> bool:
+        """Return True if only the shortest completion fits. The known one may be longer."""
+        is_tight = len(self._known_completion().tokens) >= self.tokens_left
+        if not is_tight and not self.matcher.search_exhausted:
+            return False
+        shorter = None
+        if not self._is_closing:
+            shorter = self.matcher.complete(self.tokens_left - 1, is_brief=True)
+        self._is_closing = shorter is None
+        self.completion = self.completion if shorter is None else shorter
+        return self._is_closing
+
+    def _next_of_completion(self) -> int:
+        """Return the next token of the known completion, or a stop where the text has ended."""
+        return next(iter(self._follow_completion(1)), self.vocabulary.stops[0])
+
+    def _follow_completion(self, count: int) -> list[int]:
+        """Extend the prefix along the known completion."""
+        completion = self._known_completion().tokens
+        tokens, rest = completion[:count], completion[count:]
+        self._note_forced(completion)
+        if self.matcher.consume(tokens) < len(tokens):
+            raise ConstraintFault("the grammar refuses an end that it allowed")
+        self._append(tokens, Completion(rest, tuple(self.vocabulary.split(rest))))
+        self.is_complete |= not rest
+        return list(tokens)
+
+    def _note_forced(self, completion: Sequence[int]) -> None:
+        """Note where a limit, and not the grammar alone, begins to decide the rest of the text."""
+        if self.forced_from is None and completion:
+            pairs = zip(completion, forced := self.matcher.forced(), strict=False)
+            num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(forced))
+            if num_same < len(completion):
+                self.forced_from = self.num_tokens + len(self.block) + num_same
+
+    def _apply(self, canvas: Canvas, view: StepView) -> Canvas:
+        stats = _HostStats.read(view.stats)
+        if math.isnan(sum(stats.entropy)):
+            return replace(canvas, converged=torch.ones_like(canvas.converged))
+        begin = len(self.block)
+        step = _PrefixStep(self, stats, view, canvas.length - begin, self._min_tokens(canvas))
+        if self._pins and begin <= max(self._pins):
+            self._follow_path(step)
+        elif self._must_close():
+            self._follow_completion(canvas.length - begin)
+        else:
+            self._follow_model(step)
+        self._stalled = 0 if len(self.block) > begin else self._stalled + 1
+        return self._without_early_stops(self._pin_block(canvas, step.stop), view)
+
+    def _min_tokens(self, canvas: Canvas) -> float:
+        """Return how many tokens this step must add even if the model is not confident."""
+        steps_left = self._max_steps - canvas.num_steps
+        if steps_left <= 0:
+            return math.inf
+        if canvas.num_steps * 2 > self._max_steps:
+            return math.ceil((canvas.length - len(self.block)) / (steps_left + 1))
+        return 1 if self._stalled >= self.policy.patience else 0
+
+    def _follow_model(self, step: "_PrefixStep") -> None:
+        step.run()
+        appended = self.extend(step.consumed) if step.consumed else []
+        if len(appended) < len(step.consumed):
+            step.stop = None  # it followed tokens that were rolled back
+        self.is_complete |= step.stop is not None
+        if step.consumed and not appended:
+            self._follow_completion(1)
+
+    def _follow_path(self, step: "_PrefixStep") -> None:
+        """Extend the prefix along a path through all later pins."""
+        begin, last = len(self.block), max(self._pins)
+        pins = [self._pins.get(position) for position in range(begin, last + 1)]
+        path = path_through_pins(self.matcher, step.tops[begin:], pins, self._path)
+        if path is not None:
+            completion = self.matcher.complete(self.tokens_left - len(path))
+            self.matcher.rollback(len(path))
+            if completion is not None:
+                self._path, self.completion = path, completion
+        if len(self._path) <= last - begin:
+            raise ConstraintFault("no text of this grammar was found that holds the pinned tokens")
+        tokens = step.confident_prefix(self._path, self._pins)
+        self.matcher.consume(tokens)
+        self.block += tokens
+        self._path = self._path[len(tokens) :]
+        self.is_complete = not self._path and self.matcher.is_complete
+
+    def _without_early_stops(self, canvas: Canvas, view: StepView) -> Canvas:
+        """Renoise stops where the text cannot have ended yet, and drop their self-conditioning.
+
+        The model would take them for its end, and condition the positions before them on it.
+        """
+        first_end = 0
+        if not self.is_complete:
+            first_end = len(self.block) + len(self._known_completion().tokens)
+        position_L = torch.arange(canvas.length, device=canvas.tokens_L.device)
+        stops = torch.tensor(self.vocabulary.stops, device=canvas.tokens_L.device)
+        is_stop_L = torch.isin(view.stats.top_T, stops) | torch.isin(canvas.tokens_L, stops)
+        open_L = is_stop_L & (position_L < first_end) & ~canvas.pinned_L
+        return replace(
+            canvas,
+            tokens_L=torch.where(open_L, view.noise_L, canvas.tokens_L),
+            kept_L=canvas.kept_L & ~open_L,
+            reopened_L=open_L,
+        )
+
+    def _pin_block(self, canvas: Canvas, stop: int | None) -> Canvas:
+        """Pin the block, followed by stops if the text has ended."""
+        tokens = list(self.block[: canvas.length])
+        if self.is_complete:
+            padding = self.vocabulary.stops[0]
+            tokens += [padding if stop is None else stop, *[padding] * canvas.length]
+            tokens = tokens[: canvas.length]
+        count, device = len(tokens), canvas.tokens_L.device
+        in_block_L = torch.arange(canvas.length, device=device) < count
+        tokens_L = canvas.tokens_L.clone()
+        tokens_L[:count] = torch.tensor(tokens, dtype=tokens_L.dtype, device=device)
+        has_converged = count == canvas.length and canvas.num_steps < self._max_steps
+        return replace(
+            canvas,
+            tokens_L=tokens_L,
+            pinned_L=canvas.pinned_L | in_block_L,
+            kept_L=canvas.kept_L | in_block_L,
+            guess_L=torch.where(in_block_L, tokens_L, canvas.guess_L),
+            entropy_L=canvas.entropy_L.masked_fill(in_block_L, 0.0),
+            converged=torch.full_like(canvas.converged, has_converged),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedState:
+    """The state before a step. A step replaces these values; it only appends to the block."""
+
+    NAMES: ClassVar[tuple[str, ...]] = tuple(
+        "completion is_complete fault error forced_from _path _stalled _is_closing".split()
+    )
+
+    num_steps: int
+    num_tokens: int  # of the block
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _HostStats:
+    """Top token, its probability and the entropy of each position."""
+
+    tops: list[int]
+    top_p: list[float]
+    entropy: list[float]
+
+    @classmethod
+    def read(cls, stats: PositionStats) -> "_HostStats":
+        columns = (stats.top_T.double(), stats.top_p_T.double(), stats.entropy_T.double())
+        tops, top_p, entropy = torch.stack(columns).tolist()  # one device synchronization
+        return cls([int(token) for token in tops], top_p, entropy)
+
+
+class _PrefixStep:
+    """Extends the prefix by one step: `consumed` tokens, and the `stop` id it reached, if any."""
+
+    def __init__(
+        self,
+        text: ConstrainedCanvas,
+        stats: _HostStats,
+        view: StepView,
+        room: int,
+        min_tokens: float,
+    ) -> None:
+        self.matcher, self.stops = text.matcher, text.vocabulary.stops
+        self.confident, self.begin = text.policy.confident, len(text.block)
+        self.room = min(room, text.tokens_left)
+        self.tops, self.top_p = stats.tops, stats.top_p
+        self.logits, self.min_tokens = view.logits, min_tokens
+        self.consumed: list[int] = []
+        self.stop: int | None = None
+        self._num_chosen = 0
+        self._diverged = False  # from the model's own tokens, so that it must take another step
+        self._logits_by_position: dict[int, Tensor] = {}
+
+    def run(self) -> None:
+        while len(self.consumed) < self.room and self.stop is None:
+            if not self._take_forced() and (self.matcher.is_stopped or not self._take_likeliest()):
+                break
+        if self.stop is None and self.matcher.is_complete:
+            self.stop = self.stops[0]
+
+    def confident_prefix(self, path: Sequence[int], pins: dict[int, int]) -> list[int]:
+        """Return the part of a path that is pinned now."""
+        tokens: list[int] = []
+        for position, token in enumerate(path, self.begin):
+            is_confident = self.tops[position] == token and self.top_p[position] >= self.confident
+            if position not in pins and not is_confident:
+                if self._num_chosen >= self.min_tokens:
+                    break
+                self._num_chosen += 1
+            tokens.append(token)
+        return tokens
+
+    def _take_forced(self) -> bool:
+        forced = self.matcher.forced()[: self.room - len(self.consumed)]
+        position = self.begin + len(self.consumed)
+        forced = forced[: self.matcher.consume(forced)] if forced else []
+        self._diverged |= forced != self.tops[position : position + len(forced)]
+        self.consumed += forced
+        return bool(forced)
+
+    def _take_likeliest(self) -> bool:
+        """Consume the likeliest allowed token, if the model is confident or progress is due."""
+        is_due = self._num_chosen < self.min_tokens
+        if self._diverged and not is_due:
+            return False
+        position = self.begin + len(self.consumed)
+        top = self.tops[position]
+        token, p = self._likeliest(position)
+        # A model that is confident in a token that is not allowed will not change its mind.
+        is_stuck = token != top and top not in self.stops and self.top_p[position] >= self.confident
+        if not (is_due or is_stuck or p >= self.confident):
+            return False
+        self._num_chosen += 1
+        self._diverged |= token != top
+        if token in self.stops:
+            self.stop = token
+        elif not self.matcher.consume([token]):
+            raise ConstraintFault("the grammar refuses a token that it allowed")
+        else:
+            self.consumed.append(token)
+        return True
+
+    def _likeliest(self, position: int) -> tuple[int, float]:
+        """Return the likeliest allowed token and its probability; the top token needs no logits."""
+        top = self.tops[position]
+        is_stop = top in self.stops
+        if self.matcher.is_accepting if is_stop else self.matcher.consume([top]):
+            self.matcher.rollback(0 if is_stop else 1)
+            return top, self.top_p[position]
+        return likeliest(self._logits_at(position), self.matcher.allowed())
+
+    def _logits_at(self, position: int) -> Tensor:
+        """Read logits one by one, or several together where all positions must be decided."""
+        if position not in self._logits_by_position:
+            count = LOGIT_POSITIONS if self.min_tokens > 1 else 1
+            positions = range(position, min(position + count, len(self.tops)))
+            logits = self.logits(positions).unbind()
+            self._logits_by_position = dict(zip(positions, logits, strict=True))
+        return self._logits_by_position[position]

@@ -1,0 +1,140 @@
+"""Applies a constraint to a reply: a thought is free, the answer after it is constrained.
+
+A thought ends with its closing token. If the model ends it in any other way, or takes so long that
+too little is left for the answer, the closing token is inserted.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dgemma.constrain.constrained_canvas import ConstrainedCanvas
+from dgemma.constrain.matcher import Constraint, mask_logits
+from dgemma.diffusion.canvas import NO_PINS, Pins
+from dgemma.text.control_tokens import CHANNEL, CHANNEL_END, THINK
+from dgemma.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dgemma.engine.generation import Generation
+
+KEPT_FROM_THOUGHT = 4  # one token of so many is left for the text, if it needs no more
+
+
+class ConstrainedReply:
+    """The constraint of one generation. `used` is the number of tokens of the reply so far."""
+
+    def __init__(
+        self, generation: "Generation", constraint: Constraint, tokenizer: Tokenizer
+    ) -> None:
+        self.text = ConstrainedCanvas(constraint)
+        self.tokenizer, self.max_tokens = tokenizer, generation.limits.max_tokens
+        self.opens = tokenizer.control_ids.get(CHANNEL)
+        self.closes = tokenizer.control_ids.get(CHANNEL_END)
+        needed = 0 if self.text.completion is None else len(self.text.completion.tokens)
+        self.kept = max(needed, self.max_tokens // KEPT_FROM_THOUGHT)
+        self.in_thought = generation.prompt.in_thought
+        self.may_think = thinks(generation, tokenizer) and needed + 2 <= self.max_tokens
+        self.pins = generation.params.pins  # of the first canvas of the text, after any thought
+        self.text.start(self.max_tokens - self.in_thought)
+
+    @property
+    def fault(self) -> str:
+        return self.text.fault
+
+    @property
+    def is_complete(self) -> bool:
+        return self.text.is_complete
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the token limit has cut a free text, or forced the end of another."""
+        is_free = self.text.constraint.grammar.is_free and self.text.tokens_left == 0
+        return is_free or self.text.forced_from is not None
+
+    def forced_from(self, ids: Sequence[int], answer: str) -> int | None:
+        """Return the character of the answer at which a limit began to decide; None: nowhere."""
+        if self.text.forced_from is None:
+            return None
+        before = len(ids) - self.text.num_tokens  # of a thought
+        own = self.tokenizer.decode(ids[before : before + self.text.forced_from])
+        return min(len(own), len(answer))
+
+    def begin_block(self, max_steps: int) -> tuple[ConstrainedCanvas | None, Pins]:
+        """Return the constraint of the next canvas, if it has one, and its pins."""
+        if self.may_think and self.opens is not None:
+            self.in_thought = True
+            return None, Pins((0,), (self.opens,))
+        if self.in_thought:
+            return None, NO_PINS
+        self.text.begin_block(self.pins, max_steps)
+        return self.text, self.pins
+
+    def end_block(self, ids: Sequence[int], used: int) -> list[int]:
+        """Return the tokens of a canvas that are committed."""
+        if self.text.error is not None:
+            raise self.text.error
+        if not self.in_thought:
+            self.pins = NO_PINS
+            return self.text.end_block()
+        first, self.may_think = int(self.may_think), False
+        room = max(first, self.max_tokens - self.kept - used - 1)
+        controls = (i for i in range(first, len(ids)) if self.tokenizer.is_control(ids[i]))
+        end = next(controls, len(ids))
+        if end == len(ids) and end < room:
+            return list(ids)
+        thought = [*ids[: min(end, room)], *self._close_thought()]
+        self.text.start(self.max_tokens - used - len(thought))
+        return thought
+
+    def choose(self, logits_V: Tensor, used: int, draw: Callable[[Tensor], int]) -> int:
+        """AR: the next token."""
+        if self.in_thought:
+            return self._think(logits_V, used, draw)
+        is_first, self.may_think = self.may_think, False
+        if is_first and self.opens is not None:
+            token = draw(self._or_opening(logits_V))
+            if token == self.opens:
+                self.in_thought = True
+                return token
+        if is_first:
+            self.text.start(self.max_tokens - used)
+        return self.text.next_token(logits_V, draw)
+
+    def close(self, ids: Sequence[int], used: int) -> list[int]:
+        """Return the shortest completion of the reply; `ids` is the canvas of a thought."""
+        if not self.in_thought and not self.may_think:
+            return self.text.close()
+        thought = self.end_block(ids, used) if self.in_thought and ids else []
+        thought += self._close_thought() if self.in_thought else []
+        return [*thought, *self.text.close()]
+
+    def _think(self, logits_V: Tensor, used: int, draw: Callable[[Tensor], int]) -> int:
+        is_over = used >= self.max_tokens - self.kept - 1
+        controls = [token for token in self.tokenizer.control_ids.values() if token != self.closes]
+        index = torch.tensor(controls, device=logits_V.device)
+        token = -1 if is_over else draw(logits_V.index_fill(0, index, -torch.inf))
+        if is_over or token == self.closes:
+            (token,) = self._close_thought()
+            self.text.start(self.max_tokens - used - 1)
+        return token
+
+    def _or_opening(self, logits_V: Tensor) -> Tensor:
+        """Mask logits to the tokens that may begin a reply: a thought, or the text."""
+        allowed = self.text.matcher.allowed()
+        allowed[self.opens] = True
+        return mask_logits(logits_V, allowed)
+
+    def _close_thought(self) -> list[int]:
+        assert self.closes is not None
+        self.in_thought = False
+        return [self.closes]
+
+
+def thinks(generation: "Generation", tokenizer: Tokenizer) -> bool:
+    """Return True if a reply may begin with a thought: by its prompt, or in hybrid mode."""
+    names = tokenizer.control_ids
+    if generation.prompt.in_thought or CHANNEL not in names or CHANNEL_END not in names:
+        return False
+    return generation.params.mode == "hybrid" or names.get(THINK) in generation.prompt.ids

@@ -1,0 +1,369 @@
+"""The step loop: requests in, passes over their tasks, results out.
+
+All requests advance together, one pass at a time: the caller that follows one request drives the
+others too. Requests join and leave between passes. An error ends the request that it belongs to and
+no other; a pass that fails is repeated task by task. Text is not known here.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import islice
+from math import inf
+from traceback import format_exception
+from typing import Any, TypeVar, cast
+
+import torch
+
+from dgemma.backends.base import ForwardInput
+from dgemma.backends.choose import choose_backend
+from dgemma.device import empty_cache
+from dgemma.engine.image_features import ImageFeatures
+from dgemma.engine.prefix_cache import PrefixStore
+from dgemma.engine.request import Prefix, Program, Request, Task
+from dgemma.engine.scheduler import MAX_HOST_TASKS, OVERCOMMIT, AdmittedTask, Scheduler
+from dgemma.errors import DeadlineExceeded, DgemmaError
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import Capacity, KVCache
+
+MAX_BATCH_SIZE = 16  # tasks in one pass
+MAX_TOKENS = 1 << 24  # KV cache slots of all running tasks: an engine alone is bound by its memory
+PREFILL_CHUNK = 512  # tokens of a prompt in one pass
+# The same by the memory of a GPU in bytes. In 16 bits it is also what a reused prefix is cut to, so
+# that small chunks reuse more and large ones prefill faster.
+GPU_CHUNKS = ((20e9, 1024), (0, PREFILL_CHUNK))
+CPU_CHUNK_16 = 128
+PREFIX_BYTES = 2 << 30  # memory for the KV caches of finished requests, at most...
+PREFIX_FRACTION = 0.05  # ...and of a GPU's memory
+
+T = TypeVar("T")
+ScheduledTask = tuple[AdmittedTask, list[ForwardInput]]
+logger = logging.getLogger("dgemma")
+
+
+class EngineCore:
+    """Runs tasks. The scheduler, the prefix cache and the failure counters are all its state."""
+
+    def __init__(self, model: Gemma, max_batch_size: int, prefix_bytes: int | None) -> None:
+        weight = model.embed_tokens.weight
+        self.model, self.device, self.dtype = model, weight.device, weight.dtype
+        self.backend = choose_backend(model)
+        self.scheduler = Scheduler(min(max_batch_size, self.backend.max_batch_size), MAX_TOKENS)
+        self.chunk = prefill_chunk(self.device, self.dtype)
+        empty_cache(self.device)  # what loading and the self-test have left
+        max_bytes = prefix_capacity(self.device) if prefix_bytes is None else prefix_bytes
+        # In 16 bits a prefix is reused only where a fresh prompt is cut: answers stay the same.
+        self.prefixes = PrefixStore(max_bytes, 1 if self.dtype == torch.float32 else self.chunk)
+        self.images: ImageFeatures | None = None  # set where the checkpoint has an image tower
+        self.num_failed_passes = 0
+        self.num_consecutive_failures = 0
+        self._on_host_done: Callable[[], None] = lambda: None
+        self._host = ThreadPoolExecutor(MAX_HOST_TASKS, thread_name_prefix="host")
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.scheduler.max_batch_size
+
+    def set_limits(
+        self,
+        *,
+        max_batch_size: int | None = None,
+        max_tokens: int | None = None,
+        prefix_bytes: int | None = None,
+    ) -> None:
+        """Bound the tasks of a pass, the KV cache slots of all tasks, and the prefix cache."""
+        if max_batch_size is not None:
+            self.scheduler.max_batch_size = min(max_batch_size, self.backend.max_batch_size)
+        if max_tokens is not None:
+            self.scheduler.max_tokens = max_tokens
+        if prefix_bytes is not None:
+            self.prefixes.clear()
+            self.prefixes.max_bytes = prefix_bytes
+
+    def call_when_host_done(self, function: Callable[[], None]) -> None:
+        """Call a function, from the thread of a host task, when the task is done."""
+        self._on_host_done = function
+
+    # --- KV caches of tasks
+
+    def open_cache(self, ids: Sequence[int], num_tokens: int) -> KVCache:
+        """Return a cache of `num_tokens` slots with as much of `ids` as the prefix cache holds.
+
+        `ids` identify what keys are computed from (`Prompt.cache_ids`).
+        """
+        segment = self.chunk + self.model.config.canvas_length
+        capacity = Capacity(tokens=num_tokens, segment=segment)
+        cached = self.prefixes.take(ids, capacity)
+        return cached or KVCache(self.model.config, capacity, self.dtype, self.device)
+
+    def keep(self, prefix: Prefix) -> None:
+        """Store a prefix that its program needs no more, for requests that begin with it."""
+        cache = prefix.cache
+        cache.is_shared = len(prefix.forks) > 0  # else it need not be copied
+        with _logged("a shared prefix could not be kept"):
+            if cache.is_consistent and cache.length == len(prefix.ids) - 1:
+                self.prefixes.keep(prefix.cache_ids[:-1], cache)
+
+    # --- requests
+
+    def submit(
+        self, program: Program[Any] | Task, *, owner: str = "", deadline: float = inf
+    ) -> Request[Any]:
+        """Queue a program or a task; its events gather in the request as the engine steps."""
+        request: Request[Any] = Request(program, owner=owner, deadline=deadline)
+        self.add(request)
+        return request
+
+    def add(self, request: Request[Any]) -> None:
+        """Queue a request and run its program up to its first tasks."""
+        self.scheduler.add(request)
+        self._advance(request)
+
+    def cancel(self, request: Request[Any]) -> None:
+        """Take a request out; what it has committed goes to the prefix cache."""
+        if not request.is_over:
+            request.is_over, request.is_cancelled = True, True
+        self._remove(request)
+
+    def fail_all(self, error: Exception) -> None:
+        """End all requests: a step failed outside of its pass, and it is not known for whom."""
+        self.num_consecutive_failures += 1
+        for request in list(self.scheduler.requests):
+            with _logged("the clean-up of a failed request failed"):
+                self._fail(request, error)
+
+    def run(self, program: Program[T]) -> T:
+        """Run a program to its end, with whatever else the engine serves; return its result."""
+        return self.run_all([program])[0]
+
+    def run_all(self, programs: "Iterable[Program[T] | Task]") -> list[T]:
+        """Run several together; the first error ends all of them."""
+        results = dict(self.as_completed(programs))
+        return [results[index] for index in sorted(results)]
+
+    def as_completed(
+        self, programs: "Iterable[Program[T] | Task]"
+    ) -> Generator[tuple[int, T], None, None]:
+        """Run several together; yield index and result of each as it ends.
+
+        No more are queued than the scheduler could admit: `programs` may be a long iterator.
+        """
+        queue = enumerate(programs)
+        running: dict[int, Request[Any]] = {}
+        try:
+            while True:
+                num_free = OVERCOMMIT * self.max_batch_size - len(running)
+                for index, program in islice(queue, max(num_free, 0)):
+                    running[index] = self.submit(program)
+                if not running:
+                    return
+                if not any(request.is_over for request in running.values()):
+                    self._step_or_wait()
+                for index in [i for i, request in running.items() if request.is_over]:
+                    request = running.pop(index)
+                    request.raise_error()
+                    yield index, cast(T, request.result)
+        finally:
+            for request in running.values():
+                self.cancel(request)
+
+    def follow(self, program: Program[Any] | Task) -> Generator[Any, None, None]:
+        """Run a program and yield its events; closing the iterator cancels it.
+
+        The events of a generation end with Done; those of a program with its result.
+        """
+        request = self.submit(program)
+        try:
+            while not request.is_over:
+                self._step_or_wait()
+                while request.events:
+                    yield request.events.popleft()
+            yield from request.events
+            request.raise_error()
+            if request.plain_task is None:
+                yield request.result
+        finally:
+            self.cancel(request)
+
+    # --- passes
+
+    def step(self) -> bool:
+        """Run one pass: admitted tasks move, finished ones leave, waiting ones join.
+
+        Returns False if all requests wait for host tasks.
+        """
+        self._expire()
+        for host_task in self.scheduler.admit_host():
+            host_task.future = self._host.submit(host_task.function, *host_task.arguments)
+            host_task.future.add_done_callback(lambda _: self._on_host_done())
+        for item in self.scheduler.admit():
+            self._start(item)
+        batch = self.scheduler.batch()
+        self._run_pass(batch)
+        has_moved = bool(batch)
+        for request in list(self.scheduler.requests):
+            request.on_host = [task for task in request.on_host if not task.is_done]
+            if request.is_ready:
+                self._advance(request)
+                has_moved = True
+        return has_moved
+
+    def _step_or_wait(self) -> None:
+        """Run a pass, or wait for a host task if nothing else can be done."""
+        if self.step():
+            return
+        futures = [task.future for r in self.scheduler.requests for task in r.on_host]
+        deadlines = [request.deadline for request in self.scheduler.requests]
+        left = min(deadlines, default=inf) - time.monotonic()
+        timeout = None if left == inf else max(left, 0)
+        wait([f for f in futures if f is not None], timeout, return_when=FIRST_COMPLETED)
+
+    def _expire(self) -> None:
+        """Fail requests past their deadline; a generation that runs ends itself with its draft."""
+        now = time.monotonic()
+        for request in [r for r in self.scheduler.requests if r.deadline <= now]:
+            if request.plain_task is None or not request.running:
+                waited = now - request.arrived
+                self._fail(request, DeadlineExceeded(waited, has_started=request.has_started))
+
+    def _start(self, item: AdmittedTask) -> None:
+        is_plain = item.request.plain_task is item.task  # a program is ended as a whole
+        with self._failing(item.request):
+            item.task.start(self, item.request.deadline if is_plain else inf)
+            if item.task.is_done:  # a prefix that was cached, a grammar without a text that fits
+                self._end_task(item)
+
+    def _run_pass(self, batch: Sequence[AdmittedTask]) -> None:
+        """Run tasks together; if the pass fails, one by one, so that the others do not fail."""
+        inputs = [(item, self._inputs(item)) for item in batch]
+        # A task that fails ends its request, and with it the tasks collected before.
+        tasks = [scheduled for scheduled in inputs if scheduled[0] in self.scheduler.admitted]
+        if not tasks:
+            return
+        error = self._try_pass(tasks)
+        if error is None:
+            return
+        self.num_failed_passes += 1
+        self.num_consecutive_failures += 1
+        if len(tasks) == 1:
+            self._fail(tasks[0][0].request, error)
+            return
+        logger.error("a pass failed; its tasks are run one by one", exc_info=error)
+        del error
+        empty_cache(self.device)
+        for scheduled in tasks:
+            item = scheduled[0]
+            if (
+                item in self.scheduler.admitted
+                and (error := self._try_pass([scheduled])) is not None
+            ):
+                self._fail(item.request, error)
+
+    def _inputs(self, item: AdmittedTask) -> list[ForwardInput]:
+        try:
+            return item.task.inputs()
+        except Exception as error:
+            self._fail(item.request, error)
+            return []
+
+    def _try_pass(self, tasks: Sequence[ScheduledTask]) -> Exception | None:
+        """Run a pass and hand out its outputs; return the error if it failed.
+
+        A failed pass has committed nothing.
+        """
+        inputs = [given for _, inputs in tasks for given in inputs]
+        try:
+            if not all(given.cache.is_consistent for given in inputs):
+                raise RuntimeError("a failed pass left this request's KV cache inconsistent")
+            outputs = self.backend.run(inputs)
+        except Exception as error:
+            return without_frames(error)
+        self.num_consecutive_failures = 0
+        for item, inputs in tasks:
+            task_outputs, outputs = outputs[: len(inputs)], outputs[len(inputs) :]
+            if item in self.scheduler.admitted:  # its request has not failed in this pass
+                with self._failing(item.request):
+                    item.task.process(inputs, task_outputs)
+                    item.request.collect(item.task)
+                    if item.task.is_done:
+                        self._end_task(item)
+        return None
+
+    # --- ends
+
+    @contextmanager
+    def _failing(self, request: Request[Any]) -> Iterator[None]:
+        """Let an error end the request that it belongs to."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(request, error)
+
+    def _end_task(self, item: AdmittedTask) -> None:
+        item.request.collect(item.task)
+        self.scheduler.release(item)
+        self._close(item.task)
+
+    def _close(self, task: Task) -> None:
+        """Release a task's memory. An error here fails no request."""
+        with _logged("the KV cache of a finished task could not be kept"):
+            task.close(self)
+
+    def _advance(self, request: Request[Any]) -> None:
+        with self._failing(request):
+            request.advance()
+            if request.is_over:
+                self._remove(request)
+
+    def _fail(self, request: Request[Any], error: Exception) -> None:
+        if not request.is_over:
+            request.fail(without_frames(error))
+        self._remove(request)
+
+    def _remove(self, request: Request[Any]) -> None:
+        """Take a request and its tasks out of the engine; may be called again."""
+        running, request.running = request.running, []
+        on_host, request.on_host = request.on_host, []
+        self.scheduler.remove(request)
+        for task in running:
+            self._close(task)
+        for host_task in on_host:
+            if host_task.future is not None:
+                host_task.future.cancel()  # unless it runs
+        with _logged("a program failed while it was closed"):
+            request.close()
+
+
+def without_frames(error: Exception) -> Exception:
+    """Replace an error's traceback by a note: its frames would keep the tensors of a pass alive."""
+    if error.__traceback__ is not None and not isinstance(error, DgemmaError):
+        error.add_note("".join(format_exception(error)))
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
+@contextmanager
+def _logged(message: str) -> Iterator[None]:
+    """Log an error that fails no request."""
+    try:
+        yield
+    except Exception as error:
+        logger.error(message, exc_info=without_frames(error))
+
+
+def prefix_capacity(device: torch.device) -> int:
+    """Bytes of the prefix cache, where none are given."""
+    if device.type != "cuda":
+        return PREFIX_BYTES
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(PREFIX_BYTES, int(PREFIX_FRACTION * memory))
+
+
+def prefill_chunk(device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens of one prompt that a pass commits; prompts are always cut at its multiples."""
+    if device.type != "cuda":
+        return PREFILL_CHUNK if dtype == torch.float32 else CPU_CHUNK_16
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return next(chunk for least, chunk in GPU_CHUNKS if memory >= least)

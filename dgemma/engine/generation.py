@@ -1,0 +1,423 @@
+"""One generated reply: prefill, then denoising steps or AR tokens, until it ends.
+
+The prompt is committed in chunks; then canvases are denoised (diffusion), or one token is appended
+per pass (AR), or the second until the thought is closed and then the first (hybrid). A converged
+block is committed in the pass that takes the next canvas's first step.
+"""
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dgemma.backends.base import ForwardInput, ForwardOutput, TokenDraw
+from dgemma.constrain.matcher import ConstraintFault
+from dgemma.diffusion.canvas import NO_PINS, Canvas, Noise, Pins
+from dgemma.diffusion.denoise import CanvasState, start
+from dgemma.diffusion.logit_stats import draw_token
+from dgemma.engine.canvas_policy import NOT_A_NUMBER, canvas_policy, output_fault, resume_index
+from dgemma.engine.constrained_reply import ConstrainedReply
+from dgemma.engine.events import Committed, Done, Draft, Retry
+from dgemma.engine.params import ReplyLimits, SamplingParams
+from dgemma.engine.reply_reader import ReplyReader
+from dgemma.engine.request import Prefix, Task, TokenSequence
+from dgemma.errors import UsageError
+from dgemma.text.chat import Prompt
+from dgemma.text.control_tokens import CHANNEL, CHANNEL_END
+from dgemma.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dgemma.engine.core import EngineCore
+    from dgemma.engine.engine import Engine
+
+DraftMap = Callable[[Draft], Draft]
+AR_BLOCK = 1 << 31  # noise blocks from here on serve AR tokens, in blocks of...
+AR_BLOCK_LENGTH = 256
+FAULT = "fault"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of a reply that is being written, named as in `Done`."""
+
+    started: float
+    prefilled_at: float
+    blocks: int = 0
+    steps: int = 0
+    unconverged_blocks: int = 0
+    retries: int = 0
+    reused_tokens: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    fault: str = ""  # of the last canvas, after all retries
+    reported: tuple[int, int] = (0, 0)  # steps and retries of what was committed
+
+
+class Generation(Task):
+    """Writes one reply. Made by `Engine.generation`, which checks it."""
+
+    result: Done | None
+    constrained: ConstrainedReply | None = None
+    state: CanvasState | None = None  # of the present canvas
+    last_canvas: Canvas | None = None  # that came to its end
+    retry = 0  # attempts at the present block that failed
+
+    def __init__(
+        self,
+        engine: "Engine",
+        prompt: Prompt,
+        params: SamplingParams,
+        limits: ReplyLimits,
+        prefix: Prefix | None = None,
+        map_draft: DraftMap | None = None,
+    ) -> None:
+        super().__init__(limits.max_length - (0 if prefix is None else len(prefix.ids)), prefix)
+        self.prompt, self.params, self.limits, self.map_draft = prompt, params, limits, map_draft
+        self.tokenizer, self.stops = engine.tokenizer, engine.stop_ids
+        config = engine.model.config
+        self.policy = canvas_policy(params, engine.sampler, config, engine.generation_config)
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        self.noise = Noise(seed=seed, choice=params.choice)
+        self.reader, self.sequence = self._new_reader(), TokenSequence(prompt)
+        self.in_thought = prompt.in_thought
+        self.progress, self.deadline = Progress(0.0, 0.0), math.inf
+
+    def _new_reader(self) -> ReplyReader:
+        return ReplyReader(self.tokenizer, self.params.stop, in_thought=self.prompt.in_thought)
+
+    @property
+    def has_long_commit(self) -> bool:
+        return self.sequence.has_long_commit
+
+    @property
+    def is_ar(self) -> bool:
+        """True if the next token is drawn in AR: in hybrid mode the first, and a thought's."""
+        if self.params.mode != "hybrid":
+            return self.params.mode == "ar"
+        return self.in_thought or not self.sequence.written
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return self.reader.endings.union(self.stops.ids)
+
+    # --- called by the engine
+
+    def start(self, engine: "EngineCore", deadline: float) -> None:
+        now, budget = time.monotonic(), self.params.max_seconds
+        self.progress = Progress(now, now)
+        self.deadline = deadline if budget is None else min(deadline, now + budget)
+        if self.params.constraint is not None:
+            self.constrained = ConstrainedReply(self, self.params.constraint, self.tokenizer)
+            if self.constrained.fault:  # no text of the grammar fits
+                self._fail(self.constrained.fault, "length")
+                return
+        for commit in self.params.committed:
+            self._resume(commit)
+        if self.is_done:  # its last tokens were committed already
+            return
+        if self.prefix is not None:
+            cache = self.prefix.fork(self.num_tokens)
+        else:
+            cache = engine.open_cache(self.sequence.cache_ids, self.limits.max_length)
+        self.progress.reused_tokens = min(cache.length, len(self.prompt.ids))
+        self.sequence.open(cache, engine)
+
+    def _resume(self, commit: Committed) -> None:
+        """Take over what another engine has committed; its events are reported again."""
+        if self.is_done:
+            raise UsageError("tokens are committed after the end of a reply; leave them out")
+        if (commit.logprob is not None) != self.is_ar:
+            raise UsageError("what is committed was written in another mode; use the same")
+        self.progress.steps += commit.steps
+        self.progress.retries += commit.retries
+        if commit.logprob is None:
+            self._commit_block(commit)
+        else:
+            self._commit_token(commit)
+
+    def inputs(self) -> list[ForwardInput]:
+        tokens, images = self.sequence.next_tokens(), self.sequence.next_images()
+        given = ForwardInput(cache=self.sequence.cache, tokens=tokens, images=images)
+        if self.sequence.has_long_commit:
+            return [given]
+        if self.is_ar:
+            is_held = self.constrained is not None
+            return [replace(given, draw=self._token_draw(), needs_logits=is_held)]
+        if self.state is None:
+            self.state = self._new_state()
+        return [replace(given, state=self.state)]
+
+    def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
+        (forward_input,), (output,) = inputs, outputs
+        if not self.sequence.is_prefilled:
+            self.progress.prefilled_at = time.monotonic()
+        self.sequence.commit(len(forward_input.tokens))
+        if forward_input.draw is not None:
+            self._take_token(output)
+        if output.state is not None:
+            self._take_step(output.state)
+        if not self.is_done and self._is_over_budget():
+            self._stop_early()
+
+    def close(self, engine: "EngineCore") -> None:
+        """Give the KV cache to the prefix cache, unless it continues a program's prefix."""
+        self.state = None
+        self.sequence.close(keep=self.prefix is None)
+
+    # --- canvases
+
+    def _new_state(self) -> CanvasState:
+        num_left = self.limits.max_tokens - len(self.reader.ids)
+        num_free = self.limits.max_length - len(self.sequence.ids)
+        preset = self.policy.next_canvas(num_left, num_free)
+        length, sampler, config = preset.length, preset.sampler, self.sequence.cache.config
+        steps = sampler.max_denoising_steps
+        noise = replace(self.noise, retry=self.retry).block(
+            self.progress.blocks, steps, length, config.vocab_size, self.sequence.cache.device
+        )
+        noise = noise.starting_from(self._initial_tokens(length))
+        if self.constrained is None:
+            return start(sampler, noise, self._pins())
+        constraint, pins = self.constrained.begin_block(steps)
+        return start(sampler, noise, pins, constraint)
+
+    def _initial_tokens(self, length: int) -> tuple[int, ...]:
+        """Tokens of the initial canvas that follow what was written, aligned by common tokens.
+
+        A canvas that failed is done again from noise.
+        """
+        old = self.params.initial_canvas
+        if not old or self.retry:
+            return ()
+        begin = resume_index(old, self.sequence.written)
+        return old[begin : begin + length]
+
+    def _pins(self) -> Pins:
+        return self.params.pins if self.progress.blocks == 0 else NO_PINS
+
+    def _take_step(self, state: CanvasState) -> None:
+        self.state = state
+        self.progress.steps += 1
+        if self.params.drafts:
+            shown = draft(state.canvas, self.progress.blocks, self.tokenizer)
+            self.events.append(shown if self.map_draft is None else self.map_draft(shown))
+        if state.is_done:
+            self._end_block(state.canvas)
+        elif self.policy.restarts(state.canvas, self.end_ids):
+            self.policy, self.state = self.policy.for_long_reply(), None
+
+    def _end_block(self, canvas: Canvas) -> None:
+        if self.constrained is not None and self.constrained.fault:
+            self._fail(self.constrained.fault, FAULT)
+            return
+        ids, progress = canvas.guess_L.tolist(), self.progress
+        is_first = not self.reader.ids and self.constrained is None  # a grammar may allow no text
+        reason = output_fault(ids, canvas.entropy_L.tolist(), self.end_ids, is_first=is_first)
+        if reason and self.retry < self.params.retries:
+            self.retry, self.state = self.retry + 1, None
+            progress.retries += 1
+            self.events.append(Retry(block=progress.blocks, reason=reason, retry=self.retry))
+            return
+        self.last_canvas = canvas
+        if reason == NOT_A_NUMBER:
+            self._fail(reason, FAULT)
+            return
+        if self.constrained is not None:
+            ids = self.constrained.end_block(ids, len(self.reader.ids))
+        is_converged = bool(canvas.converged)
+        self._commit_block(self._new_commit(ids, is_converged=is_converged, fault=reason))
+
+    def _commit_block(self, block: Committed) -> None:
+        first_stop, progress = self._first_stop_position(), self.progress
+        self.retry, self.state, self.policy = 0, None, self.policy.for_long_reply()
+        progress.blocks, progress.fault = progress.blocks + 1, block.fault
+        progress.unconverged_blocks += not block.is_converged
+        self._commit(block, first_stop)
+        if not self.is_done and progress.blocks == self.params.max_blocks:
+            self._finish("length")
+
+    def _first_stop_position(self) -> int:
+        """Position from which on a stop ends the present canvas: after all pinned text."""
+        pins, stops = self._pins(), self.stops.ids
+        text = [p for p, t in zip(pins.positions, pins.tokens, strict=True) if t not in stops]
+        return max(text, default=-1) + 1
+
+    # --- AR tokens
+
+    def _token_draw(self) -> TokenDraw:
+        """Return temperature and noise of the next draw; noise is keyed by the token's index."""
+        temperature = self.params.temperature or 0.0
+        if temperature == 0:
+            return TokenDraw()
+        block, position = divmod(len(self.progress.logprobs), AR_BLOCK_LENGTH)
+        vocab, cpu = self.sequence.cache.config.vocab_size, torch.device("cpu")
+        noise = self.noise.block(AR_BLOCK + block, 0, AR_BLOCK_LENGTH, vocab, cpu)
+        return TokenDraw(temperature, float(noise.uniform_NL[0, position]))
+
+    def _take_token(self, output: ForwardOutput) -> None:
+        self.progress.steps += 1
+        if output.logits_V is not None and bool(output.logits_V.isnan().any()):
+            self._fail(NOT_A_NUMBER, FAULT)  # before the grammar moves on
+            return
+        try:
+            token, logprob = self._choose(output)
+        except ConstraintFault as fault:
+            self._fail(str(fault), FAULT)
+            return
+        if math.isnan(logprob):  # as it is if any logit is
+            self._fail(NOT_A_NUMBER, FAULT)
+            return
+        self._commit_token(self._new_commit([token], logprob=logprob))
+
+    def _commit_token(self, commit: Committed) -> None:
+        (token,), logprob = commit.ids, commit.logprob
+        assert logprob is not None
+        if token not in self.stops.ids:
+            self.progress.logprobs.append(logprob)
+        self._commit(commit)
+        names = self.tokenizer.control_ids
+        is_open = self.in_thought and token != names.get(CHANNEL_END)
+        self.in_thought = is_open or token == names.get(CHANNEL)
+
+    def _choose(self, output: ForwardOutput) -> tuple[int, float]:
+        if self.constrained is None:
+            assert output.token is not None
+            assert output.logprob is not None
+            return output.token, output.logprob
+        logits_V, draw = output.logits_V, self._token_draw()
+        assert logits_V is not None
+
+        def drawn(masked_V: Tensor) -> int:
+            return draw_token(masked_V, draw.temperature, draw.uniform)[0]
+
+        token = self.constrained.choose(logits_V, len(self.reader.ids), drawn)
+        return token, float(logits_V.log_softmax(-1)[token])
+
+    # --- text and its end
+
+    def _new_commit(self, ids: list[int], **fields: Any) -> Committed:
+        """Describe tokens that are committed now, with the steps since the last ones."""
+        steps, retries = self.progress.reported
+        steps, retries = self.progress.steps - steps, self.progress.retries - retries
+        return Committed(ids=tuple(ids), steps=steps, retries=retries, **fields)
+
+    def _commit(self, commit: Committed, first_stop: int = 0) -> None:
+        """Hand ids to the reader, and to the next pass unless the reply ends with them."""
+        ids, progress = list(commit.ids), self.progress
+        progress.reported = (progress.steps, progress.retries)
+        if self.params.commits:
+            self.events.append(commit)
+        if self.constrained is None:
+            self._read(ids, first_stop)
+        else:
+            self.events += self.reader.feed(self.stops.cut(ids)[0])
+            if self.constrained.is_complete:
+                self._finish("length" if self.constrained.is_cut else "stop")
+        if not self.is_done:
+            self.sequence.ids += ids
+
+    def _read(self, ids: list[int], first_stop: int) -> None:
+        """Hand ids to the reader up to a stop at `first_stop` or later, and see if the reply ends.
+
+        Pinned text is part of the reply: a stop before it is dropped.
+        """
+        num_left = self.limits.max_tokens - len(self.reader.ids)
+        before = [token for token in ids[:first_stop] if token not in self.stops.ids]
+        after, stop = self.stops.cut(ids[first_stop:])
+        self.events += self.reader.feed([*before, *after][:num_left])
+        count, written, goal = len(before) + len(after), self.reader.ids, self.params.stop_sequence
+        # A closing token ends the reply, whether or not it is listed as a stop.
+        has_ended = self.reader.parser.has_ended or (stop is not None and count <= num_left)
+        if self.reader.has_stopped or (goal and tuple(written[-len(goal) :]) == goal):
+            self._finish("stop_string")
+        elif has_ended:
+            self._finish("stop")
+        elif count >= num_left:
+            self._finish("length")
+
+    def _is_over_budget(self) -> bool:
+        is_late = time.monotonic() > self.deadline
+        max_steps = self.params.max_steps
+        return is_late or (max_steps is not None and self.progress.steps >= max_steps)
+
+    def _stop_early(self) -> None:
+        """Return the canvas as far as it is refined, and report the entropy left on it."""
+        canvas = self.state.canvas if self.state and self.state.canvas.num_steps else None
+        remaining = 0.0 if canvas is None else float(canvas.entropy_L.sum())
+        if self.constrained is not None:  # brought to its end, so that it is a text of the grammar
+            ids = [] if canvas is None else canvas.guess_L.tolist()
+            try:
+                closed = self.constrained.close(ids, len(self.reader.ids))
+            except ConstraintFault as fault:
+                self._fail(str(fault), "budget")
+                return
+            self.events += self.reader.feed(closed)
+        elif canvas is not None:
+            self._read(canvas.guess_L.tolist(), self._first_stop_position())
+        self._finish("budget", remaining)
+
+    def _fail(self, reason: str, finish: str) -> None:
+        """End without any text of this canvas; part of a text held to a grammar is no text."""
+        self.progress.fault = reason
+        if self.constrained is not None:
+            self.reader = self._new_reader()
+        self._finish(finish)
+
+    def _finish(self, reason: str, remaining: float = 0.0) -> None:
+        if self.is_done:
+            if reason != "budget":
+                return
+            self.events.pop()  # the partial canvas looked like an end; the budget is the reason
+        else:
+            self.events += self.reader.close()
+        self.is_done, self.state = True, None
+        finish = "stop_string" if self.reader.has_stopped and reason != "budget" else reason
+        self.result = self._done(finish, remaining)
+        self.events.append(self.result)
+
+    def _done(self, finish: str, remaining: float) -> Done:
+        progress, now = self.progress, time.monotonic()
+        reply, held = self.reader.reply, self.constrained
+        return Done(
+            reply=reply,
+            ids=tuple(self.reader.ids),
+            finish=finish,
+            stop_string=self.reader.stops.stopped_by or "",
+            mode=self.params.mode,
+            prompt_tokens=len(self.prompt.ids),
+            image_tokens=self.prompt.num_image_tokens,
+            notes=self.prompt.notes,
+            reused_tokens=progress.reused_tokens,
+            blocks=progress.blocks,
+            steps=progress.steps,
+            unconverged_blocks=progress.unconverged_blocks,
+            retries=progress.retries,
+            fault=progress.fault,
+            forced_from=None if held is None else held.forced_from(self.reader.ids, reply.answer),
+            remaining_entropy=remaining,
+            logprobs=tuple(progress.logprobs),
+            seconds=now - progress.started,
+            prefill_seconds=progress.prefilled_at - progress.started,
+            seed=self.noise.seed,
+        )
+
+
+def draft(canvas: Canvas, block: int, tokenizer: Tokenizer) -> Draft:
+    """Make an event of a canvas."""
+    text = tokenizer.token_text
+    ids, guess = canvas.tokens_L.tolist(), canvas.guess_L.tolist()
+    return Draft(
+        ids=tuple(ids),
+        tokens=tuple(map(text, ids)),
+        guess=tuple(guess),
+        guess_tokens=tuple(map(text, guess)),
+        entropy=tuple(canvas.entropy_L.tolist()),
+        kept=tuple(canvas.kept_L.tolist()),
+        pinned=tuple(canvas.pinned_L.tolist()),
+        block=block,
+        step=canvas.num_steps,
+    )

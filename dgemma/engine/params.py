@@ -1,0 +1,147 @@
+"""Sampling parameters of a request, and the checks that need no device."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dgemma.config import ModelConfig
+from dgemma.constrain.matcher import Constraint
+from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
+from dgemma.diffusion.sampler import Sampler
+from dgemma.engine.events import Committed
+from dgemma.errors import PromptTooLong, UsageError, require
+from dgemma.text.detokenizer import StopStrings
+
+Mode = Literal["diffusion", "ar", "hybrid"]
+MODES: tuple[Mode, ...] = ("diffusion", "ar", "hybrid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one generated reply. None means the checkpoint's value, or no limit.
+
+    Pins, canvas length, sampler and drafts need a canvas; a mode without one refuses them.
+    """
+
+    mode: Mode = "diffusion"  # hybrid: the thought in AR, the answer in diffusion
+    max_tokens: int | None = None
+    seed: int | None = None  # None draws one, reported in Done
+    choice: int = 0  # index among several replies to the same prompt and seed
+    sampler: Sampler | None = None
+    # Of draws, in every mode. None: 0 for AR tokens (greedy), the sampler's own on canvases.
+    temperature: float | None = None
+    canvas_length: int | None = None  # up to the model's own
+    stop: tuple[str, ...] = ()
+    stop_sequence: tuple[int, ...] = ()  # AR: tokens that end the reply, which keeps them
+    pins: Pins = NO_PINS  # of the first canvas
+    initial_canvas: tuple[int, ...] = ()  # tokens to start from instead of noise; -1: noise
+    constraint: Constraint | None = None  # compiled by Engine.constraint
+    drafts: bool = False  # report the canvas after each step
+    commits: bool = False  # report what is committed, for another engine to continue from
+    committed: tuple[Committed, ...] = ()  # by another engine, with the same prompt and parameters
+    retries: int = 2  # attempts at a canvas that fails the output check, after the first
+    max_seconds: float | None = None
+    max_steps: int | None = None  # of all canvases together, AR tokens included
+    max_blocks: int | None = None  # canvases
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse what no model could do; can be called before one is loaded."""
+    _check_mode(params)
+    if params.constraint is not None and params.stop:
+        raise UsageError("a stop string would cut a text that is held to a grammar; leave it out")
+    StopStrings(params.stop)  # refuses what cannot be a stop string
+    Noise(seed=params.seed or 0, choice=params.choice)
+    limits = {
+        "max tokens": params.max_tokens,
+        "max seconds": params.max_seconds,
+        "max steps": params.max_steps,
+        "max blocks": params.max_blocks,
+    }
+    for name, limit in limits.items():
+        require(limit is None or limit > 0, name, limit, "above 0")
+    with_temperature(Sampler(), params.temperature)  # refuses what cannot be a temperature
+    require(params.retries >= 0, "retries", params.retries, "0 or more")
+    if params.constraint is not None and params.committed:
+        raise UsageError("a text that is held to a grammar cannot be continued; write it again")
+
+
+def _check_mode(params: SamplingParams) -> None:
+    mode = params.mode
+    if mode not in MODES:
+        raise UsageError(f"mode {mode!r} is not known; use {', '.join(MODES)}")
+    if mode == "hybrid" and (params.pins != NO_PINS or params.initial_canvas):
+        raise UsageError(
+            "hybrid mode cannot honour pins or a first canvas: where it begins is not known"
+        )
+    of_canvases = {
+        "pins": params.pins != NO_PINS,
+        "a first canvas": bool(params.initial_canvas),
+        "canvas length": params.canvas_length is not None,
+        "a sampler": params.sampler is not None,
+        "drafts": params.drafts,
+    }
+    names = [name for name, is_set in of_canvases.items() if is_set]
+    if params.stop_sequence and (mode != "ar" or params.constraint is not None):
+        raise UsageError("a stop sequence is for AR mode without a constraint; leave it out")
+    if mode == "ar" and names:
+        raise UsageError(f"AR mode has no canvas, so it cannot honour {', '.join(names)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyLimits:
+    """Tokens that a reply may have."""
+
+    max_tokens: int
+    max_length: int  # KV cache slots of prompt and reply
+
+
+def reply_limits(
+    params: SamplingParams, num_prompt: int, config: ModelConfig, max_new_tokens: int, *, fit: bool
+) -> ReplyLimits:
+    """Refuse what this model cannot do; return the limits of the reply.
+
+    `max_new_tokens` is the checkpoint's own limit. With `fit`, max_tokens is lowered to what the
+    context holds; if nothing fits, the request is refused with its numbers.
+    """
+    require_denoiser(config, f"mode {params.mode} is not possible; use ar", params.mode != "ar")
+    model_length, limit = config.canvas_length, config.max_position_embeddings
+    length = model_length if params.canvas_length is None else params.canvas_length
+    allowed = f"1 to {model_length} for this model"
+    require(1 <= length <= model_length, "canvas length", length, allowed)
+    if num_prompt == 0:
+        raise UsageError("the prompt is empty; give at least one token")
+    # A thought in AR, or a grammar that commits part of a canvas, need not end where a canvas does.
+    is_open = params.mode == "hybrid" or (params.mode != "ar" and params.constraint is not None)
+    unit, spare = 1 if params.mode == "ar" else length, length if is_open else 0
+    max_tokens = params.max_tokens or max_new_tokens
+    num_free = (limit - num_prompt - spare) // unit * unit
+    if fit and num_free > 0:
+        max_tokens = min(max_tokens, num_free)
+    _check_tokens(params, min(length, max_tokens), config.vocab_size)
+    capacity = -(-max_tokens // unit) * unit + spare
+    if num_prompt + capacity > limit:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt} tokens and the answer may take {capacity}, but the "
+            f"context holds {limit}; shorten the prompt or lower max tokens"
+        )
+    return ReplyLimits(max_tokens, num_prompt + capacity)
+
+
+def _check_tokens(params: SamplingParams, length: int, vocab: int) -> None:
+    for position, token in zip(params.pins.positions, params.pins.tokens, strict=True):
+        require(0 <= position < length, "a pin's position", position, f"0 to {length - 1}")
+        require(0 <= token < vocab, "a pinned token", token, f"0 to {vocab - 1}")
+    for token in params.initial_canvas:
+        require(-1 <= token < vocab, "a token", token, f"0 to {vocab - 1}, or -1 for noise")
+    for token in (token for commit in params.committed for token in commit.ids):
+        require(0 <= token < vocab, "a committed token", token, f"0 to {vocab - 1}")
+
+
+def require_denoiser(config: ModelConfig, consequence: str, is_needed: bool = True) -> None:
+    """Refuse an autoregressive checkpoint where a canvas is needed."""
+    if is_needed and not config.can_denoise:
+        raise UsageError(f"this checkpoint has no denoiser, so {consequence}")
+
+
+def with_temperature(sampler: Sampler, temperature: float | None) -> Sampler:
+    return sampler if temperature is None else replace(sampler, temperature=temperature)

@@ -1,0 +1,284 @@
+"""Requests: a program, its unfinished tasks, its events and its result.
+
+A *task* is work that the engine runs in passes: a generated reply, a prefill, a scoring. A
+*program* is a generator that yields tasks and receives their results; it may yield events too. A
+plain generation is the program of one task. Programs never step the engine: the step loop advances
+them, so all requests share passes, and any of them can be cancelled between two.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakSet
+
+from dgemma.backends.base import ForwardInput, ForwardOutput, ImageRows
+from dgemma.engine.events import Draft, Event
+from dgemma.engine.image_features import ImageFeatures, chunk_end
+from dgemma.engine.prefix_cache import PrefixStore
+from dgemma.model.kv_cache import KVCache
+from dgemma.text.chat import Prompt
+
+if TYPE_CHECKING:
+    from dgemma.engine.core import EngineCore
+
+T = TypeVar("T")
+MIN_HOST_CHARACTERS = 1 << 15  # of a text that is encoded: about ten milliseconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """Tokens that several tasks continue from, and a KV cache of all but the last.
+
+    Each task commits the last token itself, and so gets the hidden state that predicts its first
+    own token.
+    """
+
+    ids: tuple[int, ...]
+    cache: KVCache
+    cache_ids: tuple[int, ...]  # the same, but soft tokens of pictures are identified by them
+    forks: "WeakSet[KVCache]" = field(default_factory=WeakSet)  # that still exist
+
+    def fork(self, num_tokens: int) -> KVCache:
+        """Start a sequence with slots for the last token and `num_tokens` more."""
+        fork = self.cache.fork(num_tokens + 1)
+        self.forks.add(fork)
+        return fork
+
+    def clone(self, fork: KVCache) -> KVCache:
+        """Copy a fork, so that it can continue in two ways."""
+        twin = fork.clone()
+        self.forks.add(twin)
+        return twin
+
+
+class TokenSequence:
+    """A prompt and what is written after it, committed to a KV cache from left to right."""
+
+    cache: KVCache
+    chunk: int
+    prefixes: PrefixStore
+    features: ImageFeatures | None
+    num_committed = 0
+    num_prefill = 0  # tokens that were there before the first pass
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt, self.ids, self.num_prompt = prompt, list(prompt.ids), len(prompt.ids)
+
+    def open(self, cache: KVCache, engine: "EngineCore") -> None:
+        """Commit to this cache from now on; part of the tokens may be in it already."""
+        self.cache, self.chunk, self.prefixes = cache, engine.chunk, engine.prefixes
+        self.features = engine.images
+        self.num_committed, self.num_prefill = cache.length, len(self.ids)
+
+    @property
+    def cache_ids(self) -> tuple[int, ...]:
+        """Return ids that identify what each key is computed from."""
+        return (*self.prompt.cache_ids, *self.written)
+
+    @property
+    def written(self) -> list[int]:
+        """Tokens after the prompt, committed or not."""
+        return self.ids[self.num_prompt :]
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_committed >= self.num_prefill
+
+    @property
+    def has_long_commit(self) -> bool:
+        """True if the rest of the prompt needs more than one pass."""
+        return len(self.ids) > self._next_end()
+
+    def _next_end(self) -> int:
+        """Index up to which the next pass commits: prompts are cut at multiples of the chunk."""
+        if self.is_prefilled:
+            return len(self.ids)
+        return min(chunk_end(self.num_committed, self.chunk, self.prompt.images), len(self.ids))
+
+    def next_tokens(self) -> tuple[int, ...]:
+        """Return the tokens to commit in the next pass."""
+        return tuple(self.ids[self.num_committed : self._next_end()])
+
+    def next_images(self) -> tuple[ImageRows, ...]:
+        """Return the pictures among those tokens; the tower runs for the ones not seen lately."""
+        begin, images = self.num_committed, self.prompt.images
+        if begin >= self.num_prompt or not images:
+            return ()
+        assert self.features is not None, "a prompt with pictures is made by an engine with a tower"
+        return self.features.rows(images, begin, self._next_end())
+
+    def commit(self, count: int) -> None:
+        """Count tokens that a pass has committed; checkpoint the prompt where it can be resumed.
+
+        That is at its end, or in 16 bits at the last boundary before it.
+        """
+        was_prefilled, alignment = self.is_prefilled, self.prefixes.alignment
+        self.num_committed += count
+        num_left = self.num_prefill - self.num_committed
+        if alignment == 1:
+            is_last = num_left == 0
+        else:
+            is_last = self.num_committed % alignment == 0 and 0 < num_left <= alignment
+        if not was_prefilled and is_last and self.prefixes.max_bytes > 0:
+            self.cache.checkpoint()
+
+    def close(self, *, keep: bool) -> None:
+        """Release the cache; if it is to be kept, for requests that begin with the same tokens."""
+        cache: KVCache | None = self.__dict__.pop("cache", None)
+        if cache is None or not keep or not cache.is_consistent:
+            return  # an interrupted pass may have left it torn
+        if cache.length == self.num_committed:
+            num_prompt = min(self.num_prompt, cache.length)
+            self.prefixes.keep(self.cache_ids[: cache.length], cache, num_prompt)
+
+
+class Task(ABC):
+    """Work of one request that runs in passes. `is_done` and `result` are set at its end."""
+
+    def __init__(self, num_tokens: int, prefix: Prefix | None = None) -> None:
+        self.num_tokens = num_tokens  # KV cache slots that it allocates at most, without the prefix
+        self.prefix = prefix
+        self.is_done = False
+        self.events: list[Event] = []  # since they were last collected
+        self.result: Any = None
+
+    @property
+    def has_long_commit(self) -> bool:
+        """True while its next input is a long commit, such as a chunk of a prompt."""
+        return False
+
+    @abstractmethod
+    def start(self, engine: "EngineCore", deadline: float) -> None:
+        """Allocate KV caches. Called once, before the first pass.
+
+        `deadline`: on the clock of time.monotonic, if the task can end itself by then.
+        """
+
+    @abstractmethod
+    def inputs(self) -> list[ForwardInput]:
+        """Return its inputs of the next pass; the same again if a pass failed."""
+
+    @abstractmethod
+    def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
+        """Take the outputs of a pass."""
+
+    @abstractmethod
+    def close(self, engine: "EngineCore") -> None:
+        """Release KV caches, finished or not, started or not."""
+
+
+class HostTask:
+    """A function that runs in a thread, in parallel with passes: encoding, compiling a grammar."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+        self.future: Future[Any] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.future is not None and self.future.done()
+
+    @property
+    def result(self) -> Any:
+        """Return what the function returned, or raise what it raised."""
+        assert self.future is not None
+        return self.future.result(timeout=0)
+
+
+Program = Generator["Sequence[Task | HostTask] | Event", list[Any], T]
+
+
+class Request(Generic[T]):
+    """One submission. `events` fills as the engine steps; `result` or `error` ends it."""
+
+    def __init__(
+        self, program: "Program[T] | Task", *, owner: str = "", deadline: float = inf
+    ) -> None:
+        # A plain task reports all its events; a program's tasks report drafts alone.
+        self.plain_task = program if isinstance(program, Task) else None
+        self.program: Program[Any] = _single(program) if isinstance(program, Task) else program
+        self.owner, self.deadline = owner, deadline  # deadline: on the clock of time.monotonic
+        self.arrived = time.monotonic()
+        self.waiting: deque[Task | HostTask] = deque()
+        self.running: list[Task] = []
+        self.on_host: list[HostTask] = []
+        self.events: deque[Event] = deque()
+        self.result: T | None = None
+        self.error: Exception | None = None
+        self.has_started = self.is_over = self.is_cancelled = False
+        self._tasks: Sequence[Task | HostTask] = ()  # the batch that the program waits for
+        self._num_drafts = 0  # canvases shown so far
+        self._last_step = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the program can continue: all tasks it waits for are done."""
+        return not (self.is_over or self.waiting or self.running or self.on_host)
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        self.is_over, self.error = True, error
+
+    def advance(self) -> None:
+        """Run the program up to its next tasks, or to its end."""
+        results = [task.result for task in self._tasks] if self._tasks else None
+        self._tasks = ()
+        try:
+            while True:
+                step = self.program.send(results)  # type: ignore[arg-type]
+                if isinstance(step, Sequence):
+                    self._tasks = step
+                    self.waiting.extend(step)
+                    return
+                self.events.append(step)
+                results = None
+        except StopIteration as stop:
+            self.result, self.is_over = stop.value, True
+
+    def close(self) -> None:
+        """Let go of the program and of tasks whose results it will not get; may be called again."""
+        self.waiting.clear()
+        self._tasks = ()
+        self.program.close()
+
+    def collect(self, task: Task) -> None:
+        """Take the events of a task after a pass."""
+        for event in task.events:
+            if task is self.plain_task:
+                self.events.append(event)
+            elif isinstance(event, Draft):
+                self.events.append(self._numbered(event))
+        task.events.clear()
+
+    def _numbered(self, draft: Draft) -> Draft:
+        """Number the canvases of a program in the order in which they are shown."""
+        self._num_drafts += self._num_drafts == 0 or draft.step <= self._last_step
+        self._last_step = draft.step
+        return replace(draft, block=self._num_drafts - 1)
+
+
+def on_host(size: int, function: Callable[..., T], *arguments: Any) -> "Program[T]":
+    """Call a function: in a host thread if `size` characters would take it long."""
+    if size < MIN_HOST_CHARACTERS:
+        return function(*arguments)
+    return (yield from host_program(function, *arguments))
+
+
+def host_program(function: Callable[..., T], *arguments: Any) -> "Program[T]":
+    """Call a function in a host thread."""
+    (result,) = yield [HostTask(function, *arguments)]
+    return result  # type: ignore[no-any-return]
+
+
+def _single(task: Task) -> "Program[Any]":
+    (result,) = yield [task]
+    return result

@@ -1,0 +1,171 @@
+"""The only queue: decides which tasks get memory, and which of them run in the next pass.
+
+Passes are shared evenly, first among owners (API keys, or clients), then among an owner's requests.
+The owner with the fewest admitted tasks is served next; among equals, the one who has waited
+longest, then the request that came first. More tasks may be admitted than a pass takes, so that a
+new request never waits for another one to end: passes then take tasks in turn.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dgemma.engine.request import HostTask, Request, Task
+
+MAX_PREFILLS = 4  # chunks of prompts in one pass...
+MAX_PREFILLS_WITH_CANVASES = 1  # ...and in one that canvases or AR tokens wait for
+MAX_HOST_TASKS = 4  # threads for encoding and grammars...
+MAX_HOST_TASKS_PER_OWNER = 2  # ...of which one owner may hold so many
+OVERCOMMIT = 2  # tasks admitted per task of a full pass, at most
+
+
+@dataclass(eq=False, slots=True)
+class AdmittedTask:
+    """A task that was admitted."""
+
+    request: Request[Any]
+    task: Task
+    last_pass: int = -1
+
+
+class Scheduler:
+    """Requests in order of arrival, and the tasks of theirs that were admitted."""
+
+    def __init__(self, max_batch_size: int, max_tokens: int) -> None:
+        self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
+        self.requests: list[Request[Any]] = []
+        self.admitted: list[AdmittedTask] = []
+        self.num_passes = 0
+        # With their owners; those of a cancelled request too, until their thread is free.
+        self.host_tasks: list[tuple[str, HostTask]] = []
+        self._last_admitted: dict[str, int] = {}  # owner: number of the admission
+        self._num_admitted = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests of which a task was admitted."""
+        return sum(request.has_started for request in self.requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.requests) - self.num_running
+
+    def add(self, request: Request[Any]) -> None:
+        self.requests.append(request)
+
+    def remove(self, request: Request[Any]) -> None:
+        """Forget a request and its tasks, and its owner's turn if it was the owner's last one."""
+        if request in self.requests:
+            self.requests.remove(request)
+        self.admitted = [item for item in self.admitted if item.request is not request]
+        if all(other.owner != request.owner for other in self.requests):
+            self._last_admitted.pop(request.owner, None)
+
+    def release(self, item: AdmittedTask) -> None:
+        """Forget a task that is done."""
+        self.admitted.remove(item)
+        item.request.running.remove(item.task)
+
+    # --- admission
+
+    def admit(self) -> Iterator[AdmittedTask]:
+        """Yield tasks to start, fairest first, while the next one fits the batch and memory.
+
+        A task that does not fit is waited for, so that small ones cannot keep it out for ever; if
+        nothing else runs it is admitted whatever its size.
+        """
+        num_tokens = self._num_tokens()
+        while (request := self._next_request()) is not None:
+            task = request.waiting[0]
+            assert isinstance(task, Task)
+            num_tokens += task.num_tokens
+            if self.admitted and num_tokens > self.max_tokens:
+                return
+            request.running.append(task)
+            self._start_first(request)
+            self.admitted.append(AdmittedTask(request, task))
+            yield self.admitted[-1]
+
+    def admit_host(self) -> Iterator[HostTask]:
+        """Yield host tasks to start."""
+        self.host_tasks = [(owner, task) for owner, task in self.host_tasks if not task.is_done]
+        running = Counter(owner for owner, _ in self.host_tasks)
+        for request in sorted(self.requests, key=lambda r: self._last_admitted.get(r.owner, -1)):
+            while request.waiting and isinstance(task := request.waiting[0], HostTask):
+                is_full = running.total() >= MAX_HOST_TASKS
+                if is_full or running[request.owner] >= MAX_HOST_TASKS_PER_OWNER:
+                    break
+                running[request.owner] += 1
+                self.host_tasks.append((request.owner, task))
+                request.on_host.append(task)
+                self._start_first(request)
+                yield task
+
+    def _start_first(self, request: Request[Any]) -> None:
+        """Take the first waiting task of a request out of the queue."""
+        request.waiting.popleft()
+        request.has_started = True
+        self._num_admitted += 1
+        self._last_admitted[request.owner] = self._num_admitted
+
+    def _next_request(self) -> Request[Any] | None:
+        """Return the request whose next task should be admitted, if one can be."""
+        counts = Counter(item.request.owner for item in self.admitted)
+        waiting = [r for r in self.requests if r.waiting and isinstance(r.waiting[0], Task)]
+        if not waiting or len(self.admitted) >= OVERCOMMIT * self.max_batch_size:
+            return None
+
+        def turn(request: Request[Any]) -> tuple[int, int, int]:
+            last = self._last_admitted.get(request.owner, -1)
+            return counts[request.owner], len(request.running), last
+
+        if len(self.admitted) < self.max_batch_size:
+            return min(waiting, key=turn)
+        most: Counter[str] = Counter()  # tasks of each owner's largest request
+        for request in self.requests:
+            most[request.owner] = max(most[request.owner], len(request.running))
+        # More than a pass has: only for a request that would still hold fewer than another.
+        poorer = [
+            request
+            for request in waiting
+            if counts[request.owner] + 1 < max(counts.values())
+            or len(request.running) + 1 < most[request.owner]
+        ]
+        return min(poorer, key=turn, default=None)
+
+    def _num_tokens(self) -> int:
+        """Count KV cache slots of all admitted tasks and of the prefixes that programs hold."""
+        tasks = [t for r in self.requests for t in (*r.running, *r.waiting) if isinstance(t, Task)]
+        prefixes = {id(task.prefix): task.prefix for task in tasks if task.prefix is not None}
+        shared = sum(len(prefix.ids) for prefix in prefixes.values())
+        return shared + sum(item.task.num_tokens for item in self.admitted)
+
+    # --- passes
+
+    def batch(self) -> list[AdmittedTask]:
+        """Return the tasks of the next pass, at most `max_batch_size`, and few long commits."""
+        self.num_passes += 1
+        num_chunks = sum(item.task.has_long_commit for item in self.admitted)
+        is_mixed = num_chunks < len(self.admitted)
+        chunks_left = MAX_PREFILLS_WITH_CANVASES if is_mixed else MAX_PREFILLS
+        counts: Counter[str] = Counter()
+        by_request: Counter[int] = Counter()
+
+        def turn(item: AdmittedTask) -> tuple[int, int, int]:
+            return counts[item.request.owner], by_request[id(item.request)], item.last_pass
+
+        chosen: list[AdmittedTask] = []
+        waiting = list(self.admitted)
+        while waiting and len(chosen) < self.max_batch_size:
+            item = min(waiting, key=turn)
+            waiting.remove(item)
+            if item.task.has_long_commit:
+                if chunks_left == 0:
+                    continue
+                chunks_left -= 1
+            counts[item.request.owner] += 1
+            by_request[id(item.request)] += 1
+            item.last_pass = self.num_passes
+            chosen.append(item)
+        return chosen

@@ -1,0 +1,258 @@
+"""Tasks that read probabilities: shared prefixes, causal scores, canvas scores, next tokens.
+
+L canvas length, N positions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dgemma.backends.base import ForwardInput, ForwardOutput, TokenDraw
+from dgemma.diffusion.canvas import NO_PINS, Canvas, Noise
+from dgemma.diffusion.denoise import CanvasState, start
+from dgemma.diffusion.sampler import Sampler, StepView
+from dgemma.engine.image_features import chunk_end
+from dgemma.engine.request import Prefix, Task
+from dgemma.errors import PromptTooLong, UsageError
+from dgemma.model.kv_cache import KVCache
+from dgemma.text.chat import Prompt
+
+if TYPE_CHECKING:
+    from dgemma.engine.core import EngineCore
+
+MAX_TOKENS_PER_PASS = 512  # of texts to score
+LOGIT_POSITIONS = 64  # of a canvas whose logits are held at once
+ONE_STEP = Sampler(max_denoising_steps=1, t_max=1.0, t_min=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Log-probabilities of a text's tokens, in nats."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    best: tuple[tuple[int, float], ...] = ()  # the likeliest token at each position
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+    @property
+    def mean(self) -> float:
+        return self.total / len(self.logprobs)
+
+
+class Prefill(Task):
+    """Computes a `Prefix` in chunks; reuses what the prefix cache holds."""
+
+    cache: KVCache
+    has_long_commit = True
+
+    def __init__(self, prompt: Prompt | Sequence[int]) -> None:
+        if not isinstance(prompt, Prompt):
+            prompt = Prompt(text="", ids=tuple(prompt))
+        if not prompt.ids:
+            raise UsageError("the prompt is empty; give at least one token")
+        super().__init__(len(prompt.ids))
+        self.prompt, self.ids = prompt, prompt.ids
+
+    def start(self, engine: "EngineCore", deadline: float) -> None:
+        limit, self.chunk = engine.model.config.max_position_embeddings, engine.chunk
+        self.images = engine.images
+        if len(self.ids) > limit:
+            raise PromptTooLong(
+                f"the prompt has {len(self.ids)} tokens, but the context holds {limit}; shorten it"
+            )
+        self.cache = engine.open_cache(self.prompt.cache_ids, len(self.ids))
+        self._finish()
+
+    def _finish(self) -> None:
+        self.is_done = self.cache.length >= len(self.ids) - 1
+        if self.is_done:
+            self.result = Prefix(self.ids, self.cache, self.prompt.cache_ids)
+
+    def inputs(self) -> list[ForwardInput]:
+        begin, images = self.cache.length, self.prompt.images
+        end = min(chunk_end(begin, self.chunk, images), len(self.ids) - 1)
+        rows = self.images.rows(images, begin, end) if self.images is not None else ()
+        return [ForwardInput(cache=self.cache, tokens=self.ids[begin:end], images=rows)]
+
+    def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
+        self._finish()
+        if self.is_done:
+            self.cache.checkpoint()
+
+    def close(self, engine: "EngineCore") -> None:
+        """Keep what a cancelled prefill has computed; a finished one belongs to the program."""
+        cache = self.__dict__.pop("cache", None)
+        if cache is not None and not self.is_done and cache.is_consistent:
+            engine.prefixes.keep(self.prompt.cache_ids[: cache.length], cache)
+
+
+class Scoring(Task):
+    """Causal log-probabilities of texts after a prefix; texts share passes, long ones are cut."""
+
+    prefix: Prefix
+    has_long_commit = True
+
+    def __init__(self, prefix: Prefix, texts: Sequence[Sequence[int]]) -> None:
+        if not texts or not all(texts):
+            raise UsageError("scoring needs texts of at least one token each")
+        limit = prefix.cache.config.max_position_embeddings
+        longest = len(prefix.ids) + max(map(len, texts))
+        if longest > limit:
+            raise PromptTooLong(
+                f"prompt and text have {longest} tokens, but the context holds {limit}; shorten one"
+            )
+        super().__init__(sum(map(len, texts)), prefix)
+        self.texts = [tuple(text) for text in texts]
+        self.logprobs: list[list[float]] = [[] for _ in texts]
+        self.best: list[list[tuple[int, float]]] = [[] for _ in texts]
+        self.caches: dict[int, KVCache] = {}  # of the texts that are not done
+
+    def start(self, engine: "EngineCore", deadline: float) -> None:
+        self.caches = {index: self.prefix.fork(len(text)) for index, text in enumerate(self.texts)}
+
+    def _next(self) -> list[tuple[int, int]]:
+        """Return text indices and token counts of the next pass."""
+        num_left, counts = MAX_TOKENS_PER_PASS, []
+        for index in self.caches:
+            count = min(num_left, len(self.texts[index]) - len(self.logprobs[index]))
+            if count:
+                counts.append((index, count))
+            num_left -= count
+        return counts
+
+    def inputs(self) -> list[ForwardInput]:
+        inputs = []
+        for index, count in self._next():
+            text, begin = self.texts[index], len(self.logprobs[index])
+            tokens = (self.prefix.ids[-1], *text)[begin : begin + count]
+            targets = text[begin : begin + count]
+            cache = self.caches[index]
+            inputs.append(ForwardInput(cache=cache, tokens=tokens, targets=targets))
+        return inputs
+
+    def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
+        for (index, _), output in zip(self._next(), outputs, strict=True):
+            self.logprobs[index] += output.logprobs
+            self.best[index] += output.best
+            if len(self.logprobs[index]) == len(self.texts[index]):
+                del self.caches[index]
+        if not self.caches:
+            self.result = [
+                Score(ids=text, logprobs=tuple(logprobs), best=tuple(best))
+                for text, logprobs, best in zip(self.texts, self.logprobs, self.best, strict=True)
+            ]
+            self.is_done = True
+
+    def close(self, engine: "EngineCore") -> None:
+        self.caches = {}
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasQuery:
+    """A canvas, and the positions of it whose tokens are to be scored."""
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    targets: tuple[int, ...]  # at those positions
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasScore:
+    """Log-probabilities at the positions of a query."""
+
+    targets: tuple[float, ...]
+    best: tuple[float, ...]  # of the likeliest token
+
+
+class CanvasScoring(Task):
+    """Log-probabilities of tokens in one denoising pass, without self-conditioning.
+
+    `penalty` nats are taken off the logit of each target: see `copy_bias` of the edit program.
+    """
+
+    prefix: Prefix
+
+    def __init__(
+        self, prefix: Prefix, queries: Sequence[CanvasQuery], penalty: float = 0.0
+    ) -> None:
+        super().__init__(sum(len(query.tokens) + 1 for query in queries), prefix)
+        self.readers = [LogitReader(query, penalty) for query in queries]
+        self.states: list[tuple[KVCache, CanvasState]] = []
+
+    def start(self, engine: "EngineCore", deadline: float) -> None:
+        vocab, device = engine.model.config.vocab_size, engine.device
+        for reader in self.readers:
+            tokens = reader.query.tokens
+            noise = Noise().block(0, 1, len(tokens), vocab, device).starting_from(tokens)
+            state = start(ONE_STEP, noise, NO_PINS, reader)
+            self.states.append((self.prefix.fork(len(tokens)), state))
+
+    def inputs(self) -> list[ForwardInput]:
+        last = self.prefix.ids[-1:]
+        return [ForwardInput(cache=cache, tokens=last, state=state) for cache, state in self.states]
+
+    def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
+        self.is_done, self.result = True, [reader.score for reader in self.readers]
+
+    def close(self, engine: "EngineCore") -> None:
+        self.states = []
+
+
+class LogitReader:
+    """A constraint that only reads the logits of a step; the canvas stays as it is."""
+
+    score: CanvasScore
+
+    def __init__(self, query: CanvasQuery, penalty: float) -> None:
+        self.query, self.penalty = query, penalty
+
+    def apply(self, canvas: Canvas, view: StepView) -> Canvas:
+        targets, best = [], []
+        for begin in range(0, len(self.query.positions), LOGIT_POSITIONS):
+            group = slice(begin, begin + LOGIT_POSITIONS)
+            logits_NV = view.logits(self.query.positions[group])
+            target_N1 = torch.tensor(self.query.targets[group], device=logits_NV.device)[:, None]
+            penalty_N1 = torch.full_like(target_N1, -self.penalty, dtype=logits_NV.dtype)
+            logprob_NV = logits_NV.scatter_add(-1, target_N1, penalty_N1).log_softmax(-1)
+            targets += logprob_NV.gather(-1, target_N1)[:, 0].tolist()
+            best += logprob_NV.amax(-1).tolist()
+        self.score = CanvasScore(tuple(targets), tuple(best))
+        return canvas
+
+
+class NextTokens(Task):
+    """The likeliest tokens after a prefix in the causal mode, the best first."""
+
+    prefix: Prefix
+
+    def __init__(self, prefix: Prefix, count: int) -> None:
+        super().__init__(1, prefix)
+        self.count = count
+
+    def start(self, engine: "EngineCore", deadline: float) -> None:
+        self.cache: KVCache | None = self.prefix.fork(0)
+
+    def inputs(self) -> list[ForwardInput]:
+        assert self.cache is not None
+        last, draw = self.prefix.ids[-1:], TokenDraw()
+        return [ForwardInput(cache=self.cache, tokens=last, draw=draw, needs_logits=True)]
+
+    def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
+        logits_V = outputs[0].logits_V
+        assert logits_V is not None
+        self.result = logits_V.topk(min(self.count, len(logits_V))).indices.tolist()
+        self.is_done = True
+
+    def close(self, engine: "EngineCore") -> None:
+        self.cache = None
+
+
+def label_probabilities(scores: Sequence[Score]) -> list[float]:
+    """Probability of each text, given that one of them is the answer."""
+    totals = torch.tensor([score.total for score in scores], dtype=torch.float64)
+    return totals.softmax(-1).tolist()

@@ -1,0 +1,100 @@
+"""RMSNorm and rotary position embedding, of the text stack and of the image tower.
+
+RoPE rotates the pairs (i, i + H/2); a layer may leave its last pairs unrotated.
+
+T tokens, N heads, H head width, P = H / 2 pairs.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgemma.config import AttentionShape, LayerType, ModelConfig
+
+CosSin = dict[LayerType, tuple[Tensor, Tensor]]  # cos_TP and sin_TP of each layer type
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of the last dimension: statistics and weight in float32, result in x's dtype."""
+    scale = None if weight is None else weight.float()
+    if is_cpu_inference(x):
+        return _rms_norm_cpu(x, scale, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], scale, eps).to(x.dtype)
+
+
+def is_cpu_inference(x: Tensor) -> bool:
+    """True on a CPU in inference mode, where neither autograd nor a compiler records the ops.
+
+    False for the no-grad self-conditioning pass of training, which must round as its gradient pass.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return torch.is_inference_mode_enabled()
+
+
+def _rms_norm_cpu(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+    """Compute the same values in fewer and shorter passes than `F.rms_norm` takes on a CPU."""
+    y = x.float()
+    length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    y = y * torch.addcmul(scalar(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (y if scale is None else y.mul_(scale)).to(x.dtype)
+
+
+@cache
+@torch.inference_mode(False)
+def scalar(value: float) -> Tensor:
+    """Return a 0-d tensor: small CPU ops take it several times as fast as a Python number."""
+    return torch.tensor(value)
+
+
+@cache
+@torch.inference_mode(False)
+def inverse_frequencies(shape: AttentionShape, device: torch.device) -> Tensor:
+    """Inverse frequencies of all pairs: exponents over the whole head, zero beyond the fraction.
+
+    This is "proportional" RoPE; with a fraction of 1 it is the usual one. Cached per device, since
+    a host-to-device copy would stall every pass.
+    """
+    rotated = int(shape.rotary_fraction * shape.head_dim // 2)
+    exponents = torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / shape.head_dim
+    unrotated = torch.zeros(shape.head_dim // 2 - rotated)
+    return torch.cat([1.0 / shape.rope_theta**exponents, unrotated]).to(device)
+
+
+def layer_frequencies(config: ModelConfig, device: torch.device) -> dict[LayerType, Tensor]:
+    """Inverse frequencies of each layer type, in order of first appearance."""
+    types = config.layer_types
+    return {
+        layer_type: inverse_frequencies(config.attention(types.index(layer_type)), device)
+        for layer_type in dict.fromkeys(types)
+    }
+
+
+def cos_sin(positions_T: Tensor, freq_P: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and pair."""
+    angles_TP = positions_T.float()[:, None] * freq_P
+    return angles_TP.cos(), angles_TP.sin()
+
+
+def rope_cos_sin(config: ModelConfig, positions_T: Tensor) -> CosSin:
+    """Cosine and sine for each layer type, computed once a pass for all layers."""
+    tables = layer_frequencies(config, positions_T.device)
+    return {layer_type: cos_sin(positions_T, freq_P) for layer_type, freq_P in tables.items()}
+
+
+def apply_rope(x_TNH: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+    """Rotate each pair by its angle."""
+    first, second = x_TNH.chunk(2, dim=-1)
+    cos_T1P, sin_T1P = cos_TP[:, None].to(x_TNH.dtype), sin_TP[:, None].to(x_TNH.dtype)
+    if x_TNH.dtype == torch.float32 and is_cpu_inference(x_TNH):
+        # Half the time: no concatenation. In 16 bits every op rounds, as on other devices.
+        out_TNH = torch.empty_like(x_TNH)
+        first_out, second_out = out_TNH.chunk(2, dim=-1)
+        torch.mul(first, cos_T1P, out=first_out).addcmul_(second, sin_T1P, value=-1)
+        torch.mul(second, cos_T1P, out=second_out).addcmul_(first, sin_T1P)
+        return out_TNH
+    return torch.cat(
+        [first * cos_T1P - second * sin_T1P, second * cos_T1P + first * sin_T1P], dim=-1
+    )

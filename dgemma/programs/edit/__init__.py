@@ -1,0 +1,1 @@
+"""Edit: a text changed in place, only where an instruction or a correction needs it."""

@@ -1,0 +1,1 @@
+"""Infill: a text with holes, completed without changing a byte outside them."""

@@ -1,0 +1,1 @@
+"""Sudoku: the text form of puzzles, and solving them by the model alone."""

@@ -1,0 +1,197 @@
+"""Solve Sudoku by the model: puzzles in, text out, attempts counted.
+
+The model gets each puzzle as a person would write it and the reply is read as text. Nothing checks
+a reply on the way: a new attempt is made only when a canvas did not converge, which the model
+itself reports. Its noise is the next choice of the same seed, and the puzzle is asked in another
+form, with lines shuffled and digits renamed: where one form stalls, another often does not.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING
+
+from dgemma.diffusion.canvas import NO_PINS, Pins
+from dgemma.engine.events import Done, Draft
+from dgemma.engine.generation import FAULT, Generation
+from dgemma.engine.params import Mode, SamplingParams
+from dgemma.engine.request import Program
+from dgemma.errors import UsageError, require
+from dgemma.programs.sudoku import grid
+from dgemma.programs.sudoku.grid import ORIGINAL, GridForm, random_form
+from dgemma.text.slots import SlotTemplate
+
+if TYPE_CHECKING:
+    from dgemma.engine.engine import Engine
+
+MAX_SEED = 1 << 64
+CANVAS_MULTIPLE = 32  # of the canvas that holds the reply
+# Nearly all canvases that converge do so within a dozen steps: a new attempt brings more than to
+# wait for the others. After the last attempt there is none.
+MAX_STEPS, MAX_LAST_STEPS = 16, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SudokuResult:
+    """The result of one puzzle, all attempts together."""
+
+    puzzle: str
+    solution: str | None  # 81 digits, right or wrong; None: the reply was no grid
+    converged: bool  # AR: the reply came to its end
+    steps: int
+    restarts: int  # attempts after the first
+    seconds: float
+    reply: str = ""  # of the last attempt: after restarts, of another form
+
+    @property
+    def is_right(self) -> bool:
+        """True if the solution keeps the givens and obeys the rules."""
+        return self.solution is not None and grid.is_solution(self.puzzle, self.solution)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SudokuParams:
+    """Parameters of solving. AR has no canvas: pins and restarts are for diffusion."""
+
+    mode: Mode = "diffusion"
+    pinned: bool = True  # hold the givens in place
+    restarts: int = 0  # most attempts after the first
+    seed: int = 0
+    drafts: bool = False  # report canvases
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("diffusion", "ar"):
+            raise UsageError(f"mode {self.mode!r} is not for Sudoku; use diffusion or ar")
+        require(self.restarts >= 0, "restarts", self.restarts, "0 or more")
+        require(0 <= self.seed < MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED - 1}")
+
+
+def solve(
+    engine: "Engine", puzzles: Sequence[str], params: SudokuParams | None = None
+) -> list[SudokuResult]:
+    """Solve puzzles of 81 digits or dots, as many at once as the engine takes in a pass."""
+    params = params or SudokuParams()
+    parsed = [grid.parse(puzzle) for puzzle in puzzles]
+    return engine.run_all([solve_program(engine, puzzle, params) for puzzle in parsed])
+
+
+def solve_program(engine: "Engine", puzzle: str, params: SudokuParams) -> Program[SudokuResult]:
+    """Solve one puzzle, with restarts."""
+    steps, seconds, restarts = 0, 0.0, 0
+    while True:
+        form = attempt_form(puzzle, params.seed, restarts)
+        task = sudoku_task(engine, puzzle, restarts, params)
+        (done,) = yield [task]
+        steps, seconds = steps + done.steps, seconds + done.seconds
+        has_converged = _has_converged(done)
+        if has_converged or params.mode == "ar" or restarts == params.restarts:
+            break
+        restarts += 1
+    cells = grid.read_reply(done.text)
+    return SudokuResult(
+        puzzle=puzzle,
+        solution=None if cells is None else form.read(cells),
+        converged=has_converged,
+        steps=steps,
+        restarts=restarts,
+        seconds=seconds,
+        reply=done.text,
+    )
+
+
+def _has_converged(done: Done) -> bool:
+    has_ended = done.finish == "stop" if done.mode == "ar" else done.finish != FAULT
+    return has_ended and done.unconverged_blocks == 0
+
+
+def attempt_form(puzzle: str, seed: int, restarts: int) -> GridForm:
+    """Return the form in which an attempt writes the puzzle: the first as it is."""
+    return random_form(Random(f"{seed} {puzzle} {restarts}")) if restarts else ORIGINAL
+
+
+def sudoku_task(engine: "Engine", puzzle: str, restarts: int, params: SudokuParams) -> Generation:
+    """Return the generation of one attempt."""
+    form = attempt_form(puzzle, params.seed, restarts)
+    # The noise belongs to the puzzle and the seed, not to the puzzle's index in a list.
+    seed = (params.seed + zlib.crc32(puzzle.encode())) % MAX_SEED
+    written, slots = form.write(puzzle), grid.reply_slots(engine.tokenizer)
+    prompt, length = grid.prompt_text(written), canvas_length(slots)
+    if params.mode == "ar":
+        ar = SamplingParams(mode="ar", max_tokens=length, seed=seed, retries=0)
+        return engine.generation(prompt, ar)
+    max_length = engine.model.config.canvas_length
+    if params.pinned and max_length < length:
+        raise UsageError(
+            f"givens cannot be pinned: the model's canvas holds {max_length} tokens, and a Sudoku "
+            f"takes {len(slots.ids)}; leave them open with --no-pin (pinned=False)"
+        )
+    max_steps = MAX_STEPS if restarts < params.restarts else MAX_LAST_STEPS
+    # A canvas at a lower temperature than the model's converges on wrong answers too.
+    sampler = replace(
+        engine.sampler,
+        t_max=1.0,
+        t_min=1.0,
+        max_denoising_steps=min(max_steps, engine.sampler.max_denoising_steps),
+    )
+    diffusion = SamplingParams(
+        seed=seed,
+        choice=restarts,
+        max_tokens=length,
+        canvas_length=min(length, max_length),
+        pins=givens(written, slots) if params.pinned else NO_PINS,
+        sampler=sampler,
+        retries=0,  # attempts are counted here
+        drafts=params.drafts,
+    )
+    map_draft = partial(original_draft, form=form, slots=slots)
+    return engine.generation(prompt, diffusion, map_draft=map_draft)
+
+
+def canvas_length(slots: SlotTemplate) -> int:
+    """Return the shortest canvas, a multiple of 32, that holds a reply and its end."""
+    return -(-len(slots.ids) // CANVAS_MULTIPLE) * CANVAS_MULTIPLE
+
+
+def givens(puzzle: str, slots: SlotTemplate) -> Pins:
+    """Return the givens as pins of a canvas."""
+    pins = [
+        (position, tokens[int(cell) - 1])
+        for position, tokens, cell in zip(slots.positions, slots.tokens, puzzle, strict=True)
+        if cell != "0"
+    ]
+    return Pins(tuple(p for p, _ in pins), tuple(t for _, t in pins))
+
+
+def original_draft(draft: Draft, form: GridForm, slots: SlotTemplate) -> Draft:
+    """Return a canvas in the puzzle's original form; one that holds part of the grid stays."""
+    if form == ORIGINAL or len(draft.ids) <= slots.positions[-1]:
+        return draft
+    order = list(range(len(draft.ids)))  # source of each position
+    renamed: dict[tuple[int, int], tuple[int, str, str]] = {}  # position, id: id, both digits
+    for new, old in enumerate(form.cells):
+        order[slots.positions[old]] = slots.positions[new]
+        for name, written in zip(grid.DIGITS, slots.tokens[new], strict=True):
+            digit = form.original_digit(name)
+            own = slots.tokens[old][int(digit) - 1]
+            renamed[slots.positions[old], written] = own, name, digit
+
+    def translate(ids: tuple[int, ...], tokens: tuple[str, ...]) -> list[tuple[int, str]]:
+        pairs = []
+        for position, source in enumerate(order):
+            own, name, digit = renamed.get((position, ids[source]), (ids[source], "", ""))
+            pairs.append((own, tokens[source].replace(name, digit)))
+        return pairs
+
+    now, guess = translate(draft.ids, draft.tokens), translate(draft.guess, draft.guess_tokens)
+    return replace(
+        draft,
+        ids=tuple(own for own, _ in now),
+        tokens=tuple(token for _, token in now),
+        guess=tuple(own for own, _ in guess),
+        guess_tokens=tuple(token for _, token in guess),
+        entropy=tuple(draft.entropy[source] for source in order),
+        kept=tuple(draft.kept[source] for source in order),
+        pinned=tuple(draft.pinned[source] for source in order),
+    )

@@ -1,0 +1,170 @@
+"""Replicas on this machine: a private Ray without a door to the outside.
+
+Ray reports its use to its makers, listens on every interface and lets whoever reaches a port run
+code, unless it is told otherwise. `private_environment` tells it; tests read the open sockets.
+"""
+
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dgemma.errors import DgemmaError, UsageError
+from dgemma.scale.replica import ModelArgs, ReplicaOptions
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+    from dgemma.server.service import Settings
+
+NAME = "dgemma"
+OBJECT_STORE_BYTES = 100 << 20  # replies are small
+logger = logging.getLogger("dgemma.scale")
+
+
+def private_environment(environment: MutableMapping[str, str], directory: Path) -> None:
+    """Set what Ray reads when it is imported: no reports, loopback alone, a secret of our own."""
+    token = directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    environment.update(
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN_PATH=str(token),
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # makes the address of the only node 127.0.0.1
+        RAY_memory_monitor_refresh_ms="0",  # it would kill a replica that loads
+        RAY_DEDUP_LOGS="0",
+        RAY_SERVE_LOG_TO_STDERR="0",
+    )
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_SERVE_ENABLE_HA_PROXY"):
+        environment.pop(name, None)
+
+
+def local_options(
+    replicas: int, max_replicas: int | None, gpus: float | None, cpus: int | None, device: str
+) -> ReplicaOptions:
+    """Return the size of replicas on this machine: a GPU each, or an equal share of the cores."""
+    most = max_replicas or replicas
+    if ":" in device:
+        raise UsageError(
+            f"--device is {device}, but each replica has a GPU of its own; use cuda, and choose "
+            "cards by CUDA_VISIBLE_DEVICES"
+        )
+    found = 0 if device in ("cpu", "mps") else num_gpus(os.environ)
+    each = gpus if gpus is not None else float(found > 0)
+    if each * most > found:
+        raise UsageError(
+            f"{most} replicas of {each:g} GPUs are asked for, but {found} GPUs are seen; use fewer "
+            "replicas, or --gpus-per-replica 0 with --device cpu"
+        )
+    share = max(1, (os.cpu_count() or 1) // most)
+    return ReplicaOptions(
+        replicas=replicas, max_replicas=max_replicas, gpus=each, cpus=float(cpus or share)
+    )
+
+
+def num_gpus(environment: Mapping[str, str]) -> int:
+    """Count NVIDIA GPUs without loading torch into the front."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+class Fleet:
+    """Replicas of one model. `update` replaces them one after another."""
+
+    def __init__(self, arguments: ModelArgs, settings: "Settings", options: ReplicaOptions) -> None:
+        self.arguments, self.settings, self.options = arguments, settings, options
+        self._lock = threading.Lock()
+
+    def update(self, options: ReplicaOptions | None = None) -> "DeploymentHandle[Any]":
+        """Start replicas that load the model anew; old ones finish what they have."""
+        from ray import serve
+
+        from dgemma.scale.app import model_app
+
+        with self._lock:
+            self.options = options or self.options
+            app = model_app(self.arguments, self.settings, self.options, is_on_loopback=True)
+            try:
+                return serve.run(app, name=NAME, route_prefix=None)
+            except RuntimeError as error:
+                raise DgemmaError(f"the replicas did not start: {error}") from None
+
+    def update_in_background(self) -> None:
+        threading.Thread(target=self._try_update, name="update", daemon=True).start()
+
+    def _try_update(self) -> None:
+        try:
+            self.update()
+        except Exception:
+            logger.exception("the replicas could not be replaced")
+
+
+@contextmanager
+def private_ray(options: ReplicaOptions) -> Iterator[None]:
+    """Run a Ray of our own, gone with this process."""
+    directory = Path(tempfile.mkdtemp(prefix="dgemma-"))
+    private_environment(os.environ, directory)
+    import ray
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=int((options.most + 1) * options.cpus) + 1,
+            num_gpus=math.ceil(options.most * options.gpus),
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(directory / "ray"),  # which Ray opens to everybody, within ours
+        )
+        serve.start(
+            proxy_location="Disabled",
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
+        )
+        yield
+    finally:
+        with redirect_stderr(StringIO()):  # of the controller's own calls, which end with it
+            serve.shutdown()
+            ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def serve_replicas(
+    fleet: Fleet, listening: socket.socket, banner: str, on_drain: Callable[[int], None]
+) -> None:
+    """Serve until a signal: the first drains, the second quits; SIGHUP replaces the replicas."""
+    from dgemma.weights.hub import find_checkpoint
+
+    require_ray()
+    find_checkpoint(fleet.arguments.model)  # refused here, not by every replica
+    with private_ray(fleet.options):
+        from dgemma.scale.front import make_front
+        from dgemma.server.lifecycle import make_server
+
+        app = make_front(fleet.update(), fleet.settings)
+        server = make_server(app, on_drain)
+        signal.signal(signal.SIGHUP, lambda *_: fleet.update_in_background())
+        print(f"{banner}, by {fleet.options.replicas} replicas", file=sys.stderr, flush=True)
+        server.run(sockets=[listening])
+
+
+def require_ray() -> None:
+    if find_spec("ray") is None:
+        raise DgemmaError("ray is not installed; pip install 'dgemma[serve,scale]'")

@@ -1,0 +1,198 @@
+"""A replica, one engine with the server's routes, and what is sent to it and back. No Ray here."""
+
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from dgemma.errors import UsageError
+from dgemma.server.call import Call, run_call
+from dgemma.server.service import Settings
+
+SLACK = 3  # requests by which the preferred replica may be busier than the least busy one
+STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
+Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
+Family = tuple[str, str, str, list[Sample]]  # name, type, documentation, samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelArgs:
+    """The checkpoint that every replica loads, by the names of the command's options."""
+
+    model: str = "nano"
+    device: str = "auto"
+    dtype: str = "auto"
+    quant: str = "auto"
+    adapter: str | None = None
+    template: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """Number and size of replicas, by the names of the command's options."""
+
+    replicas: int = 2
+    max_replicas: int | None = None  # above `replicas`: autoscaling
+    cpus: float = 1.0  # of each; its threads, if OMP_NUM_THREADS is not set
+    gpus: float = 0.0
+    upscale_seconds: float = 10.0  # of load before a replica is added
+    downscale_seconds: float = 300.0  # without it before one is removed
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise UsageError(f"--replicas is {self.replicas}; it must be 1 or more")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise UsageError(
+                f"--max-replicas is {self.max_replicas}; it must be at least --replicas, "
+                f"{self.replicas}"
+            )
+
+    @property
+    def most(self) -> int:
+        return self.max_replicas or self.replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A call, with what its replica is chosen by."""
+
+    call: Call
+    opening: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHead:
+    """The beginning of a reply: its status and headers, and who writes it."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    replica: str
+    route: str | None
+
+    @property
+    def is_stream(self) -> bool:
+        types = (value for name, value in self.headers if name.lower() == b"content-type")
+        return any(kind.startswith(STREAM_TYPES) for kind in types)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """The state of a replica."""
+
+    replica: str
+    pid: int
+    fault: str
+    running: int
+    waiting: int
+    metrics: list[Family]
+
+
+def rank_replicas(opening: str, load: dict[str, int], slack: int = SLACK) -> list[str]:
+    """Order replicas by rendezvous hashing of a prompt's opening; busy ones come last.
+
+    Adding or losing a replica moves only the conversations that it takes or held. A request
+    without an opening goes to the least busy one.
+    """
+    if not opening:
+        return sorted(load, key=lambda replica: load[replica])
+
+    def weight(replica: str) -> bytes:
+        return hashlib.blake2b(f"{opening}|{replica}".encode(), digest_size=8).digest()
+
+    limit = min(load.values(), default=0) + slack
+    return sorted(load, key=lambda replica: (load[replica] <= limit, weight(replica)), reverse=True)
+
+
+class Model:
+    """One engine. The routes have no middleware: keys and limits are the front's."""
+
+    def __init__(
+        self, arguments: ModelArgs, settings: Settings, *, is_on_loopback: bool = False
+    ) -> None:
+        from dgemma.server.lifecycle import bound_kernel_cache
+
+        if is_on_loopback:
+            bind_to_loopback()
+        bound_kernel_cache(os.environ)  # before torch is loaded
+        from dgemma.engine import Engine
+        from dgemma.server.app import make_routes
+
+        engine = Engine.load(
+            arguments.model,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            quant=arguments.quant,
+            adapter=arguments.adapter,
+            template=arguments.template,  # type: ignore[arg-type]
+        )
+        self.app = make_routes(engine, settings)
+        self.service = self.app.state.service
+        self.service.worker.start()
+        self.name = _replica_name()
+
+    async def ask(self, ask: Ask) -> AsyncIterator[ReplyHead | bytes]:
+        """Answer a call: the head, then the body in pieces. Ray closes it if its client leaves."""
+        async for message in run_call(self.app, ask.call):
+            if message["type"] == "http.response.start":
+                yield ReplyHead(
+                    status=message["status"],
+                    headers=tuple(message.get("headers", ())),
+                    replica=self.name,
+                    route=message.get("route"),
+                )
+            elif body := message.get("body", b""):
+                yield body
+
+    async def stats(self) -> ReplicaStats:
+        worker, registry = self.service.worker, self.service.metrics.registry
+        return ReplicaStats(
+            replica=self.name,
+            pid=os.getpid(),
+            fault=worker.fault,
+            running=worker.num_running,
+            waiting=worker.num_waiting,
+            metrics=[f for f in families(registry) if not f[0].startswith("process_")],
+        )
+
+    def check_health(self) -> None:
+        """Tell Ray to replace this replica if its engine cannot serve any more."""
+        if self.service.worker.fault:
+            raise RuntimeError(self.service.worker.fault)
+
+
+def families(registry: Any) -> list[Family]:
+    """Return the numbers of a registry in a form that can be sent and summed."""
+    return [
+        (
+            metric.name,
+            metric.type,
+            metric.documentation,
+            [
+                (sample.name, tuple(sorted(sample.labels.items())), sample.value)
+                for sample in metric.samples
+                if not sample.name.endswith("_created")  # times cannot be summed
+            ],
+        )
+        for metric in registry.collect()
+    ]
+
+
+def bind_to_loopback() -> None:
+    """Keep this replica's gRPC port on loopback: Ray binds it to every interface.
+
+    There is no setting for it. A Ray that names this function otherwise fails here, which is better
+    than an open port.
+    """
+    from ray.serve._private import replica
+
+    bind = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: bind(
+        server, address.replace("[::]", "127.0.0.1")
+    )
+
+
+def _replica_name() -> str:
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)

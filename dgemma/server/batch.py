@@ -1,0 +1,246 @@
+"""Batch files in OpenAI's format: a request a line in, a reply a line out, in any order.
+
+Every line has a seed, its own or one made from its `custom_id`, so a run that was broken off is
+continued by the same command: lines that have a reply are skipped, and the others get the replies
+they would have got. A line is refused by a reply; only a file that cannot be read ends a run.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dgemma.errors import DgemmaError, UsageError
+from dgemma.server.call import Call, opening, whole_reply
+from dgemma.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from dgemma.server.app import App
+
+# Routes whose body has a seed; for others it is given beside the body, which only an engine takes.
+SEEDED_PATHS = ("/v1/chat/", "/v1/completions", "/v1/dgemma/", "/v1/fim/", "/infill")
+MAX_LINE = 64 << 20  # bytes
+RETRIED = frozenset({408, 429, 502, 503, 504})
+RETRY_SECONDS = 300.0  # that a server may be away or busy before a run is broken off
+MAX_WAIT_SECONDS = 15.0
+REPLY_SECONDS = 3600.0
+
+Reply = tuple[int, dict[str, Any]]  # status and body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLine:
+    """One request."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+    @property
+    def seed(self) -> int:
+        """Seed of a line that names none: the same in every run."""
+        return int.from_bytes(hashlib.blake2b(self.custom_id.encode(), digest_size=4).digest())
+
+    @property
+    def seeded_body(self) -> bytes:
+        has_seed = self.body.get("seed") is not None or not self.url.startswith(SEEDED_PATHS)
+        return json.dumps(self.body if has_seed else {**self.body, "seed": self.seed}).encode()
+
+    def result(self, reply: Reply) -> bytes:
+        """Write the line of the output file."""
+        status, body = reply
+        name = hashlib.blake2b(self.custom_id.encode(), digest_size=12).hexdigest()
+        response = {"status_code": status, "request_id": str(body.get("id", "")), "body": body}
+        failed = body.get("error") if status >= 400 else None
+        line = {
+            "id": f"batch_req_{name}",
+            "custom_id": self.custom_id,
+            "response": response,
+            "error": failed,
+        }
+        return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+Sender = Callable[[BatchLine], Awaitable[Reply]]
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """The state of a run."""
+
+    total: int
+    skipped: int = 0  # that had a reply before
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+
+# --- files
+
+
+def read_batch(path: Path) -> list[BatchLine]:
+    """Read a file of requests; a line that cannot be one is named."""
+    try:
+        rows = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the batch file {path} cannot be read: {error}") from None
+    lines: dict[str, BatchLine] = {}
+    for number, row in enumerate(rows, 1):
+        if row.strip():
+            line = _read_line(row, f"line {number} of {path.name}")
+            if line.custom_id in lines:
+                raise UsageError(
+                    f"line {number} of {path.name} has the custom_id {line.custom_id[:60]!r} of "
+                    "another line; give each its own"
+                )
+            lines[line.custom_id] = line
+    if not lines:
+        raise UsageError(f"{path.name} has no requests; write one JSON object a line")
+    return list(lines.values())
+
+
+def _read_line(row: str, where: str) -> BatchLine:
+    try:
+        raw = json.loads(row)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON: {error}") from None
+    match raw:
+        case {"custom_id": str(name), "url": str(url), "body": dict(body), **more} if name:
+            method = more.pop("method", "POST")
+            if method != "POST" or more or not url.startswith("/"):
+                raise UsageError(
+                    f"{where} must have the method POST, a url that is a path, and no other field"
+                )
+            return BatchLine(custom_id=name, url=url, body=body)
+    raise UsageError(f"{where} must have custom_id, method, url and body")
+
+
+def finished_ids(path: Path) -> set[str]:
+    """Return the lines that have a reply; what a killed run wrote of its last line is cut off."""
+    if not path.exists():
+        return set()
+    ids, end = set(), 0
+    with path.open("rb+") as file:
+        for row in file:
+            try:
+                name = json.loads(row)["custom_id"] if row.endswith(b"\n") else None
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(
+                    f"{path} is no output of a batch; choose another file, or move it away"
+                ) from None
+            if name is None:
+                break
+            ids.add(name)
+            end += len(row)
+        file.truncate(end)
+    return ids
+
+
+# --- a run
+
+
+async def run_batch(
+    lines: Sequence[BatchLine],
+    output: Path,
+    send: Sender,
+    num_parallel: int,
+    on_reply: Callable[[BatchCounts], None] = lambda counts: None,
+) -> BatchCounts:
+    """Answer all lines that have no reply yet, and append each as it comes."""
+    known = finished_ids(output)
+    # Lines that begin alike follow each other: their prompts share a prefix in the cache.
+    waiting = sorted(
+        (line for line in lines if line.custom_id not in known),
+        key=lambda line: opening(line.body),
+        reverse=True,
+    )
+    counts = BatchCounts(total=len(lines), skipped=len(lines) - len(waiting))
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    async def work() -> None:
+        while waiting:
+            line = waiting.pop()
+            reply = (400, _refusal(line)) if line.body.get("stream") else await send(line)
+            os.write(descriptor, line.result(reply))  # one call: a line is whole, or the last
+            counts.done += 1
+            counts.failed += reply[0] >= 400
+            usage = reply[1].get("usage") or {}
+            counts.tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+            on_reply(counts)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(num_parallel, len(waiting))):
+                group.create_task(work())
+    except* DgemmaError as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        os.close(descriptor)
+    return counts
+
+
+def _refusal(line: BatchLine) -> dict[str, Any]:
+    sentence = "a batch has no streams; leave out stream"
+    return ApiError(400, sentence, param="stream").body_for(line.url)
+
+
+def engine_sender(app: "App") -> Sender:
+    """Answer lines with an engine of this process."""
+
+    async def send(line: BatchLine) -> Reply:
+        call = Call(path=line.url, body=line.seeded_body, seed=line.seed)
+        status, data = await whole_reply(app, call)
+        return status, json.loads(data)
+
+    return send
+
+
+def url_sender(url: str, key: str | None) -> Sender:
+    """Answer lines by a server that runs, waiting for it while it is busy or away."""
+
+    def post(line: BatchLine) -> tuple[int, bytes, float]:
+        headers = {"content-type": "application/json"}
+        headers |= {} if key is None else {"authorization": f"Bearer {key}"}
+        request = urllib.request.Request(url.rstrip("/") + line.url, line.seeded_body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as reply:
+                return reply.status, reply.read(), 0.0
+        except urllib.error.HTTPError as error:
+            wait = error.headers.get("retry-after", "")
+            return error.code, error.read(), float(wait) if wait.isdigit() else 1.0
+
+    async def send(line: BatchLine) -> Reply:
+        started, wait = time.monotonic(), 0.25
+        while True:
+            try:
+                status, data, retry_after = await asyncio.to_thread(post, line)
+                if status not in RETRIED:
+                    return status, _object(data)
+                reason = f"answers {status}"
+            except (OSError, ValueError) as error:
+                reason, retry_after = f"cannot be reached: {error}", 0.0
+            if time.monotonic() - started > RETRY_SECONDS:
+                raise DgemmaError(
+                    f"the server {url} {reason}; the same command continues where this one ended"
+                )
+            wait = min(2 * wait, MAX_WAIT_SECONDS)
+            await asyncio.sleep(max(wait, retry_after))
+
+    return send
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    return {"error": {"message": data[:500].decode("utf-8", "replace")}}

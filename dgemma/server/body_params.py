@@ -1,0 +1,207 @@
+"""From the fields of a body to the engine's parameters: sampling, samplers, constraints."""
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dgemma.errors import PromptTooLong, UsageError
+from dgemma.server import limits
+from dgemma.server.errors import ApiError
+from dgemma.server.schemas import Body, Extension, ResponseFormat
+
+if TYPE_CHECKING:
+    from dgemma.constrain.grammar import ConstraintArgs
+    from dgemma.constrain.matcher import Constraint
+    from dgemma.diffusion.sampler import Rule, Sampler
+    from dgemma.engine import Engine
+    from dgemma.engine.generation import Generation
+    from dgemma.text.chat import Prompt
+
+FORMS = ("regex", "grammar", "choices")  # of the extension, that a text can be held to
+
+
+def generations(
+    engine: "Engine",
+    body: Body,
+    prompt: "Prompt",
+    max_tokens: int | None,
+    constraint: "Constraint | None" = None,
+) -> "list[Generation]":
+    """Return one generation for each answer to a prompt."""
+    from dgemma.engine import SamplingParams
+
+    extension = body.dgemma
+    check_streamed(body)
+    if extension.pace and body.diffusing:
+        raise ApiError(400, "text that is replaced cannot be paced; leave out pace", param="dgemma")
+    params = SamplingParams(
+        mode=extension.mode,
+        max_tokens=max_tokens,
+        seed=new_seed(body.seed),
+        stop=tuple(body.stop),
+        sampler=_chosen_sampler(engine, extension),
+        temperature=body.temperature,
+        canvas_length=extension.canvas_length,
+        constraint=constraint,
+        drafts=extension.drafts or (body.diffusing and extension.mode != "ar"),
+    )
+    if extension.retries is not None:
+        params = replace(params, retries=extension.retries)
+    return [
+        engine.generation(prompt, replace(params, choice=answer), fit=True)
+        for answer in range(body.n)
+    ]
+
+
+def check_streamed(body: Body) -> None:
+    """Refuse what only a stream can do."""
+    if body.stream:
+        return
+    if body.diffusing:
+        raise ApiError(400, "diffusing needs stream to be true", param="diffusing")
+    if body.dgemma.drafts or body.dgemma.pace:
+        raise ApiError(400, "drafts and pace need stream to be true", param="dgemma")
+
+
+def check_program(engine: "Engine", body: Body) -> None:
+    """Refuse what fills and edits cannot honour: their canvases have lengths of their own."""
+    extension = body.dgemma
+    if not engine.model.config.can_denoise:
+        raise UsageError("this checkpoint has no denoiser, so it can neither fill nor edit")
+    if extension.mode != "diffusion":
+        sentence = f"mode {extension.mode} cannot fill or edit; use diffusion"
+        raise ApiError(400, sentence, param="dgemma")
+    refused = [name for name in ("canvas_length", "retries") if getattr(extension, name)]
+    if refused:
+        raise ApiError(400, f"dgemma.{refused[0]} is refused: it is not for fills", param="dgemma")
+    if body.diffusing:
+        raise ApiError(400, "a fill cannot replace its text; leave out diffusing")
+    check_unconstrained(extension)
+    check_streamed(body)
+
+
+def new_seed(seed: int | None) -> int:
+    return secrets.randbits(32) if seed is None else seed
+
+
+# --- samplers
+
+
+def sampler_for(engine: "Engine", body: Body) -> "Sampler | None":
+    """Return the checkpoint's sampler with the body's changes; None if there are none."""
+    chosen, temperature = _chosen_sampler(engine, body.dgemma), body.temperature
+    if temperature is None:
+        return chosen
+    return replace(chosen or engine.sampler, temperature=temperature)
+
+
+def _chosen_sampler(engine: "Engine", extension: Extension) -> "Sampler | None":
+    """Return the same without the temperature, which leaves the model's policy for long replies."""
+    changes = _present(extension, "max_denoising_steps", "t_max", "t_min")
+    rule = _rule(engine, extension)
+    if rule is None and not changes:
+        return None
+    sampler = replace(engine.sampler, **changes)
+    return sampler if rule is None else replace(sampler, rule=rule)
+
+
+def _rule(engine: "Engine", extension: Extension) -> "Rule | None":
+    from dgemma.diffusion.sampler import Confidence, EntropyBound
+
+    names = ("entropy_bound", "confidence_threshold", "stability_threshold")
+    changes = _present(extension, *names)
+    if extension.rule == "confidence":
+        if changes:
+            raise ApiError(400, "the confidence rule has no entropies to set", param="dgemma")
+        return Confidence()
+    if not changes:
+        return None
+    rule = engine.sampler.rule
+    return replace(rule if isinstance(rule, EntropyBound) else EntropyBound(), **changes)
+
+
+def _present(extension: Extension, *names: str) -> dict[str, Any]:
+    values = {name: getattr(extension, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# --- constraints
+
+
+def text_constraint(
+    engine: "Engine", extension: Extension, response_format: ResponseFormat | None
+) -> "Constraint | None":
+    """Compile the constraint on the text of an answer; None: there is none."""
+    constraints: dict[str, Any] = {
+        f"dgemma.{name}": {name: value} for name, value in _present(extension, *FORMS).items()
+    }
+    if response_format is not None and response_format.type != "text":
+        constraints["response_format"] = {"schema": response_format.schema_body}
+    if len(constraints) > 1:
+        names = " and ".join(sorted(constraints))
+        raise ApiError(400, f"{names} are given; hold the text to one of them")
+    compiled = (compile_constraint(engine, form, name) for name, form in constraints.items())
+    return next(compiled, None)
+
+
+def check_unconstrained(extension: Extension) -> None:
+    """Refuse constraints where a text has a form of its own."""
+    for name in _present(extension, *FORMS):
+        raise ApiError(400, f"dgemma.{name} is refused: it is not for fills", param="dgemma")
+
+
+def compile_constraint(engine: "Engine", constraint: "ConstraintArgs", param: str) -> "Constraint":
+    """Compile a constraint; one that is too large or has no text is refused by name."""
+    from dgemma.constrain.matcher import MAX_COMPLETION_BYTES
+    from dgemma.constrain.shortest_completion import MAX_SECONDS
+
+    size, most = _size(constraint), limits.MAX_CONSTRAINT
+    if size > most:
+        raise ApiError(
+            400, f"{param} has {size} characters; at most {most} can be held to", param=param
+        )
+    try:
+        compiled = engine.constraint(**constraint)
+    except UsageError as error:
+        raise ApiError(400, str(error), param=param) from None
+    if compiled.shortest is None:  # searched here, once, and not by the engine's thread
+        sentence = (
+            f"no text that fits {param} was found: texts of up to {MAX_COMPLETION_BYTES} bytes are "
+            f"searched, for at most {MAX_SECONDS:g} seconds; allow shorter texts"
+        )
+        raise ApiError(400, sentence, param=param)
+    return compiled
+
+
+def _size(constraint: "ConstraintArgs") -> int:
+    """Count the characters of a constraint, written as JSON."""
+    tools = [tool.parameters for tool in constraint.get("tools", ())]
+    try:
+        return len(json.dumps([*tools, *(v for k, v in constraint.items() if k != "tools")]))
+    except RecursionError:
+        return limits.MAX_CONSTRAINT + 1
+
+
+def check_length(engine: "Engine", prompt: str | Sequence[int]) -> None:
+    """Refuse a prompt that cannot fit before it is encoded, which may take seconds.
+
+    A text is measured by the longest token there is.
+    """
+    context, num_tokens = engine.model.config.max_position_embeddings, len(prompt)
+    if num_tokens > context and isinstance(prompt, str):
+        num_tokens //= engine.tokenizer.max_token_length
+    if num_tokens > context:
+        raise PromptTooLong(
+            f"the prompt has at least {num_tokens} tokens, but the context holds {context}; "
+            "shorten the prompt"
+        )
+
+
+def check_ids(engine: "Engine", ids: Sequence[int]) -> None:
+    """Refuse ids that are no tokens of this model."""
+    most = engine.tokenizer.vocab_size - 1
+    unknown = [token for token in ids if not 0 <= token <= most]
+    if unknown:
+        raise UsageError(f"{unknown[0]} is no token id of this model; they go from 0 to {most}")

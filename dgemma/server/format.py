@@ -1,0 +1,283 @@
+"""Replies and chunks: the parts that all resources share.
+
+A format also writes its stream: lines of server-sent events, or whatever its clients read.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dgemma import __version__
+from dgemma.server.errors import ApiError
+from dgemma.server.schemas import AnswerStats
+
+if TYPE_CHECKING:
+    from dgemma.engine import Done
+    from dgemma.text.messages import ToolCall
+
+FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "budget": "length"}
+MIN_LOGPROB = -9999.0  # how the API writes minus infinity
+FINGERPRINT = f"dgemma-{__version__}"
+STILL_WORKING = ": still at work\n\n"
+
+Chunk = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """Fields that every reply and chunk of a request repeats."""
+
+    id: str
+    created: int
+    model: str
+    ignored: tuple[str, ...]
+    answers_per_prompt: int = 1
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    @property
+    def suffix(self) -> str:
+        """Characters that ids of parts and calls share, so that no other reply has the same."""
+        return self.id[-12:]
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {"ignored": list(self.ignored)}
+
+    def usage(self, answers: "Sequence[Done]") -> dict[str, Any]:
+        """Count tokens; a prompt counts once, however many answers it has."""
+        prompts = answers[:: self.answers_per_prompt]
+        prompt_tokens = sum(done.prompt_tokens for done in prompts)
+        completion_tokens = sum(done.tokens for done in answers)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(done.reused_tokens for done in prompts),
+                "image_tokens": sum(done.image_tokens for done in prompts),
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """The form of a resource's replies."""
+
+    envelope: Envelope
+    media_type: ClassVar[str] = "text/event-stream"
+    end: ClassVar[str] = "data: [DONE]\n\n"  # the last line of a stream
+
+    def full(self, answers: "Sequence[Done]") -> dict[str, Any]:
+        raise NotImplementedError
+
+    def empty_chunk(self, index: int) -> Chunk:
+        raise NotImplementedError
+
+    def last_chunks(self, index: int, done: "Done") -> list[Chunk]:
+        raise NotImplementedError
+
+    def first_chunks(self, index: int, prompt_tokens: int) -> list[Chunk]:
+        return []
+
+    def text_chunks(self, index: int, text: str, is_thought: bool) -> list[Chunk]:
+        return []
+
+    def usage_chunk(self, answers: "Sequence[Done]") -> Chunk:
+        return {**self.empty_chunk(0), "usage": self.envelope.usage(answers)}
+
+    def line(self, chunk: Chunk) -> str:
+        """Write a chunk as the stream has it."""
+        return f"data: {write_json(chunk)}\n\n"
+
+    def error_line(self, error: ApiError) -> str:
+        """Write an error that ends a stream."""
+        return f"data: {write_json(error.body)}\n\n"
+
+    def heartbeat(self) -> str:
+        """Write something that shows a silent stream to be alive."""
+        return STILL_WORKING
+
+
+class ChoicesFormat(Format):
+    """A reply with `choices`, as OpenAI has it."""
+
+    kind: ClassVar[str]  # `object` of a reply...
+    chunk_kind: ClassVar[str]  # ...and of a chunk
+    empty_delta: ClassVar[dict[str, Any]]
+    first_delta: ClassVar[dict[str, Any] | None] = None
+
+    def choice(self, done: "Done") -> dict[str, Any]:
+        """Return what an answer adds to its choice in a reply."""
+        raise NotImplementedError
+
+    def delta(self, text: str, is_thought: bool) -> dict[str, Any] | None:
+        """Return text as a chunk has it; None: it is not sent."""
+        raise NotImplementedError
+
+    def finish(self, done: "Done") -> dict[str, Any]:
+        """Return the fields with which a choice ends, in a reply and in a stream."""
+        return {"finish_reason": FINISH_REASONS[done.finish]}
+
+    def last_deltas(self, done: "Done") -> list[dict[str, Any]]:
+        return []
+
+    def full(self, answers: "Sequence[Done]") -> dict[str, Any]:
+        choices = [
+            {"index": index, **self.choice(done), **self.finish(done), "dgemma": stats(done)}
+            for index, done in enumerate(answers)
+        ]
+        fields = self.envelope.fields(self.kind)
+        usage, note = self.envelope.usage(answers), self.envelope.note
+        return {**fields, "choices": choices, "usage": usage, "dgemma": note}
+
+    def first_chunks(self, index: int, prompt_tokens: int) -> list[Chunk]:
+        return [] if self.first_delta is None else [self._chunk(index, self.first_delta)]
+
+    def text_chunks(self, index: int, text: str, is_thought: bool) -> list[Chunk]:
+        delta = self.delta(text, is_thought)
+        return [] if delta is None else [self._chunk(index, delta)]
+
+    def empty_chunk(self, index: int) -> Chunk:
+        return self._chunk(index, self.empty_delta)
+
+    def last_chunks(self, index: int, done: "Done") -> list[Chunk]:
+        last = self._chunk(index, {**self.empty_delta, **self.finish(done), "dgemma": stats(done)})
+        last["dgemma"] = self.envelope.note
+        return [*(self._chunk(index, delta) for delta in self.last_deltas(done)), last]
+
+    def usage_chunk(self, answers: "Sequence[Done]") -> Chunk:
+        return {**super().usage_chunk(answers), "choices": []}
+
+    def _chunk(self, index: int, delta: dict[str, Any]) -> Chunk:
+        choice = {"index": index, "finish_reason": None, **delta}
+        return {**self.envelope.fields(self.chunk_kind), "choices": [choice]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultFormat(Format):
+    """This server's own form: one object, and in a stream drafts before it."""
+
+    kind: str
+    describe: Callable[[Any], dict[str, Any]]  # the result of a program
+    first: dict[str, Any] | None = None  # `dgemma` of a stream's first chunk
+
+    def full(self, answers: "Sequence[Done]") -> dict[str, Any]:
+        (done,) = answers
+        return {
+            **self.envelope.fields(self.kind),
+            **self.describe(done.result),
+            "usage": self.envelope.usage(answers),
+            "dgemma": {**stats(done), **self.envelope.note},
+        }
+
+    def first_chunks(self, index: int, prompt_tokens: int) -> list[Chunk]:
+        return [] if self.first is None else [{**self.empty_chunk(index), "dgemma": self.first}]
+
+    def empty_chunk(self, index: int) -> Chunk:
+        return self.envelope.fields(f"{self.kind}.chunk")
+
+    def last_chunks(self, index: int, done: "Done") -> list[Chunk]:
+        return [self.full([done])]
+
+
+@dataclass(slots=True)
+class ReplyPart:
+    """A thought or a text of a reply, as far as it is written."""
+
+    is_thought: bool
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsFormat(Format):
+    """A reply of one answer in parts: thoughts, texts, calls; streamed as named events.
+
+    Made for one request: `parts` are those that its stream has written, the last one open.
+    """
+
+    one_call: bool = False  # calls after the first are left out
+    parts: list[ReplyPart] = field(default_factory=list)
+    end: ClassVar[str] = ""
+
+    def start_part(self, number: int, part: ReplyPart) -> list[Chunk]:
+        raise NotImplementedError
+
+    def part_delta(self, number: int, part: ReplyPart, text: str) -> list[Chunk]:
+        raise NotImplementedError
+
+    def end_part(self, number: int, part: ReplyPart) -> list[Chunk]:
+        raise NotImplementedError
+
+    def call_chunks(self, number: int, call: "ToolCall") -> list[Chunk]:
+        raise NotImplementedError
+
+    def final_chunks(self, done: "Done") -> list[Chunk]:
+        raise NotImplementedError
+
+    def text_chunks(self, index: int, text: str, is_thought: bool) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        if not self.parts or self.parts[-1].is_thought != is_thought:
+            chunks = [*self._end_last(), *self._start(is_thought)]
+        self.parts[-1].text += text
+        return chunks + self.part_delta(len(self.parts) - 1, self.parts[-1], text)
+
+    def last_chunks(self, index: int, done: "Done") -> list[Chunk]:
+        calls = self.calls(done)
+        chunks = [] if self.parts or calls else self._start(is_thought=False)
+        chunks += self._end_last()
+        for number, call in enumerate(calls, len(self.parts)):
+            chunks += self.call_chunks(number, call)
+        return chunks + self.final_chunks(done)
+
+    def _start(self, is_thought: bool) -> list[Chunk]:
+        self.parts.append(ReplyPart(is_thought))
+        return self.start_part(len(self.parts) - 1, self.parts[-1])
+
+    def _end_last(self) -> list[Chunk]:
+        return self.end_part(len(self.parts) - 1, self.parts[-1]) if self.parts else []
+
+    def parts_of(self, done: "Done") -> list[ReplyPart]:
+        """Return the parts of a whole reply; one that says nothing has an empty text."""
+        texts = [ReplyPart(True, done.reply.thought), ReplyPart(False, done.text)]
+        written = [part for part in texts if part.text]
+        return written or ([] if done.reply.tool_calls else [ReplyPart(False)])
+
+    def calls(self, done: "Done") -> "list[ToolCall]":
+        return unique_calls(done, self.envelope, one_call=self.one_call)
+
+    def line(self, chunk: Chunk) -> str:
+        return f"event: {chunk['type']}\ndata: {write_json(chunk)}\n\n"
+
+
+def unique_calls(done: "Done", envelope: Envelope, *, one_call: bool) -> "list[ToolCall]":
+    """Return the calls of a reply, with ids that no other reply of the conversation has."""
+    calls = done.reply.tool_calls[: 1 if one_call else None]
+    return [replace(call, id=f"{call.id}_{envelope.suffix}") for call in calls]
+
+
+def arguments_text(call: "ToolCall") -> str:
+    return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def write_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def stats(done: "Done") -> dict[str, Any]:
+    """Return the cost of an answer."""
+    return AnswerStats.model_validate(done).model_dump()
+
+
+def finite(score: float) -> float:
+    """Replace what JSON cannot write."""
+    return score if isfinite(score) else MIN_LOGPROB

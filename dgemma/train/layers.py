@@ -1,0 +1,133 @@
+"""Run the layer stack in training: record router outputs, recompute activations, compile.
+
+T rows, D width, E experts, K of them per token.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dgemma.model.gemma import Gemma, Layer, Router, rounded
+from dgemma.train.masks import PackedContext
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Compiled units on a GPU: one code per layer type, ready soon, or each pass as a whole.
+CompileMode = Literal["layer_types", "whole_pass"]
+
+
+class RouterOutput(NamedTuple):
+    probs_TE: Tensor
+    topk_ids_TK: Tensor
+
+
+class RecordingRouter(Router):
+    """A router that records its last output. It takes over the parameters of the one it replaces.
+
+    Forward hooks would do as well, but have numbers that compiled code guards on.
+    """
+
+    def __init__(self, router: Router) -> None:
+        nn.Module.__init__(self)
+        self.top_k, self.eps = router.top_k, router.eps
+        self.proj = router.proj
+        self.scale, self.per_expert_scale = router.scale, router.per_expert_scale
+        self.recorded: RouterOutput | None = None
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        topk_ids_TK, topk_weights_TK = super().forward(x_TD)
+        self.recorded = RouterOutput(self.probs(x_TD), topk_ids_TK)
+        return topk_ids_TK, topk_weights_TK
+
+
+def run_layer(layer: Layer, x_TD: Tensor, context: PackedContext) -> tuple[Tensor, RouterOutput]:
+    """Run a layer; the router's record is returned and cleared, so that it keeps no tensors."""
+    x_TD = layer(x_TD, context.cos_sin, context)
+    router = cast(RecordingRouter, layer.router)
+    recorded, router.recorded = router.recorded, None
+    assert recorded is not None
+    return x_TD, recorded
+
+
+def run_recomputed(
+    layer: Layer, x_TD: Tensor, context: PackedContext
+) -> tuple[Tensor, RouterOutput]:
+    """Run a layer and keep only its input; the backward runs it again."""
+    out = checkpoint(run_layer, layer, x_TD, context, use_reentrant=False)
+    return cast(tuple[Tensor, RouterOutput], out)
+
+
+class LayerStack:
+    """All layers of a model and the final norm, with the routers' outputs.
+
+    Replaces the model's routers by recording ones.
+    """
+
+    def __init__(self, model: Gemma, *, recompute: bool = False) -> None:
+        for layer in model.layers:
+            layer.router = RecordingRouter(cast(Router, layer.router))
+        self.layers = cast(list[Layer], list(model.layers))
+        self.run_layer = run_recomputed if recompute else run_layer
+        self.norm: Callable[[Tensor], Tensor] = model.norm
+        if recompute:
+            _allow_recorded_outputs()
+
+    def __call__(self, x_TD: Tensor, context: PackedContext) -> tuple[Tensor, list[RouterOutput]]:
+        outputs = []
+        for layer in self.layers:
+            x_TD, output = self.run_layer(layer, x_TD, context)
+            outputs.append(output)
+        return self.norm(x_TD), outputs
+
+    def compile_layer_types(self, layer_types: Sequence[str]) -> None:
+        """Compile one function per layer type instead of one per layer."""
+        allow_recompiles(4 * len(self.layers))
+        self.layers = [
+            _with_layer_number(layer, layer_types.index(kind))
+            for layer, kind in zip(self.layers, layer_types, strict=True)
+        ]
+        self.run_layer = compiled(self.run_layer)
+        self.norm = compiled(cast(nn.Module, self.norm).forward)
+
+
+def _with_layer_number(layer: Layer, number: int) -> Layer:
+    """Make a view of a layer, with the same parameters, that has another layer's number.
+
+    Compiled code guards on the number, of which packed contexts use the layer type alone.
+    """
+    attention, view = copy.copy(layer.self_attn), copy.copy(layer)
+    attention.layer = number
+    view._modules = {**layer._modules, "self_attn": attention}
+    return view
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile for the shapes it is called with, with rounded constants as constants."""
+    # Not declared in model/gemma.py, which would then load the compiler: two seconds.
+    torch.compiler.assume_constant_result(rounded)  # type: ignore[no-untyped-call]
+    return torch.compile(function, dynamic=False)
+
+
+def allow_recompiles(count: int) -> None:
+    """Raise dynamo's limit of variants of a function, beyond which it runs uncompiled."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
+def _allow_recorded_outputs() -> None:
+    """Let compiled checkpointing accept that a router records its output in the first run only."""
+    config = torch._dynamo.config
+    if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def compile_sharded_layers(model: Gemma) -> None:
+    """Compile each layer's forward in place: FSDP gathers its weights in hooks around it."""
+    # Layers share their code, and each layer number is a variant.
+    allow_recompiles(4 * len(model.layers))
+    for layer in model.layers:
+        layer.forward = compiled(layer.forward)

@@ -1,1 +1,0 @@
-"""Puzzles to train on, made by program: Sudoku and graph colouring."""

@@ -1,0 +1,159 @@
+"""Resolves `--model` to a directory or a GGUF file: a path, the hub's cache, the built-in model.
+
+Only `download` uses the network. The hub package is imported at use: it is slow to import, and most
+calls name a directory.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from dgemma.errors import CheckpointError, UsageError
+from dgemma.weights.files import (
+    COMPANIONS,
+    CONFIGS,
+    ENTRY_POINTS,
+    GGUF_SUFFIX,
+    INT8_SHARDS,
+    SHARDS,
+    find_weights,
+    listing,
+    verify_digests,
+    whole_checkpoint,
+)
+
+# Before the hub package is imported, here or by the user's program: it reads it once.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+NANO = "nano"
+NANO_DIRECTORY = Path(__file__).resolve().parents[1] / "models" / NANO
+NEEDED_FILES = [*CONFIGS, *COMPANIONS, *ENTRY_POINTS, SHARDS, INT8_SHARDS]
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+
+
+def find_checkpoint(name: str) -> Path:
+    """Return the directory or GGUF file of a `--model` value. Never uses the network."""
+    if name == NANO:
+        return _find_nano()
+    path = Path(os.path.expanduser(name))
+    if name and path.is_dir():
+        return _check_directory(path)
+    if path.suffix.lower() == GGUF_SUFFIX:
+        if not path.is_file():
+            raise UsageError(f"{name} does not exist; check the path of the GGUF file")
+        return path
+    if HUB_NAME.fullmatch(name):
+        _refuse_gguf_repository(name)
+        return _find_cached(name)
+    raise UsageError(
+        f"{name!r} names no model; it must be a directory that exists, a GGUF file, a hub name "
+        f"such as google/diffusiongemma-26B-A4B-it, or {NANO}"
+    )
+
+
+def _check_directory(path: Path) -> Path:
+    """Refuse a directory that holds GGUF files and no checkpoint: one of them is meant."""
+    files = sorted(file.name for file in path.glob(f"*{GGUF_SUFFIX}"))
+    if files and not (path / CONFIGS[0]).is_file():
+        raise UsageError(
+            f"{path} holds GGUF files and no {CONFIGS[0]}; name one of them: {listing(files)}"
+        )
+    return whole_checkpoint(path)
+
+
+def download(repo_id: str, revision: str | None = None, directory: Path | None = None) -> Path:
+    """Fetch the files of a checkpoint into the hub cache or `directory`; returns the directory."""
+    if not HUB_NAME.fullmatch(repo_id):
+        raise UsageError(f"{repo_id!r} is not a hub name; those look like owner/name")
+    _refuse_gguf_repository(repo_id)
+    from huggingface_hub import errors, snapshot_download
+
+    # Of the HTTP package that the installed version uses.
+    http_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+    try:
+        path = snapshot_download(
+            repo_id, revision=revision, local_dir=directory, allow_patterns=NEEDED_FILES
+        )
+    # The hub's transfer extension reports failures as RuntimeError.
+    except (http_error, errors.EntryNotFoundError, OSError, RuntimeError) as error:
+        raise CheckpointError(_explain(repo_id, revision, error)) from None
+    except errors.HFValidationError as error:
+        raise UsageError(f"{repo_id!r} is not a hub name: {_first_line(error)}") from None
+    # If the hub is unreachable, the files already in `directory` are returned as the download.
+    _check_complete(Path(path), repo_id)
+    verify_digests(Path(path))
+    return Path(path)
+
+
+def _refuse_gguf_repository(name: str) -> None:
+    """Refuse a repository of GGUF files: which of them is meant cannot be guessed."""
+    if name.lower().endswith("-gguf"):
+        raise UsageError(
+            f"{name} holds GGUF files of several types; fetch one with `hf download {name} "
+            "FILE.gguf`, and give its path"
+        )
+
+
+def _find_nano() -> Path:
+    if not NANO_DIRECTORY.is_dir():
+        raise UsageError(
+            f"the built-in model {NANO} is not part of this build yet; give a directory or a hub "
+            "name instead"
+        )
+    return NANO_DIRECTORY
+
+
+def _find_cached(name: str) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        path = snapshot_download(name, local_files_only=True, allow_patterns=NEEDED_FILES)
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+        raise UsageError(
+            f"{name} is neither a directory nor wholly in the hub cache of this machine; check the "
+            f"path, or run `dgemma download {name}`"
+        ) from None
+    _check_complete(Path(path), name)
+    return Path(path)
+
+
+def _check_complete(directory: Path, name: str) -> None:
+    try:
+        find_weights(directory)
+        if not (directory / "config.json").is_file():
+            raise CheckpointError(f"{directory} holds no config.json")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{name} is not a whole checkpoint: {error}; run `dgemma download {name}` or check the "
+            "name"
+        ) from None
+
+
+def _explain(repo_id: str, revision: str | None, error: Exception) -> str:
+    """Say in one sentence what failed, and what to do."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{repo_id} is gated: accept its terms at https://huggingface.co/{repo_id}, then log "
+            "in with `hf auth login` and try again"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"the hub has no {repo_id} that you may see; check the spelling, or log in with "
+            "`hf auth login` if it is private"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repo_id} has no revision {revision!r}; leave it out for the newest"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            f"the hub could not be reached for {repo_id}, and the cache does not hold it; check "
+            "the connection and HF_HUB_OFFLINE, and try again"
+        )
+    return (
+        f"downloading {repo_id} failed ({_first_line(error)}); try again, files already fetched "
+        "are kept"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,357 @@
+"""Loads a checkpoint for inference in the best format that file, device and memory allow.
+
+`auto` keeps the stored format where there are GEMMs for it. A requested format that cannot run is
+refused before anything is loaded, with an alternative. Order matters: adapters attach to plain
+modules, and packing comes last.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+from dgemma.backends.cpu import can_pack, int8_linear, pack, pack_int8, packed_linear
+from dgemma.backends.cuda.device import unsupported_reason
+from dgemma.config import ModelConfig
+from dgemma.device import choose_device, choose_dtype
+from dgemma.errors import UsageError
+from dgemma.model.moe import Linear, linear
+from dgemma.quant.fp8 import has_e4m3
+from dgemma.quant.head import can_transpose, quantize_head
+from dgemma.quant.qtensor import quantize_int8
+from dgemma.roofline import BF16, DEVICES, FLOAT32, FOUR_BIT, FP8, WeightFormat, memory
+from dgemma.weights.files import INT8_INDEX
+from dgemma.weights.gguf_checkpoint import is_gguf
+from dgemma.weights.layer_formats import STORED_FORMATS, Quant, check_widths, layer_format
+from dgemma.weights.load import Checkpoint, Progress, count_parameters, load_model
+from dgemma.weights.lora import Adapter, attach, merge
+from dgemma.weights.quant_schemes import SchemeName, read_scheme
+from dgemma.weights.source import model_config
+
+QUANT_OPTIONS = ("auto", "none", "int8", "fp8", "nvfp4")
+MIN_CONTEXT = 4096  # tokens that must fit in memory with the weights
+MIN_FREE_BYTES = 4e9  # left for longer contexts before the token table is stored again
+MAX_DEQUANTIZED_BYTES = 3e9  # of a GGUF model on a CPU; larger ones stay blocks
+# Free memory is measured with the driver already loaded.
+WITHOUT_DRIVER = replace(DEVICES["h200"], runtime=0.0)
+# Minimum speedup of 8-bit GEMMs over float32. At nano's widths they are 2.0 times as fast, and a
+# whole step 1.5 times.
+MIN_SPEEDUP = 1.2
+MAX_TIMED_OUTPUTS = 512
+TIMED_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Device, dtype and quantization, as on the command line."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quant: str = "auto"
+
+
+class LoadArgs(TypedDict, total=False):
+    """`LoadOptions` as keyword arguments."""
+
+    device: str
+    dtype: str
+    quant: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuantChoice:
+    """The format to load, and the reason."""
+
+    quant: Quant
+    reason: str
+    fp8_head: bool = False  # an LM head in 8 bits besides the token table
+    fp8_soft_embed: bool = False  # and a third table for soft embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The resolved options on this machine."""
+
+    device: torch.device
+    dtype: torch.dtype
+    choice: QuantChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of the same GEMMs, in int8 and unquantized."""
+
+    int8: float
+    plain: float
+
+    @property
+    def ratio(self) -> float:
+        return self.plain / self.int8
+
+
+def load_for_inference(
+    directory: Path,
+    options: LoadOptions,
+    adapter: Adapter | None = None,
+    on_tensor: Progress | None = None,
+) -> Checkpoint:
+    """Load a checkpoint to run it; the model can be neither trained nor saved."""
+    plan = plan_load(directory, options, adapted=adapter is not None)
+    choice, device, dtype = plan.choice, plan.device, plan.dtype
+    is_int8 = choice.quant == "int8"
+    quant = "none" if is_int8 and adapter is not None else choice.quant
+    checkpoint = load_model(directory, device=device, dtype=dtype, quant=quant, on_tensor=on_tensor)
+    model = checkpoint.model
+    if choice.fp8_head:
+        quantize_head(model, soft=choice.fp8_soft_embed)
+    if adapter is not None:
+        # The fused kernels take plain linears: on a GPU an adapter is merged into the weights.
+        (merge if device.type == "cuda" else attach)(model, adapter)
+        if is_int8:
+            pack_int8(model)
+    if quant == "none" and not is_int8:
+        pack(model)
+    return checkpoint
+
+
+def plan_load(directory: Path, options: LoadOptions, *, adapted: bool = False) -> LoadPlan:
+    """Choose device, dtype and format; refuses what cannot run."""
+    device = choose_device(options.device)
+    dtype, is_free = choose_dtype(options.dtype, device), options.dtype == "auto"
+    choice = choose_quant(options.quant, directory, device, dtype, exact=not is_free)
+    if adapted and choice.quant not in ("none", "int8"):
+        if options.quant != "auto":
+            raise UsageError(
+                f"an adapter cannot be put on weights in {choice.quant}; merge it first with "
+                f"`dgemma export MODEL DIRECTORY --adapter ADAPTER`, and load that with --quant "
+                f"{choice.quant}"
+            )
+        choice = choose_quant("none", directory, device, dtype)
+    # Activations between int8 GEMMs are exact and faster in float32.
+    return LoadPlan(device, torch.float32 if choice.quant == "int8" and is_free else dtype, choice)
+
+
+def choose_quant(
+    name: str, directory: Path, device: torch.device, dtype: torch.dtype, *, exact: bool = False
+) -> QuantChoice:
+    """Choose the format to load; `exact`: a dtype was requested, so `auto` does not quantize."""
+    if name not in QUANT_OPTIONS:
+        raise UsageError(f"quant {name!r} is not known; use {', '.join(QUANT_OPTIONS)}")
+    config, scheme = model_config(directory), read_scheme(directory)
+    stored: SchemeName | None = None if scheme is None else scheme.name
+    if name == "auto" and is_gguf(directory):
+        choice = _auto_gguf(config, device, dtype)
+    elif name == "auto":
+        is_int8 = stored is None and (directory / INT8_INDEX).is_file()
+        choice = _auto(config, stored, device, dtype, is_int8=is_int8 and not exact)
+    else:
+        quant: Quant = name  # type: ignore[assignment]  # one of the names above
+        check_widths(layer_format(quant, stored), config)
+        _check_device(quant, device)
+        choice = QuantChoice(quant, "asked for")
+        if quant == "nvfp4" and not has_e4m3(device):
+            reason = "asked for; the GPU has no fp8, so the rest is in 16 bits"
+            choice = QuantChoice("nvfp4_bf16", reason)
+    if device.type != "cuda":
+        return choice
+    _check_memory(config, choice.quant, stored, dtype, _free(device))
+    # Only where quantization was requested: a quantized file leaves the head in 16 bits.
+    is_requested = choice.quant in ("fp8", "nvfp4") and stored is None and has_e4m3(device)
+    has_kernels = is_requested and unsupported_reason(device, dtype) is None
+    tables = num_fp8_tables(config, choice.quant, device) if has_kernels else 0
+    return replace(choice, fp8_head=tables > 0, fp8_soft_embed=tables > 1)
+
+
+def _auto(
+    config: ModelConfig,
+    stored: SchemeName | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_int8: bool,
+) -> QuantChoice:
+    if stored is not None:
+        reason = _packed_obstacle(config, stored, device)
+        if reason is None:
+            return QuantChoice("stored", f"stored as {stored}")
+        return QuantChoice("none", f"stored as {stored}, dequantized: {reason}")
+    if device.type != "cpu" or not is_int8:
+        return QuantChoice("none", "nothing is rounded unasked")
+    return _auto_cpu(config, dtype)
+
+
+def _auto_gguf(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> QuantChoice:
+    """Choose blocks on a CPU, unless the model is small; there are no GPU kernels for them yet."""
+    if device.type != "cpu":
+        return QuantChoice("none", "GGUF, dequantized: blocks have no GPU kernels yet")
+    size = count_parameters(config).total * dtype.itemsize
+    if size <= MAX_DEQUANTIZED_BYTES:
+        return QuantChoice("none", f"GGUF, dequantized: {_gb(size)} are small enough")
+    return QuantChoice("stored", "GGUF blocks, memory-mapped: experts are dequantized in use")
+
+
+def _auto_cpu(config: ModelConfig, dtype: torch.dtype) -> QuantChoice:
+    """Choose int8 where it is clearly faster.
+
+    Instructions decide first and a timing confirms, so that a busy moment does not change answers.
+    """
+    timing = time_int8(config, dtype)
+    speedup = f"8-bit products are {timing.ratio:.1f} times as fast as {_short(dtype)} here"
+    if dtype != torch.float32:
+        return QuantChoice("none", f"{speedup}, too little to round for")
+    if not torch.cpu._is_vnni_supported():
+        return QuantChoice("none", f"{speedup}, and the CPU has no instructions for them")
+    return QuantChoice("int8" if timing.ratio >= MIN_SPEEDUP else "none", speedup)
+
+
+def _packed_obstacle(config: ModelConfig, stored: SchemeName, device: torch.device) -> str | None:
+    """Return the reason why packed weights cannot run on a device, or None."""
+    if STORED_FORMATS[stored].experts == "fp8" and not has_e4m3(device):
+        return "the GPU has no fp8 arithmetic"
+    try:
+        check_widths(STORED_FORMATS[stored], config)
+    except UsageError as error:
+        return str(error)
+    return unsupported_reason(device)
+
+
+def _check_device(quant: Quant, device: torch.device) -> None:
+    if device.type != "cuda":
+        return  # the reference runs every format: slow, and with the same values
+    if quant == "int8":
+        raise UsageError("--quant int8 is for CPUs; on a GPU use fp8 or nvfp4")
+    if quant == "fp8" and not has_e4m3(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise UsageError(
+            "--quant fp8 needs a GPU with fp8 arithmetic (capability 8.9: Ada, Hopper or later), "
+            f"and this one has {major}.{minor}; use --quant nvfp4, whose other weights stay in 16 "
+            "bits there, or --quant none"
+        )
+
+
+# --- memory
+
+
+def needed_bytes(
+    config: ModelConfig, quant: Quant, stored: SchemeName | None, dtype: torch.dtype
+) -> float:
+    """Return the bytes of weights, KV cache of a short context and logits in a format."""
+    fmt = _weight_format(quant, stored, dtype)
+    return memory(config, _context(config), fmt, WITHOUT_DRIVER).total
+
+
+def num_fp8_tables(config: ModelConfig, quant: Quant, device: torch.device) -> int:
+    """Return how many fp8 copies of the token table fit: for the LM head, and soft embeddings.
+
+    By total memory: what other processes use at the moment must not change the answers.
+    """
+    left = _total(device) - needed_bytes(config, quant, None, torch.bfloat16) - MIN_FREE_BYTES
+    table = config.vocab_size * config.hidden_size
+    has_soft_embed = config.can_denoise and can_transpose(config.vocab_size)
+    return max(0, min(2 if has_soft_embed else 1, int(left // table)))
+
+
+def _check_memory(
+    config: ModelConfig, quant: Quant, stored: SchemeName | None, dtype: torch.dtype, free: float
+) -> None:
+    need = needed_bytes(config, quant, stored, dtype)
+    if need <= free:
+        return
+    name = _short(dtype) if quant == "none" else stored or quant
+    smaller: dict[str, Quant] = {"fp8": "fp8", "nvfp4": "nvfp4"}
+    if stored is not None:
+        smaller = {"auto": "stored", stored: stored}
+    sizes = {opt: needed_bytes(config, other, stored, dtype) for opt, other in smaller.items()}
+    advice = [
+        f"--quant {option} needs {_gb(size)}{'' if size <= free else ', too much as well'}"
+        for option, size in sizes.items()
+        if size < need
+    ]
+    advice = advice or ["--device cpu may have the room, or a larger GPU"]
+    raise UsageError(
+        f"the model needs {_gb(need)} in {name} with a context of {_context(config)} tokens, and "
+        f"{_gb(free)} of the GPU's memory are free; {'; '.join(advice)}"
+    )
+
+
+def _weight_format(quant: Quant, stored: SchemeName | None, dtype: torch.dtype) -> WeightFormat:
+    if quant == "nvfp4_bf16":
+        return replace(FOUR_BIT, dense=16)
+    if quant in ("fp8", "nvfp4"):
+        return FP8 if quant == "fp8" else FOUR_BIT
+    if quant == "stored" and stored is not None:
+        packed = FP8 if stored == "fp8" else FOUR_BIT
+        return replace(packed, dense=8 if STORED_FORMATS[stored].dense == "fp8" else 16)
+    return FLOAT32 if dtype == torch.float32 else BF16
+
+
+def _total(device: torch.device) -> float:
+    return float(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _context(config: ModelConfig) -> int:
+    return min(MIN_CONTEXT, config.max_position_embeddings)
+
+
+def _free(device: torch.device) -> float:
+    """Return the free bytes of a device, with those that torch caches unused."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(free + cached)
+
+
+# --- time
+
+
+def time_int8(config: ModelConfig, dtype: torch.dtype) -> Timing:
+    """Time a canvas's GEMMs of the model's widths, both ways; a tenth of a second or less."""
+    rows, width, inner = config.canvas_length, config.hidden_size, config.moe_intermediate_size
+    per_expert = max(1, rows * config.top_k_experts // config.num_experts)
+    shapes = (
+        (rows, width, min(width, MAX_TIMED_OUTPUTS)),
+        (rows, config.intermediate_size, min(width, MAX_TIMED_OUTPUTS)),
+        (per_expert, width, min(2 * inner, MAX_TIMED_OUTPUTS)),
+        (per_expert, inner, min(width, MAX_TIMED_OUTPUTS)),
+    )
+    return _timed(shapes, dtype, torch.get_num_threads())
+
+
+@cache
+def _timed(shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype, threads: int) -> Timing:
+    int8 = plain = 0.0
+    with torch.inference_mode():
+        for rows, inputs, outputs in shapes:
+            weight_OI, x_TI = _waves(outputs, inputs), _waves(rows, inputs)
+            int8 += _seconds(int8_linear(quantize_int8(weight_OI)), x_TI)
+            plain += _seconds(_plain(weight_OI.to(dtype)), x_TI.to(dtype))
+    return Timing(int8, plain)
+
+
+def _plain(weight_OI: torch.Tensor) -> Linear:
+    return packed_linear(weight_OI) if can_pack(weight_OI) else linear(weight_OI)
+
+
+def _waves(rows: int, columns: int) -> torch.Tensor:
+    """Return arbitrary values between -1 and 1."""
+    return torch.arange(rows * columns, dtype=torch.float32).sin_().view(rows, columns)
+
+
+def _seconds(gemm: Linear, x: torch.Tensor) -> float:
+    """Return the fastest of a few rounds: disturbances only add time."""
+    times = []
+    for _ in range(TIMED_ROUNDS + 1):
+        begin = time.perf_counter()
+        gemm(x)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,86 @@
+"""Configs, tokenizer and chat template of a model's path: a directory or a GGUF file."""
+
+from pathlib import Path
+from typing import Any
+
+from dgemma.config import (
+    GenerationConfig,
+    ModelConfig,
+    config_to_json,
+    load_config,
+    load_generation_config,
+)
+from dgemma.config.strict_json import read_json
+from dgemma.text.chat import ChatTemplate
+from dgemma.text.tokenizer import Tokenizer
+from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf
+from dgemma.weights.gguf_tokenizer import (
+    ChosenTemplate,
+    TemplateChoice,
+    TokenizerKeys,
+    choose_template,
+    metadata_keys,
+    tokenizer_json,
+    tokenizer_keys,
+)
+
+__all__ = ["ChosenTemplate", "TemplateChoice"]
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def model_config(path: Path) -> ModelConfig:
+    return open_gguf(path).config if is_gguf(path) else load_config(path)
+
+
+def generation_config(path: Path) -> GenerationConfig:
+    return open_gguf(path).generation if is_gguf(path) else load_generation_config(path)
+
+
+def config_json(path: Path) -> dict[str, Any]:
+    """Return `config.json`, or what it would be for a GGUF file."""
+    if is_gguf(path):
+        return config_to_json(open_gguf(path).config)
+    return read_json(path / "config.json")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    return open_gguf(path).tokenizer() if is_gguf(path) else Tokenizer.load(path)
+
+
+def load_template(
+    path: Path, tokenizer: Tokenizer, choice: TemplateChoice = "auto"
+) -> ChosenTemplate:
+    """Load the chat template; a directory has its own or none."""
+    if is_gguf(path):
+        return choose_template(open_gguf(path).file.metadata, tokenizer, choice)
+    if not (path / TEMPLATE_FILE).exists():
+        return ChosenTemplate(None, "chat template: none; prompts are plain text")
+    return ChosenTemplate(ChatTemplate.load(path, tokenizer), "chat template: the checkpoint's")
+
+
+def source_notes(path: Path, template: ChosenTemplate | None = None) -> tuple[str, ...]:
+    """Return what a user should know of a GGUF file: its types, assumptions, template."""
+    if not is_gguf(path):
+        return ()
+    checkpoint = open_gguf(path)
+    types = ", ".join(f"{count} {name}" for name, count in checkpoint.type_counts().items())
+    chosen = () if template is None else (template.note,)
+    return (f"{len(checkpoint.file.tensors)} tensors: {types}", *checkpoint.notes, *chosen)
+
+
+def load_tokenizer_keys(path: Path) -> TokenizerKeys:
+    """Return the tokenizer and the template as GGUF stores them."""
+    return metadata_keys(open_gguf(path).file.metadata) if is_gguf(path) else tokenizer_keys(path)
+
+
+def write_tokenizer(path: Path, directory: Path) -> list[str]:
+    """Write the tokenizer and the template of a GGUF file as a directory has them."""
+    metadata = open_gguf(path).file.metadata
+    text = tokenizer_json(metadata, path)
+    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+    template = metadata_keys(metadata).template
+    if template is None:
+        return ["tokenizer.json"]
+    (directory / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+    return ["tokenizer.json", TEMPLATE_FILE]
