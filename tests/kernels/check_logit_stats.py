@@ -257,7 +257,7 @@ def test_a_search_that_finds_too_many_skips_the_rest() -> None:
     for _ in range(2):  # asked again, it may say nothing, but nothing else
         found = topk.count_candidates(stats)
         assert stats.chunks.flat_C.item() and not found.covers_mass()
-    stats = stats_of(raw[1:], None, query.rows(slice(1, 2)))
+    stats = stats_of(raw[1:], None, query.at(slice(1, 2)))
     assert topk.count_candidates(stats).covers_mass()
 
 
@@ -279,7 +279,7 @@ def test_canvases_of_a_pass_are_flat_each_for_itself(is_plain: bool) -> None:
         own = topk.Candidates(found.count_TG[rows], found.mass_TG[rows])
         assert bool(own.covers_mass()) == want
         assert own.count_TG.sum() >= own.count_TG.shape[0] * want
-    again = stats_of(raw[:2].contiguous(), None, query.rows(slice(0, 2)), length=2)
+    again = stats_of(raw[:2].contiguous(), None, query.at(slice(0, 2)), length=2)
     assert again.chunks.flat_C.tolist() == [0]  # set anew each time
 
 
