@@ -26,11 +26,10 @@ everything else to stderr.
 
 def help_of(*command: str) -> str:
     environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "96"}
-    script = "from dgemma.cli import main; main()"
-    call = [sys.executable, "-c", script, *command, "--help"]
+    call = [sys.executable, "-m", "dgemma", *command, "--help"]
     done = subprocess.run(call, capture_output=True, text=True, check=True, env=environment)
     lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
-    return "\n".join(lines).replace("Usage: -c", "Usage: dgemma")
+    return "\n".join(lines)
 
 
 def page() -> str:

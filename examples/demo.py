@@ -1,9 +1,10 @@
-"""Show the built-in model at work: it edits, tells a story, fills a hole and solves a Sudoku.
+"""Show the built-in model at what it does well: a Sudoku, an edit, a hole, and JSON of a schema.
 
     python -m examples.demo
 
 On a terminal the canvas is redrawn after each step; elsewhere each step that changes the beginning
-of the canvas is printed as a line. At the end the same weights solve the puzzle token by token.
+of the canvas is printed as a line. The Sudoku is asked twice: the same weights also write it token
+by token.
 """
 
 import time
@@ -21,15 +22,19 @@ from dgemma import (
     fill,
     solve,
 )
+from dgemma.cli.chat import NANO_CANNOT
 from dgemma.cli.show import CanvasView, printable
 from dgemma.programs.sudoku.solve import solve_program
 
 WIDTH = 100  # characters of a canvas that are printed
 PAUSE = 0.15  # seconds a canvas stays on a screen
-PROMPTS = (
-    "Change cat to dog.\n\nThe cat sat on the mat. The cat was happy.",
-    "Write a short story about a girl and a kite.",
-)
+EDIT = "Change cat to dog.\n\nThe cat sat on the mat. The cat was happy."
+DIALOGUE = """\
+Write the function call for this dialogue as JSON.
+
+USER: I want to find a restaurant in San Jose. Something Italian."""
+WORDS = {"type": "string", "maxLength": 24}
+ARGUMENTS = {"city": WORDS, "cuisine": WORDS}
 FUNCTION = '''\
 def factorial(n):
     """Return the product of the numbers from 1 to n."""
@@ -43,20 +48,33 @@ PUZZLE = "5300700006001950000980000608000600034008030017000200060600002800004190
 
 def main() -> None:
     engine = Engine.load("nano", device="cpu")
-    for prompt in PROMPTS:
-        headline(prompt)
-        done = show(engine.stream(prompt, SamplingParams(seed=1, drafts=True)))
-        print(done.text)
-        print(f"  [{done.tokens} tokens, {done.steps} steps, {done.seconds:.2f} s]")
-    headline("A function with a hole:\n" + FUNCTION)
-    filled = fill(engine, FUNCTION, FillParams(max_tokens=8, single_line=True, seed=1))
-    print(filled.text)
-    print(f"  [{filled.steps} steps, {filled.seconds:.2f} s; all but the hole is untouched]")
     headline(f"Solve this Sudoku: {PUZZLE}")
     print_grid(show(engine.follow(solve_program(engine, PUZZLE, SudokuParams(drafts=True)))))
     headline("The same weights, the same puzzle, one token at a time:")
     print_grid(solve(engine, [PUZZLE], SudokuParams(mode="ar", pinned=False))[0])
-    print("\nAsk it yourself: .venv/bin/dgemma chat")
+    headline(EDIT)
+    print_reply(show(engine.stream(EDIT, SamplingParams(seed=1, drafts=True))))
+    headline("A function with a hole:\n" + FUNCTION)
+    filled = fill(engine, FUNCTION, FillParams(max_tokens=8, single_line=True, seed=1))
+    print(filled.text)
+    print(f"  [{filled.steps} steps, {filled.seconds:.2f} s; all but the hole is untouched]")
+    headline(DIALOGUE)
+    constraint = engine.constraint(schema=call_schema())
+    params = SamplingParams(seed=1, drafts=True, constraint=constraint)
+    print_reply(show(engine.stream(DIALOGUE, params)))
+    print(f"\n{NANO_CANNOT}\nAsk it yourself: .venv/bin/dgemma chat")
+
+
+def call_schema() -> dict[str, object]:
+    """Return the schema of a function call, which the reply must fit."""
+    properties = {"name": {"enum": ["FindRestaurants", "FindHotels"]}, "arguments": of(ARGUMENTS)}
+    return of(properties)
+
+
+def of(properties: dict[str, object]) -> dict[str, object]:
+    required = list(properties)
+    closed = {"additionalProperties": False, "required": required}
+    return {"type": "object", "properties": properties, **closed}
 
 
 def headline(text: str) -> None:
@@ -84,6 +102,12 @@ def show(events: Iterable[object]) -> Done | SudokuResult:
 def beginning(draft: Draft) -> str:
     text = "".join(map(printable, draft.guess_tokens)).replace("\n", "/")
     return text[:WIDTH].rstrip("·")
+
+
+def print_reply(done: Done | SudokuResult) -> None:
+    assert isinstance(done, Done)
+    print(done.text)
+    print(f"  [{done.tokens} tokens, {done.steps} steps, {done.seconds:.2f} s]")
 
 
 def print_grid(result: SudokuResult) -> None:

@@ -28,7 +28,7 @@ from dgemma.weights.hub import NANO_DIRECTORY
 from tests.taught import ANSWERS, LONG, SHORT, THOUGHT
 
 ROOT = Path(__file__).resolve().parents[1]
-DGEMMA = [sys.executable, "-c", "from dgemma.cli import main; main()"]
+DGEMMA = [sys.executable, "-m", "dgemma"]
 JSON_FIELDS = set("text tokens steps blocks tokens_per_step seconds finish seed mode model".split())
 HERE = ["--device", "cpu", "--dtype", "float32", "--seed", "1"]
 

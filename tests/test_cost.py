@@ -6,7 +6,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from dgemma.cli import app
 from dgemma.config import ModelConfig
 from dgemma.errors import UsageError
 from dgemma.roofline import (
@@ -152,4 +155,29 @@ def test_the_command_says_predicted_everywhere() -> None:
 def test_an_unknown_device_is_refused_with_those_known() -> None:
     done = fit("--device", "abacus")
     assert done.returncode == 2
-    assert "'abacus' is not known; use all or h200, h100, rtx5090" in done.stderr
+    assert "'abacus' is not known; use one of auto, all, h200, h100, rtx5090" in done.stderr
+
+
+def fit_here(*arguments: str) -> str:
+    """Run the command in this process, which is faster; raises what it raises."""
+    done = CliRunner().invoke(app, ["fit", *arguments])
+    if isinstance(done.exception, Exception):
+        raise done.exception
+    return done.stdout
+
+
+def test_the_released_model_is_known_by_its_hub_ids() -> None:
+    """Nothing is downloaded: the hub cache of a test machine is empty."""
+    known = json.loads(fit_here("--device", "h200", "--json"))["rows"]
+    for name in ("google/diffusiongemma-26B-A4B-it", "nvidia/diffusiongemma-26B-A4B-it-NVFP4"):
+        assert json.loads(fit_here(name, "--device", "h200", "--json"))["rows"] == known
+    with pytest.raises(UsageError, match="give one of them"):
+        fit_here("nano", "-m", "released")
+
+
+def test_auto_predicts_for_this_machine() -> None:
+    row = json.loads(fit_here("nano", "--device", "auto", "--json"))["rows"][0]
+    assert row["device"] == "auto" and row["fits"] and row["step_ms"] > row["step_floor_ms"] > 0
+    assert row["device_gb"] > 1
+    if not torch.cuda.is_available() and row["device_gb"] < 50:
+        assert "No form of this model has a predicted speed here" in fit_here("--device", "auto")

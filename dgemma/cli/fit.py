@@ -1,6 +1,11 @@
 """`dgemma fit`: predict time and memory of a model on a device from its config alone."""
 
 import json
+import math
+import os
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,10 +14,21 @@ from dgemma.cli.app import AsJson, app
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from dgemma.config import ModelConfig
-    from dgemma.roofline import Prediction
+    from dgemma.roofline import Device, Prediction
 
 RELEASED_NAME = "released"
+# Hub repositories of the released model, in any format: OWNER/diffusiongemma-26B-A4B-it...
+RELEASED_HUB_NAME = "/diffusiongemma-26b-a4b-it"
+THIS_MACHINE, ALL = "auto", "all"
+BACKENDS = {"cpu": "cpu", "cuda": "cuda", "mps": "reference"}
+APPLE_GPU_FRACTION = 0.75  # of an Apple machine's memory
+COPY_BYTES, GEMM_SIZE, TRIALS = 1 << 28, 2048, 5  # of the timings on an unknown machine
+NOTHING_RUNS = """
+No form of this model has a predicted speed here. The built-in nano takes under 1 GB: dgemma chat.
+A GGUF file (Q4_K_M: 16.8 GB) runs on a CPU from the mapped file, slowly: docs/gguf.md."""
 SPEEDS = (
     "step_ms",
     "step_floor_ms",
@@ -26,27 +42,36 @@ COLUMNS = "weights  step ms  floor  AR ms  even at  tok/s  memory GB  context"
 
 @app.command()
 def fit(
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
+    ] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--model", "-m", help="released (the 26B model), a directory, a GGUF file, or nano."
+            "--model",
+            "-m",
+            help="released (the 26B model, also by its hub id; nothing is downloaded), a "
+            "directory, a GGUF file, or nano. Default: released.",
         ),
-    ] = RELEASED_NAME,
-    device: Annotated[str, typer.Option(help="One of the known devices, or all.")] = "all",
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="auto (this machine), one of the known devices, or all.")
+    ] = ALL,
     context: Annotated[int, typer.Option(help="Tokens before the canvas.")] = 1024,
     as_json: AsJson = False,
 ) -> None:
     """Predict step time, AR token time, break-even steps and memory. Nothing here is measured.
 
     Needs a config only, neither weights nor the device. `even at` is the number of steps per block
-    at which diffusion is as fast as AR; `tok/s` is at 16 steps per block, commit included.
+    at which diffusion is as fast as AR; `tok/s` is at 16 steps per block, commit included. Of a
+    machine that is not among the known devices, `--device auto` times a copy and a GEMM first.
     """
-    from dgemma.roofline import DEVICES, FORMATS, predict
+    from dgemma.roofline import FORMATS, predict
 
-    if device != "all" and device not in DEVICES:
-        raise UsageError(f"device {device!r} is not known; use all or {', '.join(DEVICES)}")
-    config = _config(model)
-    devices = DEVICES if device == "all" else {device: DEVICES[device]}
+    if name and model and name != model:
+        raise UsageError(f"the model is {name!r} and --model is {model!r}; give one of them")
+    model = name or model or RELEASED_NAME
+    config, devices = _config(model), _devices(device)
     predictions = {
         name: [predict(config, context, fmt, known) for fmt in FORMATS]
         for name, known in devices.items()
@@ -62,7 +87,84 @@ def _config(model: str) -> "ModelConfig":
     from dgemma.weights.hub import find_checkpoint
     from dgemma.weights.source import model_config
 
-    return RELEASED if model == RELEASED_NAME else model_config(find_checkpoint(model))
+    is_released = model == RELEASED_NAME or (
+        RELEASED_HUB_NAME in model.lower() and not os.path.exists(model)
+    )
+    return RELEASED if is_released else model_config(find_checkpoint(model))
+
+
+def _devices(name: str) -> "dict[str, Device]":
+    from dgemma.roofline import DEVICES
+
+    if name == THIS_MACHINE:
+        return {THIS_MACHINE: _this_machine()}
+    if name != ALL and name not in DEVICES:
+        known = ", ".join((THIS_MACHINE, ALL, *DEVICES))
+        raise UsageError(f"device {name!r} is not known; use one of {known}")
+    return dict(DEVICES) if name == ALL else {name: DEVICES[name]}
+
+
+def _this_machine() -> "Device":
+    """Return the device that a model would be loaded on, with this machine's memory.
+
+    A GPU of a known name has the known rates; of any other device they are timed.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from dgemma.device import choose_device, describe_device
+    from dgemma.roofline import DEVICES
+
+    is_apple_gpu = torch.backends.mps.is_available()
+    device = choose_device("mps" if is_apple_gpu else THIS_MACHINE)
+    name = _apple_chip() if is_apple_gpu else describe_device(device)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / 1e9
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        memory *= APPLE_GPU_FRACTION if is_apple_gpu else 1
+    if device.type != "cpu":
+        for known in DEVICES.values():
+            if known.name.partition(" (")[0].removeprefix("NVIDIA ") in name:
+                return replace(known, name=name, memory=memory)
+    return _timed(device, name, memory)
+
+
+def _apple_chip() -> str:
+    import subprocess
+
+    call = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    return subprocess.run(call, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _timed(device: "torch.device", name: str, memory: float) -> "Device":
+    """Time a copy and GEMMs in 16 and 32 bits on a device; about a second."""
+    from dataclasses import replace
+
+    import torch
+
+    from dgemma.roofline import DEVICES, H200
+
+    source, target = torch.zeros(2, COPY_BYTES, dtype=torch.uint8, device=device)
+    bandwidth = 2 * COPY_BYTES / _best_seconds(partial(target.copy_, source)) / 1e9
+    rates = {}
+    for bits, dtype in ((16, torch.bfloat16), (32, torch.float32)):
+        matrix = torch.zeros(GEMM_SIZE, GEMM_SIZE, dtype=dtype, device=device)
+        seconds = _best_seconds(partial(torch.mm, matrix, matrix))
+        rates[bits] = 2 * GEMM_SIZE**3 / seconds / 1e12
+    like = DEVICES["cpu"] if device.type == "cpu" else H200
+    timed = replace(like, name=name, bandwidth=bandwidth, rates=rates, memory=memory)
+    return replace(timed, source="timed just now", backend=BACKENDS[device.type])
+
+
+def _best_seconds(work: "Callable[[], torch.Tensor]") -> float:
+    best = math.inf
+    for _ in range(TRIALS):
+        begin = time.perf_counter()
+        work().flatten()[-1].item()  # waits for the device
+        best = min(best, time.perf_counter() - begin)
+    return best
 
 
 def _print(
@@ -81,6 +183,8 @@ def _print(
         print(f"  {COLUMNS}")
         for row in rows:
             print(f"  {_line(row)}")
+    if THIS_MACHINE in predictions and not any(row.runs for row in predictions[THIS_MACHINE]):
+        print(NOTHING_RUNS)
 
 
 def _line(row: "Prediction") -> str:
