@@ -258,7 +258,8 @@ def plain_experts(x_TD: Tensor, ids_TK: Tensor, up: Tensor, down: Tensor) -> Ten
         parts = zip([0, *ends[:-1]], ends, up, down, strict=True)
         found = [gelu_and_mul(rows[a:b] @ u.T) @ d.T for a, b, u, d in parts]
         return torch.empty_like(rows).index_copy_(0, order_A, torch.cat(found))
-    offs = torch.bincount(flat_A, minlength=len(up)).cumsum(0).int()
+    experts = torch.arange(len(up), device=flat_A.device)  # bincount cannot be captured
+    offs = (flat_A[:, None] == experts).sum(0).cumsum(0).int()
     hidden = gelu_and_mul(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs))
     out = torch._grouped_mm(hidden, down.transpose(1, 2), offs=offs)
     return torch.empty_like(out).index_copy_(0, order_A, out)
@@ -293,16 +294,21 @@ def gemv_checks(sizes: Sizes) -> Iterator[Check]:
         is_gated = name == "gate_up"
         for weight in (LinearWeight(values), LinearWeight(*quantize(values))):
             product = x_1D.float() @ dequantize(weight).T
-            linear = partial(F.linear, x_1D, values)
+            linear = partial(_gated_linear if is_gated else F.linear, x_1D, values)
             yield Check(
                 name=f"gemv{' fp8' if weight.is_fp8 else ''} {name}",
                 kernel=partial(gemv.gemv_gelu_mul if is_gated else gemv.gemv, x_1D, *weight),
                 want=gelu_and_mul(product) if is_gated else product,
-                plain=None if weight.is_fp8 or is_gated else linear,
-                bound=0.02 if weight.is_fp8 or is_gated else None,
+                plain=None if weight.is_fp8 else linear,
+                # Rounding alone; a gated product is many times its root mean square.
+                bound=(0.04 if is_gated else 0.02) if weight.is_fp8 else None,
                 gbytes=gigabytes(weight.values_OI),
             )
     yield from head_checks(sizes)
+
+
+def _gated_linear(x_1D: Tensor, values: Tensor) -> Tensor:
+    return gelu_and_mul(F.linear(x_1D, values))
 
 
 def head_checks(sizes: Sizes) -> Iterator[Check]:

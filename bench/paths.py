@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from _paths_checks import agree, soak
-from _paths_common import Bench, BenchRequest, FillParams, Pins, Report, Run, median
+from _paths_common import (
+    WARM_RUNS,
+    Bench,
+    BenchRequest,
+    FillParams,
+    Pins,
+    Report,
+    Run,
+    median,
+)
 from _paths_http import http_table
 
 from dgemma import fill
@@ -147,7 +156,9 @@ def constrained(bench: Bench, report: Report) -> None:
     rate, goal = canvas.tokens_per_s, target(SCHEMA, ratio)
     report.row("diffusion, JSON schema", canvas.ms_per_step, f"{ratio:.2f}x", rate, goal)
     base = bench.ar_single.pass_ms
-    ar = bench.run([bench.ar(work.schema_tokens, constraint=constraint)])
+    ar = bench.repeat(
+        lambda: [bench.ar(work.schema_tokens, constraint=constraint)], 1, lambda run: run.pass_ms
+    )
     ratio = ar.pass_ms / base
     report.row("AR, JSON schema", ar.pass_ms, f"{ratio:.2f}x of AR", ar.tokens_per_s, "")
     times = canvas.tokens_per_s / max(1e-9, ar.tokens_per_s)
@@ -181,7 +192,8 @@ def autoregressive(bench: Bench, report: Report) -> None:
     goal = "" if limit is None else target(limit, ms, " ms")
     report.row("AR, 1 request", ms, "1x of AR", first.tokens_per_s, goal)
     for count, most in AR_BATCH.items():
-        bench.run([bench.ar(8) for _ in range(count)])
+        for _ in range(WARM_RUNS):
+            bench.run([bench.ar(8) for _ in range(count)])
         run = bench.run([bench.ar(bench.arguments.ar_tokens) for _ in range(count)])
         ratio = run.pass_ms / ms
         goal, name = target(most, ratio), f"AR, {count} requests"
@@ -191,7 +203,7 @@ def autoregressive(bench: Bench, report: Report) -> None:
 def arrival(bench: Bench, report: Report) -> None:
     """Requests that arrive while canvases run: the longest gap between two steps of these."""
     work = bench.arguments
-    numbers = iter(range(work.people + 1, work.people + 3))
+    numbers = iter(range(work.people + 1, work.people + 2 + WARM_RUNS))
 
     def prompt() -> BenchRequest:
         return BenchRequest(bench.prompt(work.long), bench.diffusion(2, max_tokens=1))
@@ -207,7 +219,8 @@ def arrival(bench: Bench, report: Report) -> None:
         "a known JSON schema": lambda: bench.plain(constraint=known, max_tokens=work.schema_tokens),
     }
     for name, make in kinds.items():
-        gaps(bench, make())  # captures and compiles
+        for _ in range(WARM_RUNS):
+            gaps(bench, make())
         usual, longest, is_over = gaps(bench, make())
         name += "" if is_over or make is not prompt else " (NOT READ TO ITS END: raise --tokens)"
         ratio = f"{longest / usual:.2f}x of their step"
@@ -271,12 +284,12 @@ def fills(bench: Bench, report: Report) -> None:
         limits["sampler"] = bench.sampler(steps)
     for effort in efforts:
         times, found = [], None
-        for seed in range(1 + bench.arguments.fills):
+        for seed in range(WARM_RUNS + bench.arguments.fills):
             found = fill(bench.engine, SOURCE, FillParams(seed=seed, **limits, **effort))
             times.append(found.seconds)
             bench.forget()
         assert found is not None
-        seconds, kind = median(times[1:]), effort.get("effort", "the only effort")
+        seconds, kind = median(times[WARM_RUNS:]), effort.get("effort", "the only effort")
         goal = target(FAST_FILL_S, seconds, " s") if kind == "fast" else ""
         size = f"{found.canvases} canvases, {found.steps} steps in all"
         name = f"fill of one hole, {kind} ({size})"

@@ -1,7 +1,7 @@
 """Sweep over kernel configs at the released shapes on a GPU: the fastest of each kernel.
 
     python bench/tune.py [attention moe moe_decode gemm_fp8 gemv router soft_embed]
-                         [--seconds 30] [--top 5] [--limit 64]
+                         [--seconds 30] [--top 5] [--limit 64] [--tokens 1024 2048] [--bits 8]
     TRITON_INTERPRET=1 python bench/tune.py --tiny --limit 2      # on a CPU: does it run?
 
 The config in use comes first and is marked with *; the others of its space follow in random order
@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -142,11 +143,14 @@ def tile_space(bits: int, used: MoeConfig) -> list[MoeConfig]:
     if bits == 4:
         extra = [{"one_dot": w, "unroll": u} for w, u in ((False, 1), (True, 1), (True, 2))]
     else:
-        extra = [{"swap_ab": s, "tma": t} for s, t in product((True, False), repeat=2)]
+        extra = [
+            {"swap_ab": s, "tma": t, "tail": n}
+            for s, t, n in product((True, False), (True, False), (0, 32))
+        ]
     return [
         MoeConfig(rows=r, columns=c, depth=d, warps=w, stages=s, **more)
         for (r, c, d, w, s), more in product(shapes, extra)
-        if r * c <= 128 * 256
+        if r * c <= 128 * 256 and more.get("tail", 0) < r
     ]
 
 
@@ -188,12 +192,14 @@ def wanted(stored: Any, bits: int, part: int, rows: Tensor, ids_TK: Tensor) -> T
     return out
 
 
-def moe_cases(sizes: Sizes) -> Iterator[Case]:
-    """Both GEMMs of the experts, for a canvas and for a long prefill."""
+def moe_cases(
+    sizes: Sizes, tokens_of: Sequence[int] | None = None, bits_of: Sequence[int] = (16, 8, 4)
+) -> Iterator[Case]:
+    """Both GEMMs of the experts, for a canvas, for two, and for sixteen or a long prefill."""
     config, length = sizes.config, sizes.config.canvas_length
     top_k, count = config.top_k_experts, config.num_experts
-    tokens_of = (length,) if INTERPRETED else (length, 2 * length, 16 * length)
-    for tokens, bits, part in product(tokens_of, (16, 8, 4), (0, 1)):
+    usual = (length,) if INTERPRETED else (length, 2 * length, 16 * length)
+    for tokens, bits, part in product(tokens_of or usual, bits_of, (0, 1)):
         width = (config.hidden_size, config.moe_intermediate_size)[part]
         x = sizes.normal(tokens if part == 0 else tokens * top_k, width)
         rows, scale = quantize(x) if bits == 8 else (x, None)  # type: ignore[assignment]
@@ -480,9 +486,12 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each case")
     parser.add_argument("--top", type=int, default=5)
     parser.add_argument("--limit", type=int, default=64, help="configs of each case")
+    parser.add_argument("--tokens", nargs="+", type=int, help="of moe; default: three sizes")
+    parser.add_argument("--bits", nargs="+", type=int, default=[16, 8, 4], help="of moe's weights")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes in Triton's interpreter")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
+    cases = {**CASES, "moe": partial(moe_cases, tokens_of=arguments.tokens, bits_of=arguments.bits)}
     unknown = set(arguments.kernels) - set(CASES)
     if unknown:
         parser.error(f"no such kernel: {', '.join(sorted(unknown))}")
@@ -492,7 +501,7 @@ def main(given: Sequence[str] | None = None) -> None:
     results = []
     for name in arguments.kernels or CASES:
         try:
-            for case in CASES[name](sizes):
+            for case in cases[name](sizes):
                 results.append(sweep(case, arguments))
         except Exception as error:  # one kernel that fails must not end the others
             print(f"BROKEN {name}: {type(error).__name__}: {str(error)[:1000]}", flush=True)

@@ -101,6 +101,33 @@ def test_canvases_of_different_lengths_share_a_pass(
     run_both(mine, want, [new_state(0, sampler, length=2), new_state(1, sampler, length=4)], [5, 7])
 
 
+def test_short_canvases_have_short_passes_until_a_long_one_joins(
+    model: Gemma, want: ReferenceBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a commit of a whole block, in two segments; the third step is of both lengths."""
+    monkeypatch.setattr("dgemma.backends.cuda.backend.SHORT_LENGTH", 2)
+    mine, sampler = CudaBackend(model), Sampler(max_denoising_steps=STEPS)
+    sides = []
+    for backend in (mine, want):
+        caches = [small.cache(model, n) for n in (5, 7, 4)]
+        states = [new_state(seed, sampler, length=2 + 2 * (seed == 2)) for seed in range(3)]
+        inputs = [ForwardInput(cache=caches[0], tokens=(5, 9, 2, 7), state=states[0])]
+        inputs += [ForwardInput(cache=caches[1], state=states[1])]
+        for number in range(STEPS):
+            outputs = backend.run(inputs)
+            inputs = [
+                ForwardInput(cache=item.cache, state=output.state)
+                for item, output in zip(inputs, outputs, strict=True)
+            ]
+            inputs += [ForwardInput(cache=caches[2], state=states[2])] * (number == 1)
+        sides.append([output.state for output in outputs] + [inputs[2].state])
+    for got, wanted in zip(*sides, strict=True):
+        same(got, wanted)
+    assert [*mine.pools] == [2, 4]
+    assert set(mine.pools[2].passes) == {(2, 2), (2, 0)}
+    assert set(mine.pool.passes) == {(3, 0)}
+
+
 def test_a_rule_without_a_kernel_runs_on_the_host_in_the_same_pass(
     mine: CudaBackend, want: ReferenceBackend
 ) -> None:
@@ -236,7 +263,7 @@ def test_a_row_that_left_comes_back_as_it_was(mine: CudaBackend, want: Reference
         (first,) = backend.run([ForwardInput(cache=caches[0], state=new_state(0, sampler))])
         backend.run([ForwardInput(cache=caches[1], state=new_state(1, sampler))])
         if isinstance(backend, CudaBackend):
-            backend.residents = [None] * len(backend.residents)
+            backend.pool.residents = [None] * backend.max_batch_size
         (second,) = backend.run([ForwardInput(cache=caches[0], state=first.state)])
         found.append(second.state)
     same(*found)
@@ -244,7 +271,7 @@ def test_a_row_that_left_comes_back_as_it_was(mine: CudaBackend, want: Reference
 
 def test_more_steps_than_the_buffers_hold_make_larger_ones(model: Gemma) -> None:
     mine = CudaBackend(model)
-    before = mine.buffers.max_steps
+    before = mine.max_steps
     sampler = Sampler(max_denoising_steps=before + 3)
     cache = small.cache(model, 5)
     (output,) = mine.run([ForwardInput(cache=cache, state=new_state(0, sampler))])
@@ -252,7 +279,7 @@ def test_more_steps_than_the_buffers_hold_make_larger_ones(model: Gemma) -> None
         [ForwardInput(cache=cache, state=new_state(0, sampler))]
     )
     same(output.state, wanted.state)
-    assert mine.buffers.max_steps > before + 3
+    assert mine.max_steps > before + 3
 
 
 def test_passes_that_others_drive_agree(mine: CudaBackend, want: ReferenceBackend) -> None:

@@ -21,6 +21,7 @@ CONFIGS = {
     "swapped": replace(CONFIG, swap_ab=True),
     "deep": replace(CONFIG, depth=32),
     "tma": replace(CONFIG, tma=True, swap_ab=True),
+    "tail": replace(CONFIG, rows=32, tail=16),
 }
 
 
@@ -49,7 +50,7 @@ def by_tile(
 
 @pytest.mark.parametrize(
     ("tokens", "bias", "name"),
-    [(1, 0.0, "plain"), (7, 0.0, "deep"), (21, 9.0, "swapped"), (7, 0.0, "tma")],
+    [(1, 0.0, "plain"), (7, 0.0, "deep"), (21, 9.0, "swapped"), (7, 0.0, "tma"), (40, 9.0, "tail")],
 )
 def test_experts_agree_with_their_definition(tokens: int, bias: float, name: str) -> None:
     x, ids, weight, *weights = case(tokens, torch.float32, bias=bias)

@@ -260,4 +260,4 @@ def test_where_few_tokens_do_not_hold_a_position_the_whole_vocabulary_is_taken(
         if number == 0:  # after the last step nothing is conditioned
             assert a.soft_LD is not None and b.soft_LD is not None
             torch.testing.assert_close(a.soft_LD, b.soft_LD, atol=1e-4, rtol=1e-4)
-    assert mine.denoises[1, 0].is_sparse is False
+    assert mine.pool.passes[1, 0].is_sparse is False

@@ -10,17 +10,15 @@ L tokens of a segment, V vocabulary.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from weakref import ref
+from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dgemma.backends.base import ForwardInput, ForwardOutput
+from dgemma.backends.cuda.canvas_pool import MAX_COMMITS, CanvasPool, Commit
 from dgemma.backends.cuda.device import current_device
-from dgemma.backends.cuda.graphs import CANVAS_BUCKETS, COMMIT_BUCKETS, GraphBuffers, Graphs, bucket
+from dgemma.backends.cuda.graphs import CANVAS_BUCKETS, COMMIT_BUCKETS, Graphs, bucket
 from dgemma.backends.cuda.kernels.sampler_update import MAX_LENGTH
 from dgemma.backends.cuda.passes import (
     DecodeRunner,
@@ -36,37 +34,14 @@ from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import EntropyBound
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma, soft_cap
-from dgemma.model.kv_cache import KVCache
 
-MAX_BATCH_SIZE, MAX_COMMITS = CANVAS_BUCKETS[-1], COMMIT_BUCKETS[-1]  # of one pass
+MAX_BATCH_SIZE = CANVAS_BUCKETS[-1]  # canvases of one pass
+SHORT_LENGTH = 128  # canvases up to it, and commits without a canvas, are not padded beyond it
 MIN_STEPS = 64  # initial size of the noise buffers
 MIN_FILLED = 0.25  # of a captured pass of commits, for texts to be encoded by it
 SMALL_GPU, SMALL_BATCH_SIZE = 40e9, 4  # bytes of memory below which a pass has fewer canvases
 
 logger = logging.getLogger("dgemma")
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """The canvas in an entry of the buffers, and the state of its KV cache at that time."""
-
-    canvas: Canvas
-    cache: "ref[KVCache]"
-    length: int
-    num_moves: int
-
-    def is_current(self, state: CanvasState, cache: KVCache) -> bool:
-        is_same = self.canvas is state.canvas and self.cache() is cache
-        return is_same and (self.length, self.num_moves) == (cache.length, cache.num_moves)
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Up to L tokens of one sequence, to be committed."""
-
-    cache: KVCache
-    start: int
-    tokens: tuple[int, ...]
 
 
 class CudaBackend:
@@ -86,17 +61,29 @@ class CudaBackend:
         self.decoder = DecodeRunner(self.passes, self.graphs)
 
     def _allocate(self, max_steps: int) -> None:
-        """Allocate the buffers; captures of other buffers are dropped."""
+        """Allocate the static buffers; captures of others are dropped."""
         self.graphs.clear()
-        self.denoises: dict[tuple[int, int], DenoisePass] = {}
-        self.residents: list[Resident | None] = [None] * self.max_batch_size
-        self.buffers = GraphBuffers(
-            self.model,
-            length=self.length,
-            num_canvases=self.max_batch_size,
-            num_commits=MAX_COMMITS,
-            max_steps=max_steps,
-        )
+        self.max_steps = max_steps
+        self.pools = {
+            length: CanvasPool(
+                self.passes,
+                length=length,
+                num_canvases=self.max_batch_size,
+                max_steps=max_steps,
+            )
+            for length in sorted({min(SHORT_LENGTH, self.length), self.length})
+        }
+
+    @property
+    def pool(self) -> CanvasPool:
+        """The pool of whole canvases."""
+        return self.pools[self.length]
+
+    def _pool_for(self, inputs: Sequence[ForwardInput]) -> CanvasPool:
+        """Return the pool of the shortest segments that hold all canvases; or else, all texts."""
+        canvases = [item.state.canvas.length for item in inputs if item.state is not None]
+        longest = max(canvases or [len(item.tokens) for item in inputs], default=0)
+        return next((p for length, p in self.pools.items() if longest <= length), self.pool)
 
     def run(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
         lengths = [(item.cache, item.cache.length) for item in inputs]
@@ -115,18 +102,20 @@ class CudaBackend:
         stepping, drawing = [], []
         commits: list[Commit] = []
         inputs = [self._commit_images(item) for item in inputs]
+        self._ensure_steps(inputs)
+        pool = self._pool_for(inputs)
         for index, item in enumerate(inputs):
             if not self._can_run(item):
                 (outputs[index],) = self._run_by_reference(item)
                 continue
-            commits += self._commits(item)
+            commits += self._commits(pool, item)
             if item.state is not None:
                 stepping.append(index)
             elif item.draw is not None:
                 drawing.append(index)
             else:
                 outputs[index] = ForwardOutput()
-        stepped = self._step([inputs[i] for i in stepping], commits)
+        stepped = self._step(pool, [inputs[i] for i in stepping], commits)
         for index, state in zip(stepping, stepped, strict=True):
             outputs[index] = ForwardOutput(state=state)
         for item in filter(self._can_run, inputs):
@@ -136,8 +125,19 @@ class CudaBackend:
             outputs[index] = output
         return [output for output in outputs if output is not None]
 
+    def _ensure_steps(self, inputs: Sequence[ForwardInput]) -> None:
+        """Make larger buffers where a canvas takes more steps than they have noise for."""
+        steps = [item.state.sampler.max_denoising_steps for item in inputs if item.state]
+        if max(steps, default=0) > self.max_steps:
+            self._allocate(2 * max(steps))
+
     def _can_run(self, item: ForwardInput) -> bool:
-        """False if the kernels cannot address the keys: a shared prefix with a shared prefix."""
+        """False if the kernels cannot address the keys: a shared prefix with a shared prefix.
+
+        Nor can they draw after a picture, whose tokens the reference commits.
+        """
+        if item.draw is not None and item.images and item.images[-1].end == len(item.tokens):
+            return False
         prefix = item.cache.shared_prefix
         return prefix is None or prefix.shared_prefix is None
 
@@ -155,131 +155,71 @@ class CudaBackend:
 
     def _run_by_reference(self, item: ForwardInput) -> list[ForwardOutput]:
         if not self._has_warned:
-            logger.warning("a nested shared prefix runs on the reference backend, uncaptured")
+            logger.warning(
+                "a nested shared prefix, or a draw after a picture, runs on the reference backend, "
+                "uncaptured"
+            )
         self._has_warned = True
         return self.reference.run([item])
 
     # --- canvases and commits
 
-    def _commits(self, item: ForwardInput) -> list[Commit]:
+    def _commits(self, pool: CanvasPool, item: ForwardInput) -> list[Commit]:
         """Split the tokens to commit into segments, but for the last of a draw (`DecodeRunner`)."""
         tokens, cache = item.tokens, item.cache
         canvas = 0 if item.state is None else item.state.canvas.length
         cache.reserve(len(tokens) + canvas)
         if item.draw is not None:
             tokens = tokens[:-1]
-        pieces = range(0, len(tokens), self.length)
-        return [
-            Commit(cache, cache.length + begin, tokens[begin : begin + self.length])
-            for begin in pieces
-        ]
+        return pool.pieces(cache, cache.length, tokens)
 
-    def _step(self, stepping: Sequence[ForwardInput], commits: list[Commit]) -> list[CanvasState]:
+    def _step(
+        self, pool: CanvasPool, stepping: Sequence[ForwardInput], commits: list[Commit]
+    ) -> list[CanvasState]:
         """Step all canvases, in passes of at most `max_batch_size`; commits join the first."""
         while len(commits) > MAX_COMMITS:
-            self._pass([], commits[:MAX_COMMITS])
+            self._pass(pool, [], commits[:MAX_COMMITS])
             commits = commits[MAX_COMMITS:]
         if not stepping:
             if commits:
-                self._pass([], commits)
+                self._pass(pool, [], commits)
             return []
         states: list[CanvasState] = []
         for begin in range(0, len(stepping), self.max_batch_size):
-            states += self._pass(stepping[begin : begin + self.max_batch_size], commits)
+            batch = stepping[begin : begin + self.max_batch_size]
+            states += self._pass(pool, batch, commits)
             commits = []
         return states
 
     def _pass(
-        self, stepping: Sequence[ForwardInput], commits: Sequence[Commit]
+        self, pool: CanvasPool, stepping: Sequence[ForwardInput], commits: Sequence[Commit]
     ) -> list[CanvasState]:
-        entries = self._place(stepping)
+        entries = pool.place(stepping)
         canvases = bucket(len(stepping), CANVAS_BUCKETS) if stepping else 0
-        padding = [self.buffers.padding]
-        num_commits = bucket(len(commits), COMMIT_BUCKETS)
-        first = self.buffers.first_commit
-        named = [*entries, *padding * (canvases - len(entries))]
-        named += [*range(first, first + len(commits)), *padding * (num_commits - len(commits))]
-        if commits:
-            self.buffers.write_commits(self._meta(commits))
-        self.buffers.set_entries(named)
+        padding = [pool.buffers.padding] * (canvases - len(entries))
+        committing = pool.write_commits(commits)
+        pool.buffers.set_entries([*entries, *padding, *committing])
         for entry in entries:  # if the pass fails, its canvases are loaded again
-            self.residents[entry] = None
-        denoise = self._denoise_pass(canvases, num_commits)
-        self.graphs.run(("step", canvases, num_commits), denoise.step)
-        if not stepping:
-            return []
-        return self._finish(denoise, stepping, entries, (canvases, num_commits))
-
-    def _denoise_pass(self, canvases: int, commits: int) -> DenoisePass:
-        key = (canvases, commits)
-        if key not in self.denoises:
-            self.denoises[key] = DenoisePass(self.passes, self.buffers, canvases, commits)
-        return self.denoises[key]
-
-    def _meta(self, commits: Sequence[Commit]) -> NDArray[np.int64]:
-        buffers = self.buffers
-        meta_KM = np.zeros((len(commits), buffers.meta_EM.shape[1]), dtype=np.int64)
-        for meta_M, commit in zip(meta_KM, commits, strict=True):
-            count = len(commit.tokens)
-            table_X6 = commit.cache.kv_table(commit.start, count)
-            assert table_X6 is not None
-            head = buffers.table_size
-            meta_M[:head], meta_M[head : head + 2] = table_X6.ravel(), (commit.start, count)
-            # Padded with the same tokens, which spread over the experts as a prompt does.
-            meta_M[head + 2 :] = np.resize(np.array(commit.tokens), self.length)
-        return meta_KM
-
-    def _place(self, stepping: Sequence[ForwardInput]) -> list[int]:
-        """Load all canvases into entries; those unchanged since the last step stay."""
-        max_steps = max(
-            (item.state.sampler.max_denoising_steps for item in stepping if item.state), default=0
-        )
-        if max_steps > self.buffers.max_steps:
-            self._allocate(2 * max_steps)
-        entries: list[int | None] = [self._resident(item) for item in stepping]
-        taken = {entry for entry in entries if entry is not None}
-        # Free entries first: canvases of another batch may return to theirs.
-        by_use = sorted(
-            range(self.max_batch_size), key=lambda entry: self.residents[entry] is not None
-        )
-        free = iter([entry for entry in by_use if entry not in taken])
-        for index, item in enumerate(stepping):
-            if entries[index] is not None:
-                continue
-            entry = entries[index] = next(free)
-            state, cache = item.state, item.cache
-            assert state is not None
-            start = cache.length + len(item.tokens)
-            table_X6 = cache.kv_table(start, state.canvas.length)
-            assert table_X6 is not None
-            self.residents[entry] = None
-            self.buffers.write_kv_table(entry, table_X6, start, state.canvas.length)
-            self.buffers.load(entry, state.canvas, state.sampler, state.noise)
-        return [entry for entry in entries if entry is not None]
-
-    def _resident(self, item: ForwardInput) -> int | None:
-        state = item.state
-        assert state is not None
-        for entry, resident in enumerate(self.residents):
-            if resident is not None and resident.is_current(state, item.cache) and not item.tokens:
-                return entry
-        return None
+            pool.residents[entry] = None
+        denoise = pool.pass_of(canvases, len(committing))
+        self.graphs.run(("step", denoise), denoise.step)
+        return self._finish(pool, stepping, entries, denoise) if stepping else []
 
     def _finish(
         self,
-        denoise: DenoisePass,
+        pool: CanvasPool,
         stepping: Sequence[ForwardInput],
         entries: list[int],
-        key: tuple[int, int],
+        denoise: DenoisePass,
     ) -> list[CanvasState]:
         """Read the flags, update on the host, compute soft embeddings, and copy canvases out."""
         states = [item.state for item in stepping if item.state is not None]
         self._synchronize()
-        flags = self.buffers.flags_E2[entries].tolist()
+        flags = pool.buffers.flags_E2[entries].tolist()
         host_states = [
             (i, entries[i], state) for i, state in enumerate(states) if _needs_host(state)
         ]
-        updated = self._update_on_host(denoise, host_states)
+        updated = self._update_on_host(pool, denoise, host_states)
         for index, canvas in updated.items():
             flags[index][0] = bool(canvas.converged)
         continuing = [
@@ -290,14 +230,17 @@ class CudaBackend:
         if continuing:
             sparse = all(covers_mass for _, covers_mass in continuing)
             name = "sparse" if sparse else "dense"
-            if self.graphs.is_captured(("step", *key)):
-                self.graphs.run((name, *key), lambda: denoise.soft_embed(sparse=sparse))
+            if self.graphs.is_captured(("step", denoise)):
+                self.graphs.run((name, denoise), lambda: denoise.soft_embed(sparse=sparse))
             else:  # an eager step leaves its statistics at another address each time
                 denoise.soft_embed(sparse=sparse)
-        return self._copy_out(stepping, entries, flags, updated)
+        return pool.copy_out(stepping, entries, flags, updated)
 
     def _update_on_host(
-        self, denoise: DenoisePass, states: Sequence[tuple[int, int, CanvasState]]
+        self,
+        pool: CanvasPool,
+        denoise: DenoisePass,
+        states: Sequence[tuple[int, int, CanvasState]],
     ) -> dict[int, Canvas]:
         """Apply rules and constraints that have no kernel, on host tensors.
 
@@ -311,7 +254,7 @@ class CudaBackend:
         names = PositionStats.__slots__
         columns = torch.stack([getattr(stats.merged, name).double() for name in names]).cpu()
         for index, entry, state in states:
-            canvas, first = state.canvas, index * self.length
+            canvas, first = state.canvas, index * pool.length
             here = zip(names, columns[:, first : first + canvas.length], strict=True)
             tokens = ("draw_T", "top_T")
             position_stats = PositionStats(
@@ -324,34 +267,8 @@ class CudaBackend:
 
             host_state = replace(state, canvas=on_host(canvas), noise=state.noise.on_host())
             updated[index] = update_canvas(host_state, position_stats, logits_at)
-            self.buffers.write_state(entry, updated[index])
+            pool.buffers.write_state(entry, updated[index])
         return updated
-
-    def _copy_out(
-        self,
-        stepping: Sequence[ForwardInput],
-        entries: list[int],
-        flags: list[list[bool]],
-        updated: dict[int, Canvas],
-    ) -> list[CanvasState]:
-        buffers, states = self.buffers, []
-        entry_C = buffers.entry_I[: len(entries)]
-        state_CB, soft_CLD = (
-            x.index_select(0, entry_C) for x in (buffers.state_EB, buffers.soft_ELD)
-        )
-        for index, (item, entry) in enumerate(zip(stepping, entries, strict=True)):
-            state, cache = item.state, item.cache
-            assert state is not None
-            canvas = updated.get(index) or buffers.canvas(state_CB[index], state.canvas)
-            converged = torch.tensor(
-                flags[index][0]
-            )  # known on the host: reading it does not synchronize
-            soft_LD = soft_CLD[index, : canvas.length]
-            canvas = replace(canvas, soft_LD=soft_LD, converged=converged, reopened_L=None)
-            end = cache.length + len(item.tokens)
-            self.residents[entry] = Resident(canvas, ref(cache), end, cache.num_moves)
-            states.append(replace(state, canvas=canvas))
-        return states
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -375,33 +292,19 @@ class CudaBackend:
         return outputs
 
     def encode(self, tokens_T: Tensor, batch: ForwardBatch) -> Tensor:
-        commits = self._encoded(tokens_T, batch)
+        longest = max(segment.count for segment in batch.segments)
+        pool = next((p for length, p in self.pools.items() if longest <= length), self.pool)
+        commits = _encoded(pool, tokens_T, batch)
         if commits is None:
             return self.forward(self.model.embed(tokens_T), batch)
         with torch.inference_mode(), current_device(self.device):
-            self._pass([], commits)
-            hidden_TD = self.denoises[0, bucket(len(commits), COMMIT_BUCKETS)].hidden_TD
+            self._pass(pool, [], commits)
+            hidden_TD = pool.pass_of(0, bucket(len(commits), COMMIT_BUCKETS)).hidden_TD
             assert hidden_TD is not None
             rows = [
-                k * self.length + i for k, c in enumerate(commits) for i in range(len(c.tokens))
+                k * pool.length + i for k, c in enumerate(commits) for i in range(len(c.tokens))
             ]
             return hidden_TD[torch.tensor(rows, device=self.device)]
-
-    def _encoded(self, tokens_T: Tensor, batch: ForwardBatch) -> list[Commit] | None:
-        """Cut a batch of commits into segments of a captured pass; None if it does not fit one."""
-        pieces = sum(-(-segment.count // self.length) for segment in batch.segments)
-        is_causal = all(segment.commit for segment in batch.segments)
-        if not is_causal or pieces > MAX_COMMITS or batch.kv_table() is None:
-            return None
-        if MIN_FILLED * bucket(pieces, COMMIT_BUCKETS) * self.length > len(tokens_T):
-            return None  # mostly padding: eager segments of the right length are cheaper
-        tokens, commits = tokens_T.tolist(), []
-        for segment, start in zip(batch.segments, batch.starts, strict=True):
-            text, tokens = tokens[: segment.count], tokens[segment.count :]
-            for begin in range(0, len(text), self.length):
-                piece = tuple(text[begin : begin + self.length])
-                commits.append(Commit(segment.cache, start + begin, piece))
-        return commits
 
     def forward(self, embeds_TD: Tensor, batch: ForwardBatch) -> Tensor:
         with current_device(self.device):
@@ -409,6 +312,21 @@ class CudaBackend:
             if table is None or torch.is_grad_enabled():
                 return self.reference.forward(embeds_TD, batch)
             return run_segments(self.passes, embeds_TD, batch, table)
+
+
+def _encoded(pool: CanvasPool, tokens_T: Tensor, batch: ForwardBatch) -> list[Commit] | None:
+    """Cut a batch of commits into segments of a captured pass; None if it does not fit one."""
+    pieces = sum(-(-segment.count // pool.length) for segment in batch.segments)
+    is_causal = all(segment.commit for segment in batch.segments)
+    if not is_causal or pieces > MAX_COMMITS or batch.kv_table() is None:
+        return None
+    if MIN_FILLED * bucket(pieces, COMMIT_BUCKETS) * pool.length > len(tokens_T):
+        return None  # mostly padding: eager segments of the right length are cheaper
+    tokens, commits = tokens_T.tolist(), list[Commit]()
+    for segment, start in zip(batch.segments, batch.starts, strict=True):
+        text, tokens = tokens[: segment.count], tokens[segment.count :]
+        commits += pool.pieces(segment.cache, start, text)
+    return commits
 
 
 def max_batch_size(device: torch.device) -> int:

@@ -106,6 +106,7 @@ class MoeConfig:
     stages: int = 3
     swap_ab: bool = False  # weights on the left, the tall side of the MMA
     tma: bool = False  # weights by TMA
+    tail: int = 0  # rows of an expert's last block, if no more are left; not of NVFP4
     registers: int | None = None  # at most, per thread: raises occupancy
     one_dot: bool = False  # NVFP4 only: a step's depth in one MMA instead of four
     unroll: int = 1  # NVFP4 only: steps per loop iteration
@@ -121,7 +122,9 @@ class MoeConfigs:
 
 
 def _without_tma(configs: MoeConfigs) -> MoeConfigs:
-    gate_up, down = (replace(c, swap_ab=False, tma=False) for c in (configs.gate_up, configs.down))
+    gate_up, down = (
+        replace(c, swap_ab=False, tma=False, tail=0) for c in (configs.gate_up, configs.down)
+    )
     return replace(configs, gate_up=gate_up, down=down)
 
 
@@ -139,13 +142,17 @@ MOE_16: MoeTable = (
         max_rows=24,
     ),
     MoeConfigs(
-        MoeConfig(rows=64, columns=64, depth=64),
-        MoeConfig(rows=64, columns=128, depth=64),
+        MoeConfig(rows=64, columns=64, depth=64, tail=32),
+        MoeConfig(rows=64, columns=128, depth=64, tail=32),
         max_rows=96,
     ),
     MoeConfigs(
-        MoeConfig(rows=128, columns=128, depth=64, warps=8, stages=4, swap_ab=True, tma=True),
-        MoeConfig(rows=256, columns=128, depth=64, warps=8, stages=4, swap_ab=True, tma=True),
+        MoeConfig(
+            rows=128, columns=128, depth=64, warps=8, stages=4, swap_ab=True, tma=True, tail=32
+        ),
+        MoeConfig(
+            rows=256, columns=128, depth=64, warps=8, stages=4, swap_ab=True, tma=True, tail=64
+        ),
     ),
 )
 
@@ -161,13 +168,13 @@ MOE_8: MoeTable = (
         max_rows=24,
     ),
     MoeConfigs(
-        MoeConfig(rows=64, columns=64, depth=128, tma=True),
-        MoeConfig(rows=64, columns=128, depth=128, tma=True),
+        MoeConfig(rows=64, columns=64, depth=128, tma=True, tail=32),
+        MoeConfig(rows=64, columns=128, depth=128, tma=True, tail=32),
         max_rows=96,
     ),
     MoeConfigs(
-        MoeConfig(rows=128, columns=64, depth=128, swap_ab=True, tma=True),
-        MoeConfig(rows=128, columns=128, depth=128, tma=True),
+        MoeConfig(rows=128, columns=64, depth=128, swap_ab=True, tma=True, tail=32),
+        MoeConfig(rows=128, columns=128, depth=128, tma=True, tail=32),
     ),
 )
 
@@ -197,7 +204,7 @@ SMALL_MOE_16: MoeTable = (
         MoeConfig(rows=32, columns=64, depth=64, stages=4),
         max_rows=24,
     ),
-    MOE_16[2],
+    _without_tma(MOE_16[2]),
     MoeConfigs(
         MoeConfig(rows=128, columns=64, depth=64, warps=8),
         MoeConfig(rows=128, columns=128, depth=64, warps=8),

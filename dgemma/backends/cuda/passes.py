@@ -188,7 +188,8 @@ class DenoisePass:
     def logit_stats(self, hidden_TD: Tensor) -> StepStats:
         model, buffers, rows = self.model, self.buffers, len(hidden_TD)
         length = buffers.length
-        sizes = [count * length for count in (*LOGIT_TIERS, buffers.num_canvases)]
+        whole = model.model.config.canvas_length
+        sizes = [count * whole for count in (*LOGIT_TIERS, buffers.num_canvases)]
         raw_TV = model.logits_buffer(rows, sizes)
         lm_head(hidden_TD, lm_head_of(model.model.embed_tokens), raw_TV)
         query = TokenQuery(

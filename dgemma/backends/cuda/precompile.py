@@ -7,7 +7,7 @@ filled is zero. Whatever fails here is compiled when it is first launched.
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgemma.backends.cuda.backend import CudaBackend
+from dgemma.backends.cuda.canvas_pool import CanvasPool
 from dgemma.backends.cuda.graphs import CANVAS_BUCKETS, COMMIT_BUCKETS
 from dgemma.backends.cuda.kernels.common import compile_only
 from dgemma.backends.cuda.passes import MAX_SEQUENCES, DecodePass, DenoisePass
@@ -29,6 +30,7 @@ MAX_WAIT = 60.0  # seconds; a launch that waits for its own compilation must not
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # Batches whose kernels a first start compiles: (canvases, commits).
 BATCHES = ((1, 0), (1, 1), (0, 1), (0, 4), (2, 0), (4, 0), (8, 0), (16, 0), (16, 1))
+SHORT_BATCHES = ((1, 0), (8, 0), (8, 1), (0, 8))  # of short segments
 
 logger = logging.getLogger("dgemma")
 
@@ -80,17 +82,25 @@ def _run_passes(model: Gemma) -> None:
 
 
 def _passes(backend: CudaBackend) -> Iterator[Callable[[], object]]:
-    for canvases, commits in BATCHES:
+    short = [(pool, SHORT_BATCHES) for pool in backend.pools.values() if pool is not backend.pool]
+    for pool, batches in ((backend.pool, BATCHES), *short):
+        yield from _denoising(backend, pool, batches)
+    for count in (1, 4, MAX_SEQUENCES):
+        yield DecodePass(backend.passes, backend.decoder.buffers, count).step
+
+
+def _denoising(
+    backend: CudaBackend, pool: CanvasPool, batches: Sequence[tuple[int, int]]
+) -> Iterator[Callable[[], object]]:
+    for canvases, commits in batches:
         if canvases > backend.max_batch_size or (canvases and backend.passes.self_cond is None):
             continue
         assert canvases in (0, *CANVAS_BUCKETS) and commits in COMMIT_BUCKETS
-        denoise = DenoisePass(backend.passes, backend.buffers, canvases, commits)
+        denoise = DenoisePass(backend.passes, pool.buffers, canvases, commits)
         yield denoise.step
         if canvases:
             yield partial(denoise.soft_embed, sparse=True)
             yield partial(denoise.soft_embed, sparse=False)
-    for count in (1, 4, MAX_SEQUENCES):
-        yield DecodePass(backend.passes, backend.decoder.buffers, count).step
 
 
 class Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]

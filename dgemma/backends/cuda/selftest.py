@@ -310,11 +310,11 @@ def _dense_wrong(
     compare: Comparison, backend: CudaBackend, want: CanvasState, gap_L: Tensor
 ) -> str:
     """Compare the mean over the whole vocabulary where the last step used candidates alone."""
-    last = backend.denoises[2, 0]
+    last = backend.pool.passes[2, 0]
     if last.is_sparse is False:
         return ""  # compared already, and the logits may be overwritten
     last.soft_embed(sparse=False)
-    soft_LD = backend.buffers.soft_ELD[int(last.entry_C[1])]
+    soft_LD = backend.pool.buffers.soft_ELD[int(last.entry_C[1])]
     assert want.canvas.soft_LD is not None
     return compare.relative(DENSE_SOFT, soft_LD, want.canvas.soft_LD, compare.bounds.soft, gap_L)
 

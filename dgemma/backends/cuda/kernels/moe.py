@@ -162,6 +162,7 @@ def _kwargs(config: MoeConfig, *, is_fp8: bool) -> dict[str, Any]:
         "BM": config.rows,
         "BN": config.columns,
         "BK": config.depth,
+        "TAIL": config.tail,
         "SWAP_AB": config.swap_ab,
         "TMA": config.tma,
         "num_warps": config.warps,
@@ -277,47 +278,90 @@ def _grouped_gemm(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    TAIL: tl.constexpr,
     SWAP_AB: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GATED: gelu(gate) * up of tokens, whose weights are [2 N, K]; otherwise of assignments."""
+    """GATED: gelu(gate) * up of tokens, whose weights are [2 N, K]; otherwise of assignments.
+
+    An expert's last block takes tiles of TAIL rows if that is enough: under even routing the number
+    of rows is often just above a multiple of BM.
+    """
     gdc_wait(PDL)
     tiles: tl.constexpr = (N + BN - 1) // BN
     columns = (tl.program_id(0) % tiles) * BN
     expert, begin, count = row_block(count_E, tl.program_id(0) // tiles, E, P, BM)
+    slots = assignment_ES + expert * capacity
+    left = count - begin
+    if left > TAIL:
+        _expert_tile(
+            x, weights, out, row_scale, column_scale, slots, expert, begin, count, columns,
+            GATED, HAS_SCALES, TOP_K, K, N, BM, BN, BK, SWAP_AB, TMA,
+        )  # fmt: skip
+    elif TAIL > 0:
+        if left > 0:
+            _expert_tile(
+                x, weights, out, row_scale, column_scale, slots, expert, begin, count, columns,
+                GATED, HAS_SCALES, TOP_K, K, N, TAIL, BN, BK, True, TMA,
+            )  # fmt: skip
+
+
+@triton.jit
+def _expert_tile(
+    x,
+    weights,
+    out,
+    row_scale,
+    column_scale,
+    slots,
+    expert,
+    begin,
+    count,
+    columns,
+    GATED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Compute BM rows of an expert, from `begin` on, by BN of its outputs."""
     first = expert * (2 * N if GATED else N)
     n = columns + tl.arange(0, BN)
-    if begin < count:
-        m = begin + tl.arange(0, BM)
-        is_row = m < count
-        assignment = tl.load(assignment_ES + expert * capacity + m, mask=is_row, other=0)
-        row = assignment // TOP_K if GATED else assignment
-        if SWAP_AB:
-            total = tl.zeros((BN, BM), dtype=tl.float32)
-            ups = tl.zeros((BN, BM), dtype=tl.float32)
-        else:
-            total = tl.zeros((BM, BN), dtype=tl.float32)
-            ups = tl.zeros((BM, BN), dtype=tl.float32)
-        for offset in range(0, K, BK):
-            rows = _load_rows(x, row, is_row, offset, K, BK)
-            tile = _load_weight(weights, first, columns, offset, N, K, BN, BK, TMA)
-            if GATED:
-                up_tile = _load_weight(weights, first + N, columns, offset, N, K, BN, BK, TMA)
-            total = _dot(rows, tile, total, SWAP_AB)
-            if GATED:
-                ups = _dot(rows, up_tile, ups, SWAP_AB)
-        if SWAP_AB:
-            total = tl.trans(total)
-            ups = tl.trans(ups)
-        if HAS_SCALES:
-            scale = tl.load(row_scale + row, mask=is_row, other=0.0)[:, None]
-            total *= scale * tl.load(column_scale + first + n, mask=n < N, other=0.0)[None, :]
-            if GATED:
-                up = first + N
-                ups *= scale * tl.load(column_scale + up + n, mask=n < N, other=0.0)[None, :]
+    m = begin + tl.arange(0, BM)
+    is_row = m < count
+    assignment = tl.load(slots + m, mask=is_row, other=0)
+    row = assignment // TOP_K if GATED else assignment
+    if SWAP_AB:
+        total = tl.zeros((BN, BM), dtype=tl.float32)
+        ups = tl.zeros((BN, BM), dtype=tl.float32)
+    else:
+        total = tl.zeros((BM, BN), dtype=tl.float32)
+        ups = tl.zeros((BM, BN), dtype=tl.float32)
+    for offset in range(0, K, BK):
+        rows = _load_rows(x, row, is_row, offset, K, BK)
+        tile = _load_weight(weights, first, columns, offset, N, K, BN, BK, TMA)
         if GATED:
-            total = gelu_mul(total, ups)
-        at = assignment.to(tl.int64)[:, None] * N + n[None, :]
-        is_here = is_row[:, None] & (n < N)[None, :]
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=is_here)
+            up_tile = _load_weight(weights, first + N, columns, offset, N, K, BN, BK, TMA)
+        total = _dot(rows, tile, total, SWAP_AB)
+        if GATED:
+            ups = _dot(rows, up_tile, ups, SWAP_AB)
+    if SWAP_AB:
+        total = tl.trans(total)
+        ups = tl.trans(ups)
+    if HAS_SCALES:
+        scale = tl.load(row_scale + row, mask=is_row, other=0.0)[:, None]
+        total *= scale * tl.load(column_scale + first + n, mask=n < N, other=0.0)[None, :]
+        if GATED:
+            up = first + N
+            ups *= scale * tl.load(column_scale + up + n, mask=n < N, other=0.0)[None, :]
+    if GATED:
+        total = gelu_mul(total, ups)
+    at = assignment.to(tl.int64)[:, None] * N + n[None, :]
+    is_here = is_row[:, None] & (n < N)[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_here)
