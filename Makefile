@@ -21,7 +21,7 @@ out/tiny/model.safetensors: $(READY)
 test: $(READY) lint  ## lint, types and all tests
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-replicas: $(READY)  ## two replicas on a private Ray: kills, updates, drains, open sockets
+replicas: $(READY)  ## all tests of replicas on a private Ray; `make test` leaves out those that wait long
 	DGEMMA_TEST_REPLICAS=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/scale
 
 lint: $(READY)  ## style and types

@@ -1,6 +1,5 @@
 """Tiny models are fastest on one thread, and do not fight the other core for it."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ torch.set_num_threads(1)
 
 # Files that take longest, run first: at the end one process would have them for itself.
 LONGEST_FIRST = (
+    "scale/test_replicas.py",
     "kernels/test_interpreted.py",
     "test_parity.py",
     "server/test_browser.py",
@@ -25,15 +25,11 @@ TIMEOUTS = {
     "kernels/": 420,
     "server/test_browser.py": 300,
     "server/test_openapi.py": 300,
-    "scale/test_replicas.py": 300,
+    "scale/test_replicas.py": 600,
     "train/test_distributed.py": 330,
     "test_nano.py": 300,
     "interop/": 600,
 }
-
-
-# Real Ray clusters, which start slowly and beside nothing else: `make replicas` runs them.
-collect_ignore = [] if os.environ.get("DGEMMA_TEST_REPLICAS") else ["scale/test_replicas.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,8 +14,9 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from dgemma.server.service import Settings
 
 NAME = "dgemma"
+MAX_TEMPORARY = 19  # characters: Ray's sockets add 84, and a system allows 103 or 107
 OBJECT_STORE_BYTES = 100 << 20  # replies are small
+START_SECONDS = 180  # that a part of Ray may take to start; its own limits are a quiet machine's
 logger = logging.getLogger("dgemma.scale")
 
 
@@ -45,11 +48,20 @@ def private_environment(environment: MutableMapping[str, str], directory: Path) 
         RAY_AUTH_TOKEN_PATH=str(token),
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # makes the address of the only node 127.0.0.1
         RAY_memory_monitor_refresh_ms="0",  # it would kill a replica that loads
+        RAY_gcs_server_port_wait_time_s=str(START_SECONDS),
+        RAY_agent_register_timeout_ms=str(1000 * START_SECONDS),
+        RAY_worker_register_timeout_seconds=str(START_SECONDS),
         RAY_DEDUP_LOGS="0",
         RAY_SERVE_LOG_TO_STDERR="0",
     )
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_SERVE_ENABLE_HA_PROXY"):
         environment.pop(name, None)
+
+
+def short_directory() -> str:
+    """Return a directory for temporary files with a path that Ray's sockets have room for."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= MAX_TEMPORARY else "/tmp"
 
 
 def local_options(
@@ -114,15 +126,31 @@ class Fleet:
             logger.exception("the replicas could not be replaced")
 
 
-@contextmanager
-def private_ray(options: ReplicaOptions) -> Iterator[None]:
-    """Run a Ray of our own, gone with this process."""
-    directory = Path(tempfile.mkdtemp(prefix="dgemma-"))
-    private_environment(os.environ, directory)
-    import ray
-    from ray import serve
+def wait_for_slow_node() -> None:
+    """Wait START_SECONDS for the node to register.
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    Ray waits 30 s and has no setting for it, which a machine that is busy with other work exceeds.
+    """
+    from ray._private import services
+
+    get_node = services.get_node
+    limit = time.monotonic() + START_SECONDS
+
+    def get_node_patiently(*arguments: Any) -> Any:
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() > limit:
+                    raise
+            time.sleep(0.2)
+
+    services.get_node = get_node_patiently
+
+
+def _start_ray(options: ReplicaOptions, directory: Path) -> None:
+    import ray
+
     try:
         ray.init(
             address="local",
@@ -132,17 +160,38 @@ def private_ray(options: ReplicaOptions) -> Iterator[None]:
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _temp_dir=str(directory / "ray"),  # which Ray opens to everybody, within ours
+            _temp_dir=str(directory),  # which Ray opens to everybody, within ours
         )
+    except Exception as error:  # Ray has no type for it
+        raise DgemmaError(
+            f"Ray did not start: {error}; it needs room in {directory}, 1 GiB of memory and a "
+            "machine that is not overloaded"
+        ) from None
+
+
+@contextmanager
+def private_ray(options: ReplicaOptions) -> Iterator[None]:
+    """Run a Ray of our own, gone with this process."""
+    directory = Path(tempfile.mkdtemp(prefix="dgemma-", dir=short_directory()))
+    private_environment(os.environ, directory)
+    import ray
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    wait_for_slow_node()
+    try:
+        _start_ray(options, directory / "ray")
         serve.start(
             proxy_location="Disabled",
             logging_config={"log_level": "ERROR", "enable_access_log": False},
         )
         yield
     finally:
-        with redirect_stderr(StringIO()):  # of the controller's own calls, which end with it
-            serve.shutdown()
-            ray.shutdown()
+        if ray.is_initialized():  # else Serve would start a Ray, in order to stop it
+            # What Ray prints of the controller's own calls, which end with it:
+            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+                serve.shutdown()
+                ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
 
 
