@@ -432,7 +432,7 @@ def precompile(case: Case, configs: Sequence[Config], seconds: float) -> None:
             if time.monotonic() < end:
                 _ignore_errors(lambda config=config: case.works[0](config))  # type: ignore[misc]
 
-    compile_in_parallel(submit, torch.device("cuda"))
+    compile_in_parallel(submit, torch.device("cuda", torch.cuda.current_device()))
 
 
 def _ignore_errors(work: Callable[[], object]) -> None:

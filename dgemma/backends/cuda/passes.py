@@ -303,9 +303,11 @@ class DecodePass:
         self.model, self.buffers, self.count = model, buffers, count
         device, vocab = buffers.device, model.model.config.vocab_size
         self.logits_BV = torch.zeros(count, vocab, device=device)
-        # Temperature and uniform of each sequence; then the token and its log-probability.
+        # Uniform and temperature of each sequence; then the token and its log-probability.
         self.draw_2B = torch.zeros(2, count, dtype=torch.float64, device=device)
         self.drawn_2B = torch.zeros(2, count, dtype=torch.float64, device=device)
+        self.ones_B = torch.ones(count, device=device)
+        self.held_B = torch.zeros(count, dtype=torch.long, device=device)  # of no use here
 
     def step(self) -> None:
         """Run the captured part of a pass."""
@@ -324,19 +326,19 @@ class DecodePass:
         else:
             raw_BV = hidden_BD.new_empty(self.logits_BV.shape)
             self.logits_BV.copy_(soft_cap(lm_head(hidden_BD, weight, raw_BV), cap))
-        temperature_B, uniform_B = self.draw_2B
-        top_B = self.logits_BV.argmax(-1)
+        uniform_B, temperature_B = self.draw_2B
+        # The statistics are those of temperature 1, which the log-probability is of.
         query = TokenQuery(
-            temperature_T=torch.where(temperature_B > 0, temperature_B, 1.0).float(),
-            draw_temperature_T=torch.ones_like(temperature_B, dtype=torch.float32),
+            temperature_T=self.ones_B,
+            draw_temperature_T=temperature_B.float(),
             uniform_T=uniform_B,
-            held_T=top_B,
+            held_T=self.held_B,
         )
-        stats = logit_stats.logit_stats(self.logits_BV, None, query, 1)
-        token_B = torch.where(temperature_B > 0, stats.merged.draw_T, top_B)
+        merged = logit_stats.logit_stats(self.logits_BV, None, query, 1).merged
+        token_B = merged.draw_T  # at a temperature of 0 the likeliest
         logit_B = self.logits_BV.gather(1, token_B[:, None])[:, 0]
-        logprob_B = logit_B - self.logits_BV.logsumexp(-1)
-        self.drawn_2B.copy_(torch.stack([token_B.double(), logprob_B.double()]))
+        self.drawn_2B[0] = token_B
+        self.drawn_2B[1] = logit_B - merged.peak_T - merged.total_T.log()
 
 
 class DecodeRunner:
@@ -365,7 +367,7 @@ class DecodeRunner:
         buffers.write_commits(meta_KM)
         draws = [item.draw for item in inputs if item.draw is not None]
         pairs = torch.tensor(
-            [[d.temperature for d in draws], [d.uniform for d in draws]], dtype=torch.float64
+            [[d.uniform for d in draws], [d.temperature for d in draws]], dtype=torch.float64
         )
         decode.draw_2B[:, : len(draws)].copy_(pairs, non_blocking=True)
         first = buffers.first_commit

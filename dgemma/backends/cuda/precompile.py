@@ -144,4 +144,4 @@ class CompilePool(ThreadPoolExecutor):
 def _set_device(device: torch.device) -> None:
     """A thread loads kernels onto its current device."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)

@@ -45,9 +45,13 @@ def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def quantize(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows to e4m3: scale = absmax / FP8_MAX."""
     out_TD, scale_T = _empty_rows(x_TD, fp8_out=True)
-    kwargs = {**_row_kwargs(x_TD.shape[1]), "num_warps": 4}
+    kwargs = {**_row_kwargs(x_TD.shape[1]), "num_warps": quantize_warps(x_TD.shape[1])}
     launch(_quantize, (len(x_TD),))(x_TD, out_TD, scale_T, **kwargs)
     return out_TD, scale_T
+
+
+def quantize_warps(width: int) -> int:
+    return 1 if width <= 1024 else 4
 
 
 def residual_add_norm(
