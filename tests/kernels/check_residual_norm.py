@@ -98,3 +98,15 @@ def test_rows_written_in_fp8_are_the_16_bit_ones_quantized(width: int) -> None:
         torch.testing.assert_close(scale, want.scale, atol=0, rtol=1e-6)
         assert values.dtype == torch.float8_e4m3fn
         assert torch.equal(values.float(), want.values.float())
+
+
+@pytest.mark.parametrize("many", [1000, 4])
+def test_rows_are_quantized_alone_and_several_at_a_time(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MANY_ROWS", many)
+    x_TD = normal(7, 6, 40)
+    x_TD[3] = 0.0
+    got, want = kernels.quantize(x_TD), quantize(x_TD)
+    torch.testing.assert_close(got[1], want.scale, atol=0, rtol=1e-6)
+    assert torch.equal(got[0].float(), want.values.float())

@@ -170,8 +170,9 @@ def gemm_cases() -> list[Case]:
 
 
 def quantize_cases() -> list[Case]:
-    types = {"x_TD": HALF, "out_TD": FP8, "scale_T": FLOAT}
-    return [Case("quantize", residual_norm._quantize, types, {"D": 4096, "BLOCK": 4096})]
+    types = {"x_TD": HALF, "out_TD": FP8, "scale_T": FLOAT, "rows": "i32"}
+    sizes = ({"D": 4096, "ROWS": 1, "BLOCK": 4096}, {"D": 704, "ROWS": 4, "BLOCK": 1024})
+    return [Case(f"quantize {s['ROWS']}", residual_norm._quantize, types, s) for s in sizes]
 
 
 def router_cases() -> list[Case]:

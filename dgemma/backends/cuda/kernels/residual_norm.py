@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.backends.cuda.kernels.common import (
+    FP8_MAX,
+    FP8_MIN_AMAX,
     REGISTERS,
     fp8_scale,
     gdc_wait,
@@ -24,6 +26,9 @@ from dgemma.backends.cuda.kernels.common import (
     pdl_kwargs,
     row_warps,
 )
+
+# Rows to quantize from which a program takes several: a block each costs more to start than to run.
+MANY_ROWS, MANY_ROWS_BLOCK = 8192, 4
 
 OutputRows = Tensor | tuple[Tensor, Tensor]  # 16-bit, or e4m3 values and their scales
 
@@ -45,13 +50,12 @@ def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def quantize(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows to e4m3: scale = absmax / FP8_MAX."""
     out_TD, scale_T = _empty_rows(x_TD, fp8_out=True)
-    kwargs = {**_row_kwargs(x_TD.shape[1]), "num_warps": quantize_warps(x_TD.shape[1])}
-    launch(_quantize, (len(x_TD),))(x_TD, out_TD, scale_T, **kwargs)
+    rows = MANY_ROWS_BLOCK if len(x_TD) >= MANY_ROWS else 1
+    kwargs = {**_row_kwargs(x_TD.shape[1]), "num_warps": 4}
+    launch(_quantize, (triton.cdiv(len(x_TD), rows),))(
+        x_TD, out_TD, scale_T, len(x_TD), ROWS=rows, **kwargs
+    )
     return out_TD, scale_T
-
-
-def quantize_warps(width: int) -> int:
-    return 1 if width <= 1024 else 4
 
 
 def residual_add_norm(
@@ -199,12 +203,30 @@ def _norm(
 
 
 @triton.jit
-def _quantize(x_TD, out_TD, scale_T, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _quantize(
+    x_TD,
+    out_TD,
+    scale_T,
+    rows,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     gdc_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
-    x = tl.load(x_TD + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-    _store_row(out_TD, scale_T, row, row * D + d, x, d < D, True)
+    if ROWS == 1:
+        row = tl.program_id(0).to(tl.int64)
+        x = tl.load(x_TD + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+        _store_row(out_TD, scale_T, row, row * D + d, x, d < D, True)
+    else:
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        at = row[:, None] * D + d[None, :]
+        is_in = (row < rows)[:, None] & (d < D)[None, :]
+        x = tl.load(x_TD + at, mask=is_in, other=0.0).to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(x), 1), FP8_MIN_AMAX) / FP8_MAX
+        tl.store(scale_T + row, scale, mask=row < rows)
+        tl.store(out_TD + at, (x / scale[:, None]).to(out_TD.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
