@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 def edit(
     file: Annotated[str, typer.Argument(help="A text file; - is stdin.")],
     do: Annotated[
-        str | None, typer.Option(help="What to change; without it the text is corrected.")
+        str | None,
+        typer.Option(
+            help="What to change. Without it words that the model doubts are corrected; nano finds "
+            "few mistakes."
+        ),
     ] = None,
     model: Model = "nano",
     device: Device = "auto",
@@ -54,12 +58,17 @@ def edit(
     if apply:
         check_writable(file)
     params = EditParams(
-        lines=_lines(lines), strength=strength, passes=passes, seed=seed, drafts=show
+        lines=_lines(lines),
+        strength=strength,
+        passes=passes,
+        seed=seed,
+        drafts=show or sys.stderr.isatty(),
     )
     check_edit(params)  # before a long load
     if params.lines is not None:
         line_span(text, *params.lines)
-    edited = _run(load_engine(model, device, dtype, adapter, quant), text, do, params)
+    engine = load_engine(model, device, dtype, adapter, quant)
+    edited = _run(engine, text, do, params, show=show)
     name = "stdin" if file == STDIN else Path(file).as_posix().lstrip("/")
     if apply and not (as_json and file == STDIN):
         write_text(file, edited.text, text)
@@ -67,8 +76,17 @@ def edit(
         print(json.dumps(_report(edited, name, model), ensure_ascii=False))
     elif not apply:
         print_text(edited.diff(name))
-    if not as_json and edited.text == text and sys.stderr.isatty():
-        print("nothing to change", file=sys.stderr)
+    if not as_json and edited.text == text:
+        print(f"dgemma: {_no_change(edited)}", file=sys.stderr)
+
+
+def _no_change(edited: "EditResult") -> str:
+    """Say that nothing changed, how far the model looked, and what looks further."""
+    more = "; --strength 0.8 opens more, and --lines A:B opens a selection as a whole"
+    if not edited.opened:
+        return f"nothing changed: no word was doubtful{more}"
+    kept = "the old text stayed the likeliest in all of them"
+    return f"nothing changed: {len(edited.opened)} spans were opened, and {kept}{more}"
 
 
 def _lines(option: str | None) -> tuple[int, int] | None:
@@ -81,13 +99,13 @@ def _lines(option: str | None) -> tuple[int, int] | None:
 
 
 def _run(
-    engine: "Engine", text: str, instruction: str | None, params: "EditParams"
+    engine: "Engine", text: str, instruction: str | None, params: "EditParams", *, show: bool
 ) -> "EditResult":
     from dgemma.cli.show import run_program
     from dgemma.programs.edit.edit import edit_program
 
     program = edit_program(engine, text, instruction, params)
-    return run_program(engine, program, show=params.drafts)
+    return run_program(engine, program, show=show, doing="editing")
 
 
 def _report(edited: "EditResult", name: str, model: str) -> dict[str, object]:

@@ -75,10 +75,11 @@ def fill(
         effort=effort,  # type: ignore[arg-type]  # refused below if it is not known
         prompt_style=form,  # type: ignore[arg-type]  # the same
         seed=seed,
-        drafts=show,
+        drafts=show or sys.stderr.isatty(),
     )
     check_fill(params)  # before a long load
-    filled = _run(load_engine(model, device, dtype, adapter, quant), document, params)
+    engine = load_engine(model, device, dtype, adapter, quant)
+    filled = _run(engine, document, params, show=show)
     if in_place:
         write_text(file, filled.text, text)
     if as_json:
@@ -102,11 +103,14 @@ def _lengths(lengths: list[int] | None, count: int) -> tuple[int, ...] | None:
     return tuple(lengths * count)[:count]
 
 
-def _run(engine: "Engine", document: "InfillDocument", params: "FillParams") -> "FillResult":
+def _run(
+    engine: "Engine", document: "InfillDocument", params: "FillParams", *, show: bool
+) -> "FillResult":
     from dgemma.cli.show import run_program
     from dgemma.programs.infill.infill import fill_program
 
-    return run_program(engine, fill_program(engine, document, params), show=params.drafts)
+    program = fill_program(engine, document, params)
+    return run_program(engine, program, show=show, doing="filling")
 
 
 def _report(filled: "FillResult", model: str) -> dict[str, object]:

@@ -143,16 +143,43 @@ def print_wrapped(text: str) -> None:
     output.flush()
 
 
-def run_program(engine: Engine, program: Program[T], *, show: bool) -> T:
-    """Run a program; with `show`, draw its drafts."""
-    if not show:
-        return engine.run(program)
-    with CanvasView() as view:
+def run_program(engine: Engine, program: Program[T], *, show: bool, doing: str) -> T:
+    """Run a program that reports drafts; with `show` they are drawn.
+
+    Without it, a line on the terminal says which canvas is refined and how many seconds have gone.
+    """
+    with CanvasView() if show else ProgressLine(doing) as view:
         for event in engine.follow(program):
             if isinstance(event, Draft):
                 view.draw(event)
     result: T = event
     return result
+
+
+class ProgressLine:
+    """A line on stderr that is redrawn while a program runs, and wiped at its end."""
+
+    def __init__(self, doing: str) -> None:
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(file=sys.stderr)
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        self.bars = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
+        self.doing = doing
+        self.task = self.bars.add_task(doing)
+
+    def __enter__(self) -> "ProgressLine":
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def draw(self, draft: Draft) -> None:
+        at = f"canvas {draft.block + 1}, step {draft.step}"
+        self.bars.update(self.task, description=f"{self.doing}: {at}")
 
 
 def paint(draft: Draft) -> Text:

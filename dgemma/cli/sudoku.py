@@ -155,7 +155,7 @@ def _solve(
         yield from engine.as_completed(programs)
         return
     for index, program in enumerate(programs):
-        yield index, run_program(engine, program, show=True)
+        yield index, run_program(engine, program, show=True, doing="solving")
 
 
 @dataclass(slots=True)

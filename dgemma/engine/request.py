@@ -239,7 +239,7 @@ class Request(Generic[T]):
                     self._tasks = step
                     self.waiting.extend(step)
                     return
-                self.events.append(step)
+                self.events.append(self._own(step))
                 results = None
         except StopIteration as stop:
             self.result, self.is_over = stop.value, True
@@ -258,6 +258,13 @@ class Request(Generic[T]):
             elif isinstance(event, Draft):
                 self.events.append(self._numbered(event))
         task.events.clear()
+
+    def _own(self, event: Event) -> Event:
+        """Return an event of the program itself; its drafts are canvases of their own."""
+        if isinstance(event, Draft):
+            self._last_step = event.step
+            return self._numbered(event)
+        return event
 
     def _numbered(self, draft: Draft) -> Draft:
         """Number the canvases of a program in the order in which they are shown."""

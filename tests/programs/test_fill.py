@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from dgemma.engine import Done, Draft, Engine, SamplingParams
 from dgemma.engine.scoring import Score
 from dgemma.errors import PromptTooLong, UsageError
-from dgemma.programs.infill.candidates import Candidate, with_score
-from dgemma.programs.infill.document import InfillDocument
+from dgemma.programs.base import Cost
+from dgemma.programs.infill.candidates import (
+    Candidate,
+    CandidateConfig,
+    CandidatePool,
+    InfillPrompt,
+    with_score,
+)
+from dgemma.programs.infill.document import FillRules, InfillDocument, unmatched_brackets
 from dgemma.programs.infill.infill import (
     EFFORTS,
     FAST_LENGTHS,
@@ -318,10 +325,33 @@ def test_drafts_are_reported_and_closing_the_stream_cancels(effort: Effort) -> N
     events = list(engine.follow(fill_program(engine, f"a{FILL_MARK}b", chosen)))
     assert isinstance(events[-1], FillResult) and all(isinstance(e, Draft) for e in events[:-1])
     assert len(events) > 2
+    # What is shown last is the canvas that won, or a text that no canvas wrote.
+    left = "".join(events[-2].guess_tokens)
+    assert events[-1].holes[0].text.strip() in left
     stream = engine.follow(fill_program(engine, f"a{FILL_MARK}b", chosen))
     next(stream)
     stream.close()
     assert not engine.scheduler.requests
+
+
+def test_balanced_brackets_are_preferred() -> None:
+    """Of five texts for a hole the one comes first that leaves no bracket without a partner."""
+    engine, before, after = knowing_engine(), "f(x[0]", " + y\n"
+    encode, bos = engine.tokenizer.encode, engine.model.config.bos_token_id
+    prompt = InfillPrompt(
+        header=(bos,),
+        before=tuple(encode(before)),
+        edge=before,
+        pieces=(after,),
+        piece_ids=(tuple(encode(after)),),
+        open_brackets=(unmatched_brackets(before), unmatched_brackets(after)),
+    )
+    config = CandidateConfig(rules=FillRules(), seed=1, sampler=QUICK, end_id=1)
+    pool = CandidatePool(engine, prompt, config, Cost(seed=1))
+    texts = ["))", "", "(", ")", "]"]
+    engine.run(pool.run(pool.add([Candidate(fills=(t,), lengths=(1,)) for t in texts])))
+    assert [pool.candidates[(t,)].num_unmatched for t in texts] == [1, 1, 2, 0, 2]
+    assert pool.ranked[0].fills == (")",)
 
 
 # --- refusals

@@ -265,6 +265,13 @@ def test_edit_prints_a_diff_and_applies_it_when_told(
     assert wrong.read_bytes() == f"{RIGHT}\r\n".encode()
 
 
+def test_edit_says_that_nothing_changed(call: Call, knowing: Path, wrong: Path) -> None:
+    wrong.write_text(RIGHT, encoding="utf-8")
+    code, out, err = call("edit", wrong, "--do", REQUEST, "-m", knowing, *HERE, "--strength", "0")
+    assert (code, out) == (0, b"")
+    assert err.startswith("dgemma: nothing changed: ") and "--strength" in err
+
+
 def test_edit_reports_as_json(call: Call, knowing: Path, wrong: Path) -> None:
     args = ["edit", wrong, "--do", REQUEST, "-m", knowing, *HERE, "--json", "--show"]
     _, out, err = call(*args)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.canvas_policy import NOT_A_NUMBER
-from dgemma.engine.generation import Generation
+from dgemma.engine.events import Draft
+from dgemma.engine.generation import Generation, draft
 from dgemma.engine.params import SamplingParams
 from dgemma.engine.request import Prefix, Program
 from dgemma.engine.scoring import Prefill, Score, Scoring
@@ -23,6 +24,7 @@ from dgemma.programs.infill.document import (
     lay_out,
     num_positions,
     trim_fill,
+    unmatched_brackets,
 )
 from dgemma.programs.infill.healing import (
     HealingVariant,
@@ -55,6 +57,9 @@ class InfillPrompt:
     piece_ids: tuple[Ids, ...]  # the same in tokens
     closing: Ids = ()  # what ends the text, where the last piece reaches its end
     heal: bool = True  # False where all boundaries are between tokens
+    # Brackets without a partner in the whole text before the holes, and in all after them; None:
+    # brackets do not matter.
+    open_brackets: tuple[str, str] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -93,12 +98,13 @@ class Candidate:
     lengths: Lengths  # on the canvas
     converged: bool = True
     is_sound: bool = True  # no broken characters, and visible text in every hole
+    num_unmatched: int = 0  # brackets of the whole text that have no partner
     score: float = 0.0  # causal log-probability of the holes and what follows, see `with_score`
     hole_scores: tuple[float, ...] = ()  # mean over each hole's own tokens, in nats
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        return self.is_sound, self.score
+    def rank(self) -> tuple[bool, int, float]:
+        return self.is_sound, -self.num_unmatched, self.score
 
 
 class CandidatePool:
@@ -115,6 +121,8 @@ class CandidatePool:
         self.healing = find_healing(self.tokenizer, prompt.before, closed, heal=prompt.heal)
         self.candidates: dict[tuple[str, ...], Candidate] = {}
         self.refined: set[Lengths] = set()  # of canvases that took all their steps
+        self.canvases: dict[tuple[str, ...], Draft] = {}  # that wrote them, if drafts are shown
+        self.shown: tuple[str, ...] | None = None  # fills of the canvas that was shown last
 
     def run(self, program: Program[T]) -> Program[T]:
         """Run a program with the shared prefix, which is kept for other requests at its end."""
@@ -147,12 +155,18 @@ class CandidatePool:
         for attempt, (task, holes) in zip(attempts, pairs, strict=True):
             guess, converged = finished_canvas(task)
             texts = [tuple(guess[start:stop]) for start, stop in holes]
-            candidates.append(self.read(attempt, texts, converged=converged))
+            read = self.read(attempt, texts, converged=converged)
+            candidates.append(read)
+            if self.config.drafts and read is not None and task.last_canvas is not None:
+                shown_canvas = draft(task.last_canvas, 0, self.tokenizer)
+                self.canvases.setdefault(read.fills, shown_canvas)
             self.cost.steps += task.progress.steps
             is_written = attempt.variant is not None and bool(attempt.variant.written)
             if (attempt.steps or full) >= full and not is_written:
                 self.refined.add(attempt.lengths)
         self.cost.canvases += len(pairs)
+        last = candidates[shown] if shown >= 0 else None
+        self.shown = None if last is None else last.fills
         yield from self.add([candidate for candidate in candidates if candidate is not None])
 
     def _task(self, attempt: CanvasAttempt, *, drafts: bool) -> tuple[Generation, tuple[Span, ...]]:
@@ -202,6 +216,45 @@ class CandidatePool:
             fills=tuple(fills), lengths=lengths, converged=converged, is_sound=is_sound
         )
 
+    def _num_unmatched(self, fills: Sequence[str]) -> int:
+        """Count the brackets that would have no partner in the whole text."""
+        if self.prompt.open_brackets is None:
+            return 0
+        before, after = self.prompt.open_brackets
+        between = zip(fills, [*self.prompt.pieces[:-1], ""], strict=True)
+        text = "".join(fill + piece for fill, piece in between)
+        return len(unmatched_brackets(before + text + after))
+
+    def show_best(self) -> Program[None]:
+        """Report the canvas of the best candidate, unless it was the last that was shown.
+
+        A text that no canvas wrote is shown as a canvas of pins.
+        """
+        if not (self.config.drafts and self.candidates):
+            return
+        best = self.ranked[0].fills
+        if best != self.shown:
+            yield self.canvases.get(best) or self._pinned_canvas(best)
+            self.shown = best
+
+    def _pinned_canvas(self, fills: tuple[str, ...]) -> Draft:
+        after = self.prompt.piece_ids[-1][: self.config.visible_after]
+        between = zip(fills, [*self.prompt.pieces[:-1], ""], strict=True)
+        text = "".join(fill + piece for fill, piece in between)
+        ids = (*self.tokenizer.encode(text), *after)[: self.length]
+        texts, all_pinned = tuple(map(self.tokenizer.token_text, ids)), (True,) * len(ids)
+        return Draft(
+            ids=ids,
+            tokens=texts,
+            guess=ids,
+            guess_tokens=texts,
+            entropy=(0.0,) * len(ids),
+            kept=all_pinned,
+            pinned=all_pinned,
+            block=0,
+            step=1,
+        )
+
     # --- scores
 
     def add(self, candidates: Sequence[Candidate]) -> Program[None]:
@@ -210,7 +263,11 @@ class CandidatePool:
             fills = candidate.fills
             if fills in self.candidates and candidate.converged:
                 self.candidates[fills] = replace(self.candidates[fills], converged=True)
-        new = {c.fills: c for c in candidates if c.fills not in self.candidates}
+        new = {
+            c.fills: replace(c, num_unmatched=self._num_unmatched(c.fills))
+            for c in candidates
+            if c.fills not in self.candidates
+        }
         if not new:
             return
         encoded = [self._encode(candidate) for candidate in new.values()]

@@ -4,6 +4,7 @@ Pure functions of strings, ids and positions. Nothing outside a hole can change 
 filled text is joined from the given pieces, never from decoded tokens.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -219,6 +220,26 @@ def without_overlap(text: str, after: str) -> str:
         if text.endswith(after[:size]) and any(map(is_word, after[:size])):
             return text[:-size]
     return text
+
+
+# --- brackets
+
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+NO_BRACKET = re.compile(r"[^()\[\]{}]+")
+
+
+def unmatched_brackets(text: str) -> str:
+    """Return the brackets of a text that have no partner in it, in order.
+
+    Those in strings and comments count too: they are the same in all fills of a hole.
+    """
+    left: list[str] = []
+    for bracket in NO_BRACKET.sub("", text):
+        if left and BRACKETS.get(left[-1]) == bracket:
+            left.pop()
+        else:
+            left.append(bracket)
+    return "".join(left)
 
 
 # --- context around a hole

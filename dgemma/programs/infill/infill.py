@@ -31,6 +31,7 @@ from dgemma.programs.infill.document import (
     group_holes,
     last_tokens,
     trim_fill,
+    unmatched_brackets,
 )
 from dgemma.programs.infill.healing import is_utf8
 from dgemma.programs.infill.search import (
@@ -289,6 +290,10 @@ class InfillRun:
             pieces=(*pieces[:-1], last),
             piece_ids=tuple(piece_ids),
             closing=closing_ids(self.engine, is_turn=style == "instruct") if is_end else (),
+            open_brackets=(
+                unmatched_brackets(before),
+                unmatched_brackets("".join(rest[len(holes) - 1 :])),
+            ),
         )
 
     def _before(self, hole: int) -> str:

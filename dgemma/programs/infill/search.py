@@ -84,6 +84,7 @@ class Search:
             yield from self._run_thorough(grid)
         yield from self._fill_long_hole()
         yield from self._try_again()
+        yield from self.pool.show_best()
         return self.pool.ranked[: self.config.num_candidates]
 
     def propose(self) -> Program[list[Candidate]]:
