@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from _paths_checks import agree, soak
+from _paths_checks import agree, agree_nano, soak
 from _paths_common import (
     WARM_RUNS,
     Bench,
@@ -379,6 +379,7 @@ def main(given: Sequence[str] | None = None) -> int:
         report.close_table()
     if arguments.agree:
         attempt("agree", report, partial(agree, bench, report, arguments.agree))
+        attempt("nano", report, partial(agree_nano, bench, report, arguments.agree))
     if arguments.soak:
         attempt("soak", report, partial(soak, bench, report, arguments.soak))
     if arguments.http:

@@ -30,8 +30,8 @@ MAX_WAIT = 60.0  # seconds; a launch that waits for its own compilation must not
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # Batches whose kernels a first start compiles: (canvases, commits).
 # The prompt of the self-test is one of eight commits.
-BATCHES = ((1, 0), (1, 1), (0, 1), (0, 8), (2, 0), (4, 0), (8, 0), (16, 0))
-SHORT_BATCHES = ((1, 0), (8, 0))  # of short segments
+BATCHES = ((1, 0), (1, 1), (0, 1), (0, 4), (0, 8), (2, 0), (4, 0), (8, 0))
+SHORT_BATCHES = ((1, 0),)  # of short segments
 
 logger = logging.getLogger("dgemma")
 
