@@ -23,7 +23,7 @@ from dgemma.errors import DgemmaError, UsageError
 # Modules of the commands, in the order of `dgemma --help`; importing one registers its command.
 COMMANDS = (
     *("generate", "chat", "fill", "edit", "sudoku", "serve", "batch", "info", "fit"),
-    *("eval", "train", "export", "quantize", "download"),
+    *("bench", "eval", "train", "export", "quantize", "download"),
 )
 CUT_SHORT = (
     "a file of weights was cut short while it was read, or its disk failed; fetch it again, and "

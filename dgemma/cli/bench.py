@@ -1,0 +1,223 @@
+"""`dgemma bench`: diffusion beside AR and other arms on the same workloads."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dgemma.cli.app import AsJson, Device, Dtype, Model, Quant, app, load_engine
+from dgemma.errors import UsageError
+
+if TYPE_CHECKING:
+    from dgemma.engine import Engine
+    from dgemma.eval.arms import ArmSpec
+    from dgemma.eval.bench import BenchRun
+
+QUICK_SECONDS = 70.0  # of requests; loading, warming up and the report fit into two minutes
+DEFAULT_ARMS = ("diffusion", "ar")
+
+bench_app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    model: Model = "nano",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quant: Quant = "auto",
+    workloads: Annotated[
+        str, typer.Option(help="Names, TOML files or directories with commas between; all.")
+    ] = "all",
+    arms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arm",
+            help="An arm, may be repeated: diffusion, ar, hybrid, with settings as in "
+            "diffusion:steps=16,bound=0.5, ar:model=DIR, or endpoint:url=http://HOST/v1.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Requests per case and arm.")] = 5,
+    attempts: Annotated[int, typer.Option(help="At a request, until one is accepted.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the first round.")] = 0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Start no request after so many seconds.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Seven workloads in under two minutes with nano.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the report and the raw runs; continued if it has some."),
+    ] = None,
+    is_advice: Annotated[
+        bool, typer.Option("--advise", help="Print three sentences with their numbers alone.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer if block diffusion is worth it here: seconds to an accepted answer, by workload.
+
+    Every workload has an executable acceptance check; every arm gets the same requests. Code
+    that a model writes is run in a process with limits, which is no security boundary.
+    docs/bench.md tells what is measured and how to add a workload.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from dgemma.eval.arms import parse_arm
+    from dgemma.eval.bench import BenchParams
+    from dgemma.eval.workload import find_workloads
+
+    names = [] if workloads == "all" else [n.strip() for n in workloads.split(",") if n.strip()]
+    params = BenchParams(
+        workloads=tuple(find_workloads(names, quick=quick)),
+        arms=_ordered([parse_arm(arm) for arm in arms or DEFAULT_ARMS]),
+        rounds=rounds,
+        attempts=1 if quick else attempts,
+        seed=seed,
+        seconds=seconds or (QUICK_SECONDS if quick else None),
+        warm_up=not quick,
+        out=out,
+    )
+    run = _run(params, model, (device, dtype, quant))
+    _print(run, out, is_advice=is_advice, as_json=as_json)
+
+
+def _ordered(arms: "Sequence[ArmSpec]") -> "tuple[ArmSpec, ...]":
+    """Put arms of the same weights next to each other, in the order of the first of each."""
+    order = {key: n for n, key in reversed(list(enumerate(arm.weights for arm in arms)))}
+    return tuple(sorted(arms, key=lambda arm: (arm.is_endpoint, order[arm.weights])))
+
+
+def _run(params: "object", model: str, where: tuple[str, str, str]) -> "BenchRun":
+    from dgemma.device import choose_device, choose_dtype
+    from dgemma.eval.bench import BenchParams, EngineSource, run_bench
+    from dgemma.eval.machine import Machine
+
+    assert isinstance(params, BenchParams)
+    device, dtype, quant = where
+
+    def load(spec: "ArmSpec") -> "Engine":
+        given = spec.settings
+        return load_engine(
+            given.get("model", model),
+            device,
+            given.get("dtype", dtype),
+            None,
+            given.get("quant", quant),
+        )
+
+    chosen = choose_device(device)
+    name = str(choose_dtype(dtype, chosen)).removeprefix("torch.")
+    machine = Machine(chosen, name)
+    try:
+        return run_bench(EngineSource(load), model, machine, params)
+    finally:
+        machine.close()
+
+
+def _print(run: "BenchRun", out: Path | None, *, is_advice: bool, as_json: bool) -> None:
+    """Write the report where it is asked for, and print it."""
+    from dgemma.eval.decision import advise, fit_matrix, warnings_of
+    from dgemma.eval.report import MATRIX_HEADINGS, facts_line, matrix_rows, report_json
+
+    if out is not None:
+        _write(run, out)
+    if as_json:
+        print(json.dumps(report_json(run), ensure_ascii=False))
+        return
+    if not is_advice:
+        rows = [list(MATRIX_HEADINGS), *matrix_rows(fit_matrix(run))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        print(facts_line(run), end="\n\n")
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print("  ".join(cells).rstrip())
+        print()
+        for warning in warnings_of(run):
+            print(f"warning: {warning}")
+        print()
+    for sentence in advise(run):
+        print(sentence)
+    if out is not None:
+        print(f"\nreport: {out / 'report.html'}", file=sys.stderr)
+
+
+def _write(run: "BenchRun", out: Path) -> None:
+    from dgemma.eval.report import html_report, markdown_report, report_json
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.html").write_text(html_report(run), encoding="utf-8")
+    (out / "report.md").write_text(markdown_report(run), encoding="utf-8")
+    text = json.dumps(report_json(run), ensure_ascii=False, indent=1)
+    (out / "report.json").write_text(text + "\n", encoding="utf-8")
+
+
+@bench_app.command()
+def report(directory: Annotated[Path, typer.Argument(help="Of an earlier run.")]) -> None:
+    """Write the report of a run again, from its raw lines."""
+    from dgemma.eval.bench import read_run
+
+    _print(read_run(directory), directory, is_advice=False, as_json=False)
+
+
+@bench_app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    after: Annotated[Path, typer.Argument(help="Directory of a later one.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs: seconds to an accepted answer, for all that both have."""
+    from dgemma.eval.bench import read_run
+    from dgemma.eval.charts import seconds
+    from dgemma.eval.decision import compare_runs
+
+    changes = compare_runs(read_run(before), read_run(after))
+    if not changes:
+        raise UsageError(f"{before} and {after} have no workload and arm in common")
+    if as_json:
+        rows = [
+            {
+                "workload": change.workload,
+                "arm": change.arm,
+                "ratio": change.ratio,
+                "probability": change.probability,
+            }
+            for change in changes
+        ]
+        print(json.dumps(rows, ensure_ascii=False))
+        return
+    for change in changes:
+        ratio = "–" if change.ratio is None else f"{change.ratio:.2f}"
+        print(
+            f"{change.workload:18}  {change.arm:24}  {seconds(change.before):>8} -> "
+            f"{seconds(change.after):>8}  x{ratio}, faster with {change.probability:.0%}"
+        )
+
+
+@bench_app.command()
+def rate(
+    directory: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    ratings: Annotated[
+        Path | None, typer.Option(help="Count what the page saved, instead of writing it.")
+    ] = None,
+) -> None:
+    """Write a blind A/B page for the run's answers, or count its ratings."""
+    from dgemma.eval.bench import read_run
+    from dgemma.eval.rating import rating_page, read_ratings
+
+    run = read_run(directory)
+    if ratings is None:
+        page = directory / "rate.html"
+        page.write_text(rating_page(run), encoding="utf-8")
+        print(f"Open {page}, rate, save ratings.json, and give it back by --ratings.")
+        return
+    for found in read_ratings(run, ratings):
+        low, high = found.interval
+        print(
+            f"{found.arm} was preferred to {found.other} in {found.wins} of "
+            f"{found.wins + found.losses} pairs (95 %: {low:.0%} to {high:.0%}), {found.ties} ties"
+        )
