@@ -259,8 +259,8 @@ def _warnings_of_setup(run: BenchRun, measured: Sequence[Cell]) -> list[str]:
         f"p95 of fewer than {MIN_ATTEMPTS} attempts is the slowest one, or nearly.": any(
             0 < cell.num_attempts < MIN_ATTEMPTS for cell in measured
         ),
-        "An AR arm is greedy, so its rounds repeat one answer per case: the interval of its acceptance "
-        "is too narrow.": facts["rounds"] > 1
+        "An AR arm is greedy, so its rounds repeat one answer per case: the interval of its "
+        "acceptance is too narrow.": facts["rounds"] > 1
         and any(mode_of(arm) == AR and "temperature=" not in arm for arm in facts["arms"]),
         "Arms were warmed up with a few tokens alone: first requests may be slower.": (
             facts["warmed_up"] != "every workload"
