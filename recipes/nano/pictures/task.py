@@ -1,4 +1,4 @@
-"""What is asked about a picture, and the rows that a frozen nano is trained on.
+"""Questions about pictures, and the rows that a frozen nano is trained on.
 
 Every picture has a transcription: the grid, the line, or a caption. Soft token j imitates the
 embedding of its token j. In the second phase the frozen model is asked too, and its own losses, of
