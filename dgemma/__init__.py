@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dgemma.diffusion.canvas import Noise, Pins
-    from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler
+    from dgemma.diffusion.canvas import Canvas, Noise, Pins
+    from dgemma.diffusion.logit_stats import PositionStats
+    from dgemma.diffusion.sampler import Confidence, Decision, EntropyBound, Rule, Sampler
     from dgemma.engine import Done, Draft, Engine, Retry, SamplingParams, Text
     from dgemma.errors import DgemmaError
     from dgemma.images import Image
@@ -37,7 +38,9 @@ PRESSURE = Path("/proc/pressure/cpu")
 
 
 HOMES = {
+    "Canvas": "dgemma.diffusion.canvas",
     "Confidence": "dgemma.diffusion.sampler",
+    "Decision": "dgemma.diffusion.sampler",
     "DgemmaError": "dgemma.errors",
     "Done": "dgemma.engine",
     "Draft": "dgemma.engine",
@@ -51,7 +54,9 @@ HOMES = {
     "Message": "dgemma.text.chat",
     "Noise": "dgemma.diffusion.canvas",
     "Pins": "dgemma.diffusion.canvas",
+    "PositionStats": "dgemma.diffusion.logit_stats",
     "Retry": "dgemma.engine",
+    "Rule": "dgemma.diffusion.sampler",
     "Sampler": "dgemma.diffusion.sampler",
     "SamplingParams": "dgemma.engine",
     "SudokuParams": "dgemma.programs.sudoku.solve",
@@ -64,7 +69,9 @@ HOMES = {
     "solve": "dgemma.programs.sudoku.solve",
 }
 __all__ = [
+    "Canvas",
     "Confidence",
+    "Decision",
     "DgemmaError",
     "Done",
     "Draft",
@@ -78,7 +85,9 @@ __all__ = [
     "Message",
     "Noise",
     "Pins",
+    "PositionStats",
     "Retry",
+    "Rule",
     "Sampler",
     "SamplingParams",
     "SudokuParams",

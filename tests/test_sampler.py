@@ -18,11 +18,13 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
+from dgemma.cli.app import load_rule
 from dgemma.config import GenerationConfig, load_generation_config
 from dgemma.diffusion.canvas import Canvas, Pins, fresh
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import (
     Confidence,
+    Decision,
     EntropyBound,
     Sampler,
     SpacedEntropyBound,
@@ -30,7 +32,10 @@ from dgemma.diffusion.sampler import (
     advance,
     released_sampler,
 )
+from dgemma.engine import SamplingParams
 from dgemma.errors import UsageError
+from examples.own_rule import FixedCount
+from tests.constrain.small_engines import REQUEST, WRONG, knowing_engine
 from tests.tiny import GENERATION
 
 RELEASED = Path(__file__).resolve().parents[2] / "shared" / "checkpoint"
@@ -493,3 +498,76 @@ def test_the_released_generation_config_gives_the_default_sampler() -> None:
         t_max=0.8,
         t_min=0.4,
     )
+
+
+# --- rules of one's own
+
+
+def decided(**changes: object) -> Decision:
+    flags_L, ids_L = torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.long)
+    decision = Decision(kept_L=flags_L, tokens_L=ids_L, guess_L=ids_L, converged=torch.tensor(True))
+    return replace(decision, **changes)  # type: ignore[arg-type]  # wrong on purpose
+
+
+class Wrong:
+    """Returns what a test asks for."""
+
+    answer: object = None
+
+    def decide(self, canvas: Canvas, stats: PositionStats) -> object:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class NeedsCount:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+@pytest.mark.parametrize(
+    ("answer", "phrase"),
+    [
+        (None, "Wrong.decide returned a NoneType; it must be a Decision"),
+        (decided(kept_L=torch.ones(7, dtype=torch.bool)), "kept_L as torch.bool of shape [7]"),
+        (decided(tokens_L=torch.ones(8)), "tokens_L as torch.float32 of shape [8]; it must be"),
+        (decided(converged=True), "returned converged as True"),
+        (IndexError("too far"), "fails on a canvas of 8 tokens: IndexError: too far"),
+    ],
+)
+def test_a_wrong_rule_gets_a_sentence(
+    answer: object, phrase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Wrong, "answer", answer)
+    with pytest.raises(UsageError) as caught:
+        load_rule("tests.test_sampler:Wrong")
+    assert phrase in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "phrase"),
+    [
+        ("entropie", "use entropy, confidence, or MODULE:CLASS"),
+        ("no_such_module:Rule", "no_such_module cannot be imported"),
+        ("tests.test_sampler:Missing", "module tests.test_sampler has no Missing"),
+        ("tests.test_sampler:NeedsCount", "cannot be made without arguments"),
+        ("tests.test_sampler:decided", "it must be an object with decide"),
+    ],
+)
+def test_a_name_that_is_no_rule_gets_a_sentence(name: str, phrase: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_rule(name)
+    assert phrase in str(caught.value)
+    with pytest.raises(UsageError, match="it must be an object with decide"):
+        Sampler(rule=EntropyBound)  # type: ignore[arg-type]  # the class, not an object
+
+
+def test_the_example_of_a_rule_takes_a_fixed_number_of_steps() -> None:
+    assert load_rule("entropy") is None and load_rule(None) is None
+    assert isinstance(load_rule("confidence"), Confidence)
+    rule = load_rule("examples.own_rule:FixedCount")
+    assert rule == FixedCount(8)
+    engine = knowing_engine()
+    engine.set_rule(rule)
+    done = engine.generate(f"{REQUEST}\n\n{WRONG}", SamplingParams(seed=1))
+    assert done.steps == done.blocks * -(-engine.model.config.canvas_length // 8)

@@ -1,12 +1,18 @@
-"""The application, the options that commands share, and loading with progress."""
+"""The application, the options that commands share, and loading: engines and rules."""
 
+import os
+import re
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dgemma.errors import UsageError
+
 if TYPE_CHECKING:
+    from dgemma.diffusion.sampler import Rule
     from dgemma.engine import Engine
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130  # exit codes
@@ -40,6 +46,15 @@ Shared = Annotated[
     Path | None, typer.Option("--data", help="Directory of public sets (docs/evaluation.md).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+SamplerRule = Annotated[
+    str | None,
+    typer.Option(
+        "--rule",
+        help="Rule of the sampler: entropy, the default, confidence, or MODULE:CLASS, one of your "
+        "own (docs/python.md).",
+    ),
+]
 
 app = typer.Typer(
     name="dgemma",
@@ -100,3 +115,79 @@ def load_engine(
             progress=on_tensor,
             template=template,  # type: ignore[arg-type]  # checked there
         )
+
+
+# --- rules
+
+OWN_RULE = re.compile(r"[\w.]+:\w+")
+TRIAL_LENGTH, TRIAL_VOCAB = 8, 16  # of the canvas that a rule is tried on
+
+
+def load_rule(name: str | None) -> "Rule | None":
+    """Return the sampler's rule of a name, tried on a small canvas; None: the checkpoint's own."""
+    from dgemma.diffusion.sampler import Confidence, Sampler
+
+    if name in (None, "entropy"):
+        return None
+    if name == "confidence":
+        return Confidence()
+    if not OWN_RULE.fullmatch(name):
+        raise UsageError(
+            f"rule {name!r} is not known; use entropy, confidence, or MODULE:CLASS of your own"
+        )
+    rule: Rule = _make_rule(name)
+    Sampler(rule=rule)  # refuses what cannot decide
+    try:
+        _try_rule(rule)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"rule {name} fails on a canvas of {TRIAL_LENGTH} tokens: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return rule
+
+
+def _make_rule(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())  # as for `python -m`
+    try:
+        found = getattr(import_module(module), attribute)
+    except AttributeError:
+        raise UsageError(f"rule {name}: module {module} has no {attribute}") from None
+    except Exception as error:
+        raise UsageError(
+            f"rule {name}: module {module} cannot be imported: {type(error).__name__}: {error}; a "
+            "module is looked for in the working directory first"
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    try:
+        return found()
+    except TypeError as error:
+        raise UsageError(
+            f"rule {name} cannot be made without arguments ({error}); give its fields defaults"
+        ) from None
+
+
+def _try_rule(rule: "Rule") -> None:
+    """Take two steps of a canvas with a pin by the rule; statistics are made up."""
+    import torch
+
+    from dgemma.diffusion.canvas import Pins, fresh
+    from dgemma.diffusion.logit_stats import PositionStats
+    from dgemma.diffusion.sampler import advance
+
+    noise_L = torch.arange(TRIAL_LENGTH)
+    canvas = fresh(noise_L, Pins((0,), (1,)))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        p_LV = torch.rand(TRIAL_LENGTH, TRIAL_VOCAB, generator=generator).softmax(-1)
+        top_p_L, top_L = p_LV.max(-1)
+        held_p_L = p_LV.gather(-1, canvas.tokens_L[:, None])[:, 0]
+        entropy_L = torch.special.entr(p_LV).sum(-1)
+        stats = PositionStats(
+            draw_T=top_L, top_T=top_L, entropy_T=entropy_L, top_p_T=top_p_L, held_p_T=held_p_L
+        )
+        canvas = advance(canvas, stats, noise_L, rule)

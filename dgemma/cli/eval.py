@@ -14,9 +14,11 @@ from dgemma.cli.app import (
     HeldOut,
     Model,
     Quant,
+    SamplerRule,
     Shared,
     app,
     load_engine,
+    load_rule,
 )
 from dgemma.errors import DgemmaError
 
@@ -33,6 +35,7 @@ def evaluate(
     data: Shared = None,
     limit: Annotated[int | None, typer.Option(help="Most cases of each set.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same answers.")] = 0,
+    rule: SamplerRule = None,
     batch_size: Annotated[int | None, typer.Option(help="Requests in one pass.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write JSON here after each task.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a markdown table here.")] = None,
@@ -59,7 +62,11 @@ def evaluate(
         out=out,
         markdown=markdown,
     )
-    report = run(load_engine(model, device, dtype, adapter, quant), model, params)
+    own_rule = load_rule(rule)  # before a long load
+    engine = load_engine(model, device, dtype, adapter, quant)
+    if own_rule is not None:
+        engine.set_rule(own_rule)
+    report = run(engine, model, params)
     if as_json:
         print(json.dumps(report.to_json(), ensure_ascii=False))
     else:

@@ -9,19 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, Template, app, load_engine
+from dgemma.cli.app import (
+    Adapter,
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Quant,
+    SamplerRule,
+    Template,
+    app,
+    load_engine,
+    load_rule,
+)
 from dgemma.errors import DgemmaError, UsageError
 
 if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView
     from dgemma.constrain.grammar import ConstraintArgs
-    from dgemma.diffusion.sampler import Sampler
     from dgemma.engine import Done, Engine, SamplingParams
     from dgemma.images import Image
     from dgemma.text.chat import Prompt
     from dgemma.text.messages import Part
-
-RULES = ("entropy", "confidence")
 
 
 @app.command()
@@ -53,7 +62,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
     canvas: Annotated[int | None, typer.Option(help="Canvas length, up to the model's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Most steps per canvas.")] = None,
-    rule: Annotated[str | None, typer.Option(help="entropy, the default, or confidence.")] = None,
+    rule: SamplerRule = None,
     schema: Annotated[
         str | None,
         typer.Option(help="Answer in JSON of this schema: a file, or the schema itself."),
@@ -77,8 +86,7 @@ def generate(
     if plain and (system or thinking or image):
         raise UsageError("--plain has no chat turns; leave out --system, --thinking and --image")
     pictures = _read_images(image or [], image_tokens)
-    if rule not in (None, *RULES):
-        raise UsageError(f"rule {rule!r} is not known; use {' or '.join(RULES)}")
+    own_rule = load_rule(rule)
     params = SamplingParams(
         mode=mode,  # type: ignore[arg-type]  # refused below if it is not known
         temperature=temperature,
@@ -94,7 +102,10 @@ def generate(
         raise UsageError("--stop would cut a text that is held to a grammar; leave it out")
     engine = load_engine(model, device, dtype, adapter, quant, template)
     compiled = engine.constraint(**constraint) if constraint else None
-    params = replace(params, sampler=_sampler(engine, rule, steps), constraint=compiled)
+    if own_rule is not None:
+        engine.set_rule(own_rule)
+    sampler = None if steps is None else replace(engine.sampler, max_denoising_steps=steps)
+    params = replace(params, sampler=sampler, constraint=compiled)
     content: str | tuple[Part, ...] = (*pictures, text) if pictures else text
     request = engine.plain_prompt(text) if plain else _chat(engine, content, system, thinking)
     for note in request.notes if isinstance(request, Prompt) else ():
@@ -182,15 +193,6 @@ def _read_prompt(prompt: str) -> str:
         where = " on stdin" if prompt == "-" else ""
         raise UsageError(f"the prompt{where} is empty; say something to the model")
     return text
-
-
-def _sampler(engine: "Engine", rule: str | None, steps: int | None) -> "Sampler | None":
-    from dgemma.diffusion.sampler import Confidence
-
-    if rule is None and steps is None:
-        return None
-    sampler = replace(engine.sampler, rule=Confidence()) if rule == "confidence" else engine.sampler
-    return sampler if steps is None else replace(sampler, max_denoising_steps=steps)
 
 
 def _chat(

@@ -18,7 +18,7 @@ from torch import Tensor
 from dgemma.config import GenerationConfig
 from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.logit_stats import PositionStats
-from dgemma.errors import require
+from dgemma.errors import UsageError, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StepView:
 
 
 class Rule(Protocol):
-    """Decides which positions of a canvas keep their token; pinned ones are handled elsewhere."""
+    """Decides which positions of a canvas keep their token; pinned ones keep theirs in any case."""
 
     def decide(self, canvas: Canvas, stats: PositionStats) -> Decision: ...
 
@@ -146,6 +146,10 @@ class Sampler:
     temperature: float = 1.0  # of draws alone, on top of the schedule; 0 takes the likeliest token
 
     def __post_init__(self) -> None:
+        if isinstance(self.rule, type) or not callable(getattr(self.rule, "decide", None)):
+            raise UsageError(
+                f"the rule is {self.rule!r}; it must be an object with decide(canvas, stats)"
+            )
         steps, t_max, t_min = self.max_denoising_steps, self.t_max, self.t_min
         require(steps >= 1, "max denoising steps", steps, "1 or more")
         require(0 <= self.temperature < inf, "temperature", self.temperature, "0 or more")
@@ -204,9 +208,32 @@ def stable_steps(canvas: Canvas, guess_L: Tensor) -> Tensor:
     return torch.where(same, canvas.stable_steps + 1, 0)
 
 
+def _checked(decision: Any, rule: Rule, length: int) -> Decision:
+    """Refuse what is no decision on a canvas of this length."""
+    name = f"{type(rule).__name__}.decide"
+    if not isinstance(decision, Decision):
+        raise UsageError(f"{name} returned a {type(decision).__name__}; it must be a Decision")
+    wanted = {
+        "kept_L": ((length,), torch.bool),
+        "tokens_L": ((length,), torch.int64),
+        "guess_L": ((length,), torch.int64),
+        "converged": ((), torch.bool),
+    }
+    for field_name, (shape, dtype) in wanted.items():
+        value = getattr(decision, field_name)
+        if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
+            is_tensor = isinstance(value, Tensor)
+            given = f"{value.dtype} of shape {list(value.shape)}" if is_tensor else repr(value)
+            raise UsageError(
+                f"{name} returned {field_name} as {given}; it must be a tensor of {dtype} and "
+                f"shape {list(shape)}"
+            )
+    return decision
+
+
 def advance(canvas: Canvas, stats: PositionStats, noise_L: Tensor, rule: Rule) -> Canvas:
     """Take one step: accept positions, renoise the others, leave pins alone."""
-    decision = rule.decide(canvas, stats)
+    decision = _checked(rule.decide(canvas, stats), rule, canvas.length)
     pinned_L = canvas.pinned_L
     moved_L = torch.where(decision.kept_L, decision.tokens_L, noise_L)
     return replace(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.diffusion.canvas import Canvas
-from dgemma.diffusion.sampler import Sampler, released_sampler
+from dgemma.diffusion.sampler import Rule, Sampler, released_sampler
 from dgemma.engine.params import SamplingParams, with_temperature
 
 LENGTH_MULTIPLE = 8  # of shortened canvases: each length is captured as a CUDA graph by itself
@@ -64,9 +64,16 @@ class CanvasPolicy:
 
 
 def canvas_policy(
-    params: SamplingParams, sampler: Sampler, config: ModelConfig, generation: GenerationConfig
+    params: SamplingParams,
+    sampler: Sampler,
+    config: ModelConfig,
+    generation: GenerationConfig,
+    rule: Rule | None = None,
 ) -> CanvasPolicy:
-    """Return the policy of a request; one that sets its canvases has no preset for long replies."""
+    """Return the policy of a request; one that sets its canvases has no preset for long replies.
+
+    `rule`: instead of the one of the preset for long replies.
+    """
     length, long = params.canvas_length or config.canvas_length, config.long_reply
     sampler = with_temperature(params.sampler or sampler, params.temperature)
     usual = CanvasPreset(length, sampler)
@@ -74,6 +81,7 @@ def canvas_policy(
     if long is None or is_set or long.canvas_length >= length:
         return CanvasPolicy(usual)
     released = released_sampler(long.applied(generation), reach=long.reach)
+    released = released if rule is None else replace(released, rule=rule)
     sampler = with_temperature(params.sampler or released, params.temperature)
     return CanvasPolicy(usual, CanvasPreset(long.canvas_length, sampler))
 

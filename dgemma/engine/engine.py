@@ -15,7 +15,7 @@ from dgemma.constrain.grammar import ConstraintArgs
 from dgemma.constrain.matcher import Constraint, compile_constraint
 from dgemma.constrain.tool_grammar import grammar_of
 from dgemma.constrain.vocabulary import vocabulary
-from dgemma.diffusion.sampler import released_sampler
+from dgemma.diffusion.sampler import Rule, released_sampler
 from dgemma.engine.core import MAX_BATCH_SIZE, EngineCore
 from dgemma.engine.events import Done, Event
 from dgemma.engine.generation import DraftMap, Generation
@@ -59,6 +59,7 @@ class Engine(EngineCore):
         super().__init__(model, max_batch_size, prefix_bytes)
         self.tokenizer, self.template = tokenizer, template
         self.generation_config, self.sampler = generation, released_sampler(generation)
+        self.rule: Rule | None = None  # of all canvases; None: the checkpoint's own
         self.stop_ids = StopIds.read(generation.stop_ids)
 
     @classmethod
@@ -90,6 +91,10 @@ class Engine(EngineCore):
         )
         engine.images = image_features(checkpoint)
         return engine
+
+    def set_rule(self, rule: Rule) -> None:
+        """Use a rule for all canvases of requests without a sampler of their own."""
+        self.rule, self.sampler = rule, replace(self.sampler, rule=rule)
 
     # --- prompts and tasks
 
