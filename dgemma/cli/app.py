@@ -120,7 +120,7 @@ def load_engine(
 # --- rules
 
 OWN_RULE = re.compile(r"[\w.]+:\w+")
-TRIAL_LENGTH, TRIAL_VOCAB = 8, 16  # of the canvas that a rule is tried on
+TEST_LENGTH, TEST_VOCAB = 8, 16  # of the canvas that a rule is tried on
 
 
 def load_rule(name: str | None) -> "Rule | None":
@@ -138,12 +138,12 @@ def load_rule(name: str | None) -> "Rule | None":
     rule: Rule = _make_rule(name)
     Sampler(rule=rule)  # refuses what cannot decide
     try:
-        _try_rule(rule)
+        _test_rule(rule)
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(
-            f"rule {name} fails on a canvas of {TRIAL_LENGTH} tokens: "
+            f"rule {name} fails on a canvas of {TEST_LENGTH} tokens: "
             f"{type(error).__name__}: {error}"
         ) from error
     return rule
@@ -171,7 +171,7 @@ def _make_rule(name: str) -> Any:
         ) from None
 
 
-def _try_rule(rule: "Rule") -> None:
+def _test_rule(rule: "Rule") -> None:
     """Take two steps of a canvas with a pin by the rule; statistics are made up."""
     import torch
 
@@ -179,11 +179,11 @@ def _try_rule(rule: "Rule") -> None:
     from dgemma.diffusion.logit_stats import PositionStats
     from dgemma.diffusion.sampler import advance
 
-    noise_L = torch.arange(TRIAL_LENGTH)
+    noise_L = torch.arange(TEST_LENGTH)
     canvas = fresh(noise_L, Pins((0,), (1,)))
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
-        p_LV = torch.rand(TRIAL_LENGTH, TRIAL_VOCAB, generator=generator).softmax(-1)
+        p_LV = torch.rand(TEST_LENGTH, TEST_VOCAB, generator=generator).softmax(-1)
         top_p_L, top_L = p_LV.max(-1)
         held_p_L = p_LV.gather(-1, canvas.tokens_L[:, None])[:, 0]
         entropy_L = torch.special.entr(p_LV).sum(-1)
