@@ -1,13 +1,19 @@
-"""A GGUF file of the released size on this CPU: loading, a step, an AR token, memory.
+"""A GGUF file of the released size: loading, a step, an AR token, memory; on a GPU, kernels too.
 
     python bench/gguf.py FILE.gguf --make      # writes random blocks first: 16.8 GB, some minutes
     python bench/gguf.py FILE.gguf [--dtype bfloat16] [--tiny]
+    python bench/gguf.py FILE.gguf --make --device cuda [--only resident nvfp4 kernels streamed]
 
-Wall time is that of a machine as busy as it is; CPU time counts all threads and does not depend on
-it. Resident memory includes pages of the file, which the system may drop. The last line is JSON.
+On a CPU wall time is that of a machine as busy as it is; CPU time counts all threads and does not
+depend on it. Resident memory includes pages of the file, which the system may drop.
+
+On a GPU the experts are repacked (`_gguf_gpu.py`): a step and an AR token beside NVFP4 in the same
+run, errors and times of each kernel, and streaming within 16 and 12 GB. A part that fails prints
+its traceback, and the others run. The last line is JSON.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +21,8 @@ from math import prod
 from pathlib import Path
 
 import torch
-from common import EXAMPLE, RELEASED, Facts, finish, head, new_state
+from _gguf_gpu import PARTS, measure_gpu
+from common import ATTENTION_SCALE, EXAMPLE, RELEASED, Facts, finish, head, new_state
 from torch import Tensor
 
 from dgemma.backends.base import ForwardInput, TokenDraw, prefill
@@ -59,18 +66,17 @@ def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         values = (
             torch.ones(shape) if is_scale else 1 + 0.1 * torch.randn(shape, generator=generator)
         )
-        return (
-            values * shape[0] ** -0.25
-            if name.endswith(("q_norm.weight", "k_norm.weight"))
-            else values
-        )
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            return values * shape[0] ** -0.25
+        # For even routing, as in `common.build`.
+        return values * (ATTENTION_SCALE if name.endswith("post_attention_norm.weight") else 1)
     rows = min(shape[-2], REPEATED_ROWS) if name == TOKEN_EMBD else shape[-2]
     gain = 1.0 if name.endswith("ffn_gate_inp.weight") else shape[-1] ** -0.5
     return gain * torch.randn(rows, shape[-1], generator=generator)
 
 
-def make(path: Path, config: ModelConfig) -> None:
-    """Write a file of random blocks; layers and experts repeat them."""
+def make(path: Path, config: ModelConfig, device: torch.device) -> None:
+    """Write a file of random blocks, quantized on a device; layers and experts repeat them."""
     shapes = gguf_shapes(config)
     types = tensor_types(shapes, FILE_TYPE)
     words = plain_pieces(config.vocab_size)
@@ -83,7 +89,7 @@ def make(path: Path, config: ModelConfig) -> None:
             known = blocks.setdefault(tuple(map(str, key)), b"")
             if not known:
                 tensor = rope_freqs(config) if name == ROPE_FREQS else draw(name, shape)
-                known = encode(tensor, types[name]).numpy().tobytes()
+                known = encode(tensor.to(device), types[name]).cpu().numpy().tobytes()
                 blocks[tuple(map(str, key))] = known
             size = types[name].row_bytes(prod(shape))
             for _ in range(size // len(known)):
@@ -136,15 +142,22 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help="write the file first")
     parser.add_argument("--tiny", action="store_true", help="of the example's shapes")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts on a GPU")
     options = parser.parse_args()
+    device = torch.device(options.device)
     config = replace(EXAMPLE if options.tiny else RELEASED, vision=None, media_ids={})
+    facts = head("gguf", device) | {"dtype": options.dtype}
     if options.make:
-        make(options.file, config)
-    facts = head("gguf", torch.device("cpu")) | {"dtype": options.dtype}
+        facts["make"] = timed(lambda: make(options.file, config, device))
+        print(f"make {facts['make']}", flush=True)
+    if device.type == "cuda":
+        finish(facts | measure_gpu(options.file, config, options.only))
+        return
     facts |= measure(options.file, options.dtype)
     print(f"memory: peak {facts['peak_gb']:.2f} GB, file {facts['file_gb']:.2f} GB")
     finish(facts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -37,7 +37,7 @@ from dgemma.backends.cuda.kernels import (
     logit_stats,
     moe,
     moe_decode,
-    moe_nvfp4,
+    moe_packed,
     router,
     soft_embed_fp8,
 )
@@ -52,7 +52,7 @@ from dgemma.quant.qtensor import QTensor
 L2_BYTES = 400e6  # of weights that are read in turn
 MAX_COPIES = 30
 LAST_QUERIES = 512  # of a prefill that are compared
-GEMVS_4 = (moe_decode.gate_up_nvfp4, moe_decode.down_nvfp4)
+GEMVS_4 = (moe_decode.gate_up_packed, moe_decode.down_packed)
 
 Config = Any  # a dataclass of the kernel's own
 
@@ -224,8 +224,8 @@ def moe_cases(
             x, scale, buckets, part, bits = given
             if bits == 4:
                 if part == 0:
-                    return moe_nvfp4.gate_up_nvfp4(x, weight, buckets, top_k, config)
-                return moe_nvfp4.down_nvfp4(x, weight, buckets, config)
+                    return moe_packed.gate_up(x, weight, buckets, top_k, config)
+                return moe_packed.down(x, weight, buckets, config)
             scales = None
             if bits == 8:
                 weight, columns = weight

@@ -23,6 +23,7 @@ from dgemma.backends.cuda.device import (
     ignores_selftest,
     unsupported_reason,
 )
+from dgemma.backends.cuda.merge import layers_of
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.config import ModelConfig, config_to_json
 from dgemma.model.gemma import Gemma
@@ -100,9 +101,12 @@ def _precompile(model: Gemma) -> None:
 
 
 def _weight_format(model: Gemma) -> str:
-    """Name the weight format by the modules of the first layer and the token table."""
+    """Name the weight format by the modules of the layers and the token table."""
+    from dgemma.backends.cuda.selftest import experts_form
+
     modules = [*next(iter(model.layers)).modules(), model.embed_tokens]
     names = {type(module).__name__ for module in modules}
+    names |= {experts_form(layer) for layer in layers_of(model)}
     table = model.embed_tokens
     if isinstance(table, Fp8HeadTable) and table.soft is not None:
         names.add("soft")

@@ -61,12 +61,12 @@ def _shifts(packed: Tensor, *shifts: int) -> Tensor:
     return torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     """Split bytes into 4-bit values: all low halves, then all high ones."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
-def _fifth_bits(packed_RB: Tensor) -> Tensor:
+def fifth_bits(packed_RB: Tensor) -> Tensor:
     """Read the 32 bits of a little-endian word as the fifth bits of 32 values."""
     word_R1 = packed_RB.contiguous().view(torch.int32)
     bits_RN = word_R1 >> torch.arange(32, dtype=torch.int32, device=packed_RB.device)
@@ -78,22 +78,22 @@ def _lookup(table: tuple[int, ...], index: Tensor) -> Tensor:
 
 
 def _q4_0(block_RB: Tensor) -> Tensor:
-    return (_nibbles(block_RB[:, 2:]).float() - 8) * _float16(block_RB[:, :2])
+    return (nibbles(block_RB[:, 2:]).float() - 8) * _float16(block_RB[:, :2])
 
 
 def _q4_1(block_RB: Tensor) -> Tensor:
     scale_R1, min_R1 = _float16(block_RB[:, :4]).chunk(2, 1)
-    return _nibbles(block_RB[:, 4:]) * scale_R1 + min_R1
+    return nibbles(block_RB[:, 4:]) * scale_R1 + min_R1
 
 
 def _q5_0(block_RB: Tensor) -> Tensor:
-    values_RN = _nibbles(block_RB[:, 6:]) | _fifth_bits(block_RB[:, 2:6])
+    values_RN = nibbles(block_RB[:, 6:]) | fifth_bits(block_RB[:, 2:6])
     return (values_RN.float() - 16) * _float16(block_RB[:, :2])
 
 
 def _q5_1(block_RB: Tensor) -> Tensor:
     scale_R1, min_R1 = _float16(block_RB[:, :4]).chunk(2, 1)
-    values_RN = _nibbles(block_RB[:, 8:]) | _fifth_bits(block_RB[:, 4:8])
+    values_RN = nibbles(block_RB[:, 8:]) | fifth_bits(block_RB[:, 4:8])
     return values_RN * scale_R1 + min_R1
 
 
@@ -117,27 +117,32 @@ def _q3_k(block_RB: Tensor) -> Tensor:
     values_RGN = (low_R.view(-1, 8, 32).float() - 4 * (1 - high_R.float())).view(-1, 16, 16)
     packed_R = block_RB[:, 96:108]
     upper_RG = (packed_R[:, None, 8:] >> _shifts(block_RB, 0, 2, 4, 6) & 3) << 4
-    scale_RG = (_nibbles(packed_R[:, :8]) | upper_RG.view(-1, 16)).float() - 32
+    scale_RG = (nibbles(packed_R[:, :8]) | upper_RG.view(-1, 16)).float() - 32
     return values_RGN * (scale_RG * _float16(block_RB[:, 108:]))[..., None]
 
 
 def _q4_k(block_RB: Tensor) -> Tensor:
-    return _affine(_k_nibbles(block_RB), *_k_scales(block_RB))
+    return _affine(k_nibbles(block_RB), *_k_products(block_RB))
 
 
 def _q5_k(block_RB: Tensor) -> Tensor:
+    return _affine(five_bit_values(block_RB), *_k_products(block_RB))
+
+
+def five_bit_values(block_RB: Tensor) -> Tensor:
+    """Decode the values of Q5_K: nibbles, and a bit of each of eight groups in one byte."""
     fifth_RGN = (block_RB[:, None, 16:48] >> _shifts(block_RB, *range(8)) & 1) << 4
-    return _affine(_k_nibbles(block_RB) | fifth_RGN, *_k_scales(block_RB))
+    return k_nibbles(block_RB) | fifth_RGN
 
 
-def _k_nibbles(block_RB: Tensor) -> Tensor:
+def k_nibbles(block_RB: Tensor) -> Tensor:
     """Decode eight groups of 32 from the last 128 bytes, two groups to 32 bytes."""
     packed_R = block_RB[:, -128:].reshape(-1, 4, 1, 32)
     return (packed_R >> _shifts(block_RB, 0, 4) & 15).view(-1, 8, 32)
 
 
-def _k_scales(block_RB: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode the eight 6-bit scales and minimums that twelve bytes hold, times their scales.
+def k_scales(block_RB: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode the eight 6-bit scales and minimums that twelve bytes hold.
 
     The first four of each have bytes of their own, whose two upper bits are the upper bits of the
     last four; the lower bits of those share bytes.
@@ -145,6 +150,11 @@ def _k_scales(block_RB: Tensor) -> tuple[Tensor, Tensor]:
     first_R4, second_R4, last_R4 = block_RB[:, 4:16].chunk(3, 1)
     scale_RG = torch.cat([first_R4 & 63, (last_R4 & 15) | (first_R4 >> 6 << 4)], 1)
     min_RG = torch.cat([second_R4 & 63, (last_R4 >> 4) | (second_R4 >> 6 << 4)], 1)
+    return scale_RG, min_RG
+
+
+def _k_products(block_RB: Tensor) -> tuple[Tensor, Tensor]:
+    scale_RG, min_RG = k_scales(block_RB)
     scale_R1, min_R1 = _float16(block_RB[:, :4]).chunk(2, 1)
     return scale_R1 * scale_RG, min_R1 * min_RG
 
@@ -155,15 +165,19 @@ def _affine(values_RGN: Tensor, scale_RG: Tensor, min_RG: Tensor) -> Tensor:
 
 def _q6_k(block_RB: Tensor) -> Tensor:
     """Decode two halves of 128: four low bits, two high bits, an int8 scale for 16 values."""
-    packed_R = block_RB[:, :128].reshape(-1, 2, 1, 64)
-    low_R = (packed_R >> _shifts(block_RB, 0, 4) & 15).view(-1, 2, 4, 32)
-    high_R = block_RB[:, 128:192].reshape(-1, 2, 1, 32) >> _shifts(block_RB, 0, 2, 4, 6) & 3
-    values_RGN = (low_R | high_R << 4).view(-1, 16, 16).float() - 32
+    values_RGN = six_bit_values(block_RB).view(-1, 16, 16).float() - 32
     return values_RGN * (_int8(block_RB[:, 192:208]) * _float16(block_RB[:, 208:]))[..., None]
 
 
+def six_bit_values(block_RB: Tensor) -> Tensor:
+    packed_R = block_RB[:, :128].reshape(-1, 2, 1, 64)
+    low_R = (packed_R >> _shifts(block_RB, 0, 4) & 15).view(-1, 2, 4, 32)
+    high_R = block_RB[:, 128:192].reshape(-1, 2, 1, 32) >> _shifts(block_RB, 0, 2, 4, 6) & 3
+    return low_R | high_R << 4
+
+
 def _iq4_nl(block_RB: Tensor) -> Tensor:
-    return _lookup(IQ4_VALUES, _nibbles(block_RB[:, 2:])) * _float16(block_RB[:, :2])
+    return _lookup(IQ4_VALUES, nibbles(block_RB[:, 2:])) * _float16(block_RB[:, :2])
 
 
 def _iq4_xs(block_RB: Tensor) -> Tensor:
@@ -172,7 +186,7 @@ def _iq4_xs(block_RB: Tensor) -> Tensor:
     high_R1 = block_RB[:, 2:4].contiguous().view(torch.int16).int()
     low_RG = block_RB[:, 4:8][:, group_G // 2].int() >> 4 * (group_G % 2) & 15
     scale_RG = (low_RG | (high_R1 >> 2 * group_G & 3) << 4).float() - 32
-    values_RGN = _lookup(IQ4_VALUES, _nibbles(block_RB[:, 8:].reshape(-1, 8, 16)))
+    values_RGN = _lookup(IQ4_VALUES, nibbles(block_RB[:, 8:].reshape(-1, 8, 16)))
     return values_RGN * (scale_RG * _float16(block_RB[:, :2]))[..., None]
 
 
@@ -180,14 +194,14 @@ def _mxfp4(block_RB: Tensor) -> Tensor:
     """Decode E2M1 values with an E8M0 scale; the table is doubled and the scale halved."""
     exponent_R1 = block_RB[:, :1].int()
     bits_R1 = torch.where(exponent_R1 < 2, 0x200000 << exponent_R1, (exponent_R1 - 1) << 23)
-    return _lookup(E2M1_DOUBLED, _nibbles(block_RB[:, 1:])) * bits_R1.view(torch.float32)
+    return _lookup(E2M1_DOUBLED, nibbles(block_RB[:, 1:])) * bits_R1.view(torch.float32)
 
 
 def _nvfp4(block_RB: Tensor) -> Tensor:
     """Decode four groups of 16 E2M1 values, each with an unsigned E4M3 scale; 0x7F reads as 0."""
     bits_RG = block_RB[:, :4] & 0x7F
     scale_RG = torch.where(bits_RG == 0x7F, 0, bits_RG).view(torch.float8_e4m3fn).float() / 2
-    values_RGN = _lookup(E2M1_DOUBLED, _nibbles(block_RB[:, 4:].reshape(-1, 4, 8)))
+    values_RGN = _lookup(E2M1_DOUBLED, nibbles(block_RB[:, 4:].reshape(-1, 4, 8)))
     return values_RGN * scale_RG[..., None]
 
 

@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dgemma.backends.cuda.streaming import Staging, StreamedExperts
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.errors import CheckpointError
 from dgemma.quant.gguf import BlockExperts, BlockLinear, BlockTensor, BlockWeight
+from dgemma.quant.gguf_tiles import TILE_FORMATS, TiledBlockExperts, can_tile_blocks
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.files import GGUF_SUFFIX, StoredTensor, listing
 from dgemma.weights.gguf import GGUFFile
@@ -232,6 +234,44 @@ def dequantized_layers(
         chosen.add(layer)
         left -= of_layer
     return chosen
+
+
+def load_tiled_experts(
+    module: nn.Module,
+    names: Mapping[str, str],
+    tensors: GGUFTensors,
+    device: torch.device | str,
+    staging: Staging | None,
+) -> set[str]:
+    """Repack a layer's experts on a device; with `staging`, keep them in host memory.
+
+    `names` has the parameter inside the module of each stored name; returns the names taken.
+    """
+    stored = {parameter: name for name, parameter in names.items()}
+    if not all(parameter in stored for parameter in EXPERTS):
+        return set()
+    taken = {stored[parameter] for parameter in EXPERTS}
+    gate_up, down = (tensors.blocks(stored[parameter]) for parameter in EXPERTS)
+    experts = TiledBlockExperts.from_blocks(gate_up, down, device)
+    module.experts = experts if staging is None else StreamedExperts(experts, staging)
+    for name in taken:
+        for each in tensors.names[name]:
+            tensors.file.release(each)
+    return taken
+
+
+def tiled_bytes(config: ModelConfig, tensors: GGUFTensors) -> list[int] | None:
+    """Return the bytes of each layer's experts in tiles; None if a layer has no kernels."""
+    sizes = [0] * config.num_hidden_layers
+    for name, spec in text_specs(config).items():
+        if spec.group == "text" and spec.target.endswith(EXPERTS):
+            weight = tensors.blocks(name)
+            if not can_tile_blocks(weight):
+                return None
+            layer = layer_of(spec.target)
+            assert layer is not None
+            sizes[layer] += TILE_FORMATS[weight.tensors[0].format.name].num_bytes(weight.shape)
+    return sizes
 
 
 def load_blocks(

@@ -6,6 +6,7 @@ modules, and packing comes last.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from dgemma.backends.cpu import can_pack, int8_linear, pack, pack_int8, packed_linear
 from dgemma.backends.cuda.device import unsupported_reason
+from dgemma.backends.cuda.streaming import streamed_layers
 from dgemma.config import ModelConfig
 from dgemma.device import choose_device, choose_dtype
 from dgemma.errors import UsageError
@@ -22,11 +24,20 @@ from dgemma.model.moe import Linear, linear
 from dgemma.quant.fp8 import has_e4m3
 from dgemma.quant.head import can_transpose, quantize_head
 from dgemma.quant.qtensor import quantize_int8
-from dgemma.roofline import BF16, DEVICES, FLOAT32, FOUR_BIT, FP8, WeightFormat, memory
+from dgemma.roofline import (
+    BF16,
+    DEVICES,
+    FLOAT32,
+    FOUR_BIT,
+    FP8,
+    WeightFormat,
+    memory,
+    stored_parameters,
+)
 from dgemma.weights.files import INT8_INDEX
-from dgemma.weights.gguf_checkpoint import is_gguf
+from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf, tiled_bytes
 from dgemma.weights.layer_formats import STORED_FORMATS, Quant, check_widths, layer_format
-from dgemma.weights.load import Checkpoint, Progress, count_parameters, load_model
+from dgemma.weights.load import Checkpoint, Progress, Streamed, count_parameters, load_model
 from dgemma.weights.lora import Adapter, attach, merge
 from dgemma.weights.quant_schemes import SchemeName, read_scheme
 from dgemma.weights.source import model_config
@@ -34,6 +45,7 @@ from dgemma.weights.source import model_config
 QUANT_OPTIONS = ("auto", "none", "int8", "fp8", "nvfp4")
 MIN_CONTEXT = 4096  # tokens that must fit in memory with the weights
 MIN_FREE_BYTES = 4e9  # left for longer contexts before the token table is stored again
+WORKSPACE_BYTES = 0.8e9  # of captured passes and libraries, where all of a GPU is to be used
 MAX_DEQUANTIZED_BYTES = 3e9  # of a GGUF model on a CPU; larger ones stay blocks
 # Free memory is measured with the driver already loaded.
 WITHOUT_DRIVER = replace(DEVICES["h200"], runtime=0.0)
@@ -69,6 +81,7 @@ class QuantChoice:
     reason: str
     fp8_head: bool = False  # an LM head in 8 bits besides the token table
     fp8_soft_embed: bool = False  # and a third table for soft embeddings
+    streamed: frozenset[int] = frozenset()  # layers whose experts stay in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,8 @@ def load_for_inference(
     choice, device, dtype = plan.choice, plan.device, plan.dtype
     is_int8 = choice.quant == "int8"
     quant = "none" if is_int8 and adapter is not None else choice.quant
-    checkpoint = load_model(directory, device=device, dtype=dtype, quant=quant, on_tensor=on_tensor)
+    form = Streamed(quant, choice.streamed)
+    checkpoint = load_model(directory, device=device, dtype=dtype, quant=form, on_tensor=on_tensor)
     model = checkpoint.model
     if choice.fp8_head:
         quantize_head(model, soft=choice.fp8_soft_embed)
@@ -143,7 +157,7 @@ def choose_quant(
     config, scheme = model_config(directory), read_scheme(directory)
     stored: SchemeName | None = None if scheme is None else scheme.name
     if name == "auto" and is_gguf(directory):
-        choice = _auto_gguf(config, device, dtype)
+        choice = _auto_gguf(config, directory, device, dtype)
     elif name == "auto":
         is_int8 = stored is None and (directory / INT8_INDEX).is_file()
         choice = _auto(config, stored, device, dtype, is_int8=is_int8 and not exact)
@@ -157,7 +171,8 @@ def choose_quant(
             choice = QuantChoice("nvfp4_bf16", reason)
     if device.type != "cuda":
         return choice
-    _check_memory(config, choice.quant, stored, dtype, _free(device))
+    if choice.quant not in ("gguf", "gguf_fp8"):
+        _check_memory(config, choice.quant, stored, dtype, _free(device))
     # Only where quantization was requested: a quantized file leaves the head in 16 bits.
     is_requested = choice.quant in ("fp8", "nvfp4") and stored is None and has_e4m3(device)
     has_kernels = is_requested and unsupported_reason(device, dtype) is None
@@ -183,14 +198,61 @@ def _auto(
     return _auto_cpu(config, dtype)
 
 
-def _auto_gguf(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> QuantChoice:
-    """Choose blocks on a CPU, unless the model is small; there are no GPU kernels for them yet."""
-    if device.type != "cpu":
-        return QuantChoice("none", "GGUF, dequantized: blocks have no GPU kernels yet")
+def _auto_gguf(
+    config: ModelConfig, directory: Path, device: torch.device, dtype: torch.dtype
+) -> QuantChoice:
+    """Choose blocks: mapped ones on a CPU, unless the model is small; repacked ones on a GPU."""
+    if device.type == "cuda":
+        reason = unsupported_reason(device, dtype)
+        sizes = tiled_bytes(config, open_gguf(directory).tensors)
+        if reason is None and dtype != torch.bfloat16:
+            reason = f"kernels of blocks take bfloat16, not {_short(dtype)}"
+        if reason is None and sizes is not None:
+            return gguf_choice(config, sizes, _free(device), has_fp8=has_e4m3(device))
+        reason = reason or "an expert's type or width has no kernels"
+        return QuantChoice("none", f"GGUF, dequantized: {reason}")
     size = count_parameters(config).total * dtype.itemsize
-    if size <= MAX_DEQUANTIZED_BYTES:
-        return QuantChoice("none", f"GGUF, dequantized: {_gb(size)} are small enough")
+    if device.type != "cpu" or size <= MAX_DEQUANTIZED_BYTES:
+        what = "no kernels for blocks here" if device.type != "cpu" else "small enough"
+        return QuantChoice("none", f"GGUF, dequantized to {_gb(size)}: {what}")
     return QuantChoice("stored", "GGUF blocks, memory-mapped: experts are dequantized in use")
+
+
+def gguf_choice(
+    config: ModelConfig, sizes: Sequence[int], free: float, *, has_fp8: bool
+) -> QuantChoice:
+    """Choose how a GGUF file is held on a GPU: everything else in 16 or 8 bits, then streaming.
+
+    `sizes`: bytes of each layer's experts. As few layers are streamed as the memory allows.
+    """
+    quants: tuple[Quant, ...] = ("gguf", "gguf_fp8") if has_fp8 else ("gguf",)
+    needs = {quant: gguf_bytes(config, sizes, quant) for quant in quants}
+    for quant, need in needs.items():
+        if need <= free:
+            rest = "16 bits" if quant == "gguf" else "fp8"
+            return QuantChoice(quant, f"GGUF blocks, repacked; the rest in {rest}")
+    quant, need = quants[-1], needs[quants[-1]]
+    for count in range(1, len(sizes) + 1):
+        layers = streamed_layers(len(sizes), count)
+        largest = max(sizes[layer] for layer in layers)
+        left = need - sum(sizes[layer] for layer in layers) + min(2, count) * largest
+        if left <= free:
+            reason = (
+                f"GGUF blocks, repacked; the experts of {count} of {len(sizes)} layers are "
+                f"streamed from host memory, since {_gb(need)} are needed and {_gb(free)} free"
+            )
+            return QuantChoice(quant, reason, streamed=layers)
+    raise UsageError(
+        f"the model needs {_gb(left)} on the GPU with the experts of all layers in host memory, "
+        f"and {_gb(free)} are free; use --device cpu, or close what uses the GPU"
+    )
+
+
+def gguf_bytes(config: ModelConfig, sizes: Sequence[int], quant: Quant) -> float:
+    """Return the bytes of a repacked GGUF file, KV cache of a short context, logits and buffers."""
+    experts = stored_parameters(config)["experts"]
+    fmt = replace(BF16, experts=8 * sum(sizes) / experts, dense=8 if quant == "gguf_fp8" else 16)
+    return memory(config, _context(config), fmt, WITHOUT_DRIVER).total + WORKSPACE_BYTES
 
 
 def _auto_cpu(config: ModelConfig, dtype: torch.dtype) -> QuantChoice:

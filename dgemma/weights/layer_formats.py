@@ -5,6 +5,8 @@
     nvfp4_bf16  experts in four bits, all else in 16: for GPUs without fp8 arithmetic
     stored      tensors that the file packs stay packed, the rest is plain; of a GGUF file on a CPU
                 the experts stay blocks (`gguf_checkpoint`)
+    gguf        experts in the blocks of a GGUF file, repacked for a GPU; all else in 16 bits
+    gguf_fp8    likewise; attention and dense MLP as in fp8
     int8        all GEMMs in 8-bit integers, for CPUs
 
 Router, norms, self-conditioning, embedding and LM head keep their dtype; int8 quantizes the last
@@ -23,14 +25,20 @@ from dgemma.config import ModelConfig
 from dgemma.errors import UsageError
 from dgemma.model.gemma import Experts, Gemma, Layer
 from dgemma.quant.fp8 import Fp8Experts, Fp8Linear
+from dgemma.quant.gguf_tiles import TiledBlockExperts
 from dgemma.quant.nvfp4 import TILE_DEPTH, Nvfp4Experts, can_tile
 from dgemma.weights.quant_schemes import SchemeName
 
-Quant = Literal["none", "stored", "int8", "fp8", "nvfp4", "nvfp4_bf16"]
+Quant = Literal["none", "stored", "int8", "fp8", "nvfp4", "nvfp4_bf16", "gguf", "gguf_fp8"]
 WeightType = Literal["plain", "int8", "fp8", "nvfp4", "gguf"]
 StoredScheme = SchemeName | Literal["gguf"]
 QUANTS: tuple[Quant, ...] = get_args(Quant)
 DENSE = {"self_attn": "q_proj k_proj v_proj o_proj", "mlp": "gate_proj up_proj down_proj"}
+
+
+PACKED_EXPERTS: dict[
+    WeightType, type[Fp8Experts] | type[Nvfp4Experts] | type[TiledBlockExperts]
+] = {"fp8": Fp8Experts, "nvfp4": Nvfp4Experts, "gguf": TiledBlockExperts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ LAYER_FORMATS: dict[Quant, LayerFormat] = {
     "fp8": LayerFormat("fp8", "fp8"),
     "nvfp4": LayerFormat("nvfp4", "fp8"),
     "nvfp4_bf16": LayerFormat("nvfp4", "plain"),
+    "gguf": LayerFormat("gguf", "plain"),
+    "gguf_fp8": LayerFormat("gguf", "fp8"),
 }
 STORED_FORMATS: dict[StoredScheme, LayerFormat] = {
     "fp8": LayerFormat("fp8", "fp8", as_stored=True),
@@ -59,7 +69,7 @@ STORED_FORMATS: dict[StoredScheme, LayerFormat] = {
 def layer_format(quant: Quant, scheme: StoredScheme | None) -> LayerFormat:
     """Return the format for a checkpoint of this scheme; refuses to quantize twice.
 
-    GGUF blocks have no kernels on a GPU yet, so they may be quantized again.
+    GGUF blocks may be quantized again: some types have no kernels on a GPU.
     """
     if quant not in QUANTS:
         raise UsageError(f"quant {quant!r} is not known; use {', '.join(QUANTS)}")
@@ -99,9 +109,7 @@ def quantize_layer(layer: Layer, fmt: LayerFormat) -> None:
         pack_layers_int8(layer)
         return
     if isinstance(source := layer.experts, Experts) and fmt.experts != "plain":
-        is_fp8 = fmt.experts == "fp8"
-        experts = Fp8Experts.quantized(source) if is_fp8 else Nvfp4Experts.quantized(source)
-        layer.experts = experts  # type: ignore[assignment]
+        layer.experts = PACKED_EXPERTS[fmt.experts].quantized(source)  # type: ignore[assignment]
     if fmt.dense != "fp8":
         return
     for owner, names in DENSE.items():

@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from dgemma.backends.cuda.streaming import Staging
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.device import empty_cache
 from dgemma.errors import CheckpointError, UsageError
@@ -29,6 +30,7 @@ from dgemma.weights.gguf_checkpoint import (
     dequantized_layers,
     is_gguf,
     load_blocks,
+    load_tiled_experts,
 )
 from dgemma.weights.layer_formats import (
     LayerFormat,
@@ -74,12 +76,19 @@ class Checkpoint:
         return self.model.config
 
 
+class Streamed(NamedTuple):
+    """A format of a GGUF file on a GPU, and the layers whose experts stay in host memory."""
+
+    quant: Quant
+    layers: frozenset[int]
+
+
 def load_model(
     directory: Path,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    quant: Quant = "none",
+    quant: Quant | Streamed = "none",
     verify: bool = False,
     on_tensor: Progress | None = None,
 ) -> Checkpoint:
@@ -100,6 +109,7 @@ def load_model(
     config, generation = model_config(directory), generation_config(directory)
     generation.check_vocabulary(config.vocab_size)
     tensors = open_checkpoint(directory, config)
+    quant, streamed = quant if isinstance(quant, Streamed) else Streamed(quant, frozenset())
     fmt = layer_format(quant, _scheme(tensors))
     check_widths(fmt, config)
     if fmt.dense == "int8" and torch.device(device).type != "cpu":
@@ -111,7 +121,7 @@ def load_model(
     check_copies(specs, tensors, directory)
     if verify:
         _check_finite(tensors, [*text, *vision], dtype)
-    loader = _LayerLoader(tensors, device, dtype, fmt)
+    loader = _LayerLoader(tensors, device, dtype, fmt, streamed, Staging(torch.device(device)))
     model = loader.load(skeleton(config), text, on_tensor)
     return Checkpoint(
         model=model.requires_grad_(False).eval(),
@@ -129,6 +139,8 @@ class _LayerLoader:
     device: torch.device | str
     dtype: torch.dtype | None
     format: LayerFormat
+    streamed: frozenset[int]
+    staging: Staging
 
     def load(self, model: Gemma, text: Mapping[str, str], on_tensor: Progress | None) -> Gemma:
         """Give a model on the meta device its weights, layer by layer; the token table last.
@@ -167,7 +179,7 @@ class _LayerLoader:
         return self.tensors[name].to(self.device).to(dtype)
 
     def _dequantized_layers(self, text: Mapping[str, str]) -> set[int | None]:
-        if self.format.experts != "gguf":
+        if self.format.dense != "gguf":
             return set()
         tensors = cast(GGUFTensors, self.tensors)
         return dequantized_layers(text, tensors, self.dtype or torch.float32)
@@ -185,8 +197,11 @@ class _LayerLoader:
         prefix = "" if index is None else f"{LAYERS}{index}."
         inside = {name: parameter.removeprefix(prefix) for name, parameter in names.items()}
         module = model if index is None else model.layers[index]
-        if isinstance(tensors, GGUFTensors):
+        if isinstance(tensors, GGUFTensors) and self.format.dense == "gguf":
             return load_blocks(module, inside, tensors, dense=dense)
+        if isinstance(tensors, GGUFTensors):
+            staging = self.staging if index in self.streamed else None
+            return load_tiled_experts(module, inside, tensors, self.device, staging)
         if index is None or not isinstance(tensors, QuantizedTensors):
             return set()
         return load_packed(cast(Layer, module), inside, tensors, self.device)

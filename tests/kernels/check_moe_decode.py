@@ -58,8 +58,8 @@ def test_fp8_weights_meet_unquantized_rows() -> None:
 def test_nvfp4_weights_are_their_dequantized_values(name: str, tokens: int, width: int) -> None:
     x, ids, up, down = case(tokens, width, 64)
     up_4, down_4 = quantize_tiled(up, 2), quantize_tiled(down, 1)
-    hidden = kernels.gate_up_nvfp4(x, ids, up_4, CONFIGS[name])
-    got = kernels.down_nvfp4(hidden, ids, down_4, CONFIGS[name])
+    hidden = kernels.gate_up_packed(x, ids, up_4, CONFIGS[name])
+    got = kernels.down_packed(hidden, ids, down_4, CONFIGS[name])
     weights = [torch.stack([w.dequantize(e) for e in range(4)]) for w in (up_4, down_4)]
     torch.testing.assert_close(got, wanted(x, ids, *weights), atol=2e-6, rtol=1e-5)
 

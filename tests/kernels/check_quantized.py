@@ -14,7 +14,11 @@ from dgemma.backends.cuda.backend import CudaBackend
 from dgemma.backends.cuda.configs import GemmConfig
 from dgemma.backends.cuda.gemm import Fp8Moe
 from dgemma.backends.cuda.kernels import attention, gemm_fp8
+from dgemma.backends.cuda.merge import layers_of
+from dgemma.backends.cuda.selftest import experts_form
+from dgemma.backends.cuda.streaming import Staging, StreamedExperts
 from dgemma.backends.reference import ReferenceBackend
+from dgemma.config import FULL, SLIDING
 from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.sampler import Sampler
 from dgemma.model.forward_batch import ForwardBatch, Segment
@@ -91,8 +95,9 @@ GEMMS = {((128, 64), 1), ((160, 64), 1), ((64, 64), 2), ((64, 128), 3), ((64, 32
         (LAYER_FORMATS["fp8"], {("experts", 0), ("experts", 1)}),
         (LAYER_FORMATS["nvfp4"], set()),
         (LayerFormat(experts="fp8"), {("experts", 0), ("experts", 1)}),
+        (LAYER_FORMATS["gguf_fp8"], set()),
     ],
-    ids=["fp8", "nvfp4", "experts in fp8"],
+    ids=["fp8", "nvfp4", "experts in fp8", "gguf"],
 )
 def test_a_quantized_model_is_near_the_reference(
     form: LayerFormat, more: set[tuple[Any, int]], seen: set[tuple[Any, int]]
@@ -164,3 +169,20 @@ def test_the_model_is_the_same_after_its_weights_were_merged() -> None:
     before = encoded(ReferenceBackend(model))
     CudaBackend(model)
     assert torch.equal(encoded(ReferenceBackend(model)), before)
+
+
+def test_streamed_experts_give_the_same_as_resident_ones() -> None:
+    """Two staging buffers serve three layers; single tokens read host memory."""
+    config = replace(WIDE, layer_types=(SLIDING, SLIDING, SLIDING, FULL))
+    model = quantize_model(random_model(config, seed=0), LAYER_FORMATS["gguf"])
+    want_TD, (want, want_V) = encoded(CudaBackend(model)), stepped(CudaBackend(model))
+    staging = Staging(small.CPU)
+    for layer in layers_of(model)[1:]:
+        layer.experts = StreamedExperts(layer.experts, staging)  # type: ignore[assignment]
+    mine = CudaBackend(model)
+    assert torch.equal(encoded(mine), want_TD)
+    got, got_V = stepped(mine)
+    assert torch.equal(got.entropy_L, want.entropy_L)
+    assert torch.equal(got_V, want_V)
+    assert off(encoded(ReferenceBackend(model)), want_TD) < 1e-4
+    assert experts_form(layers_of(model)[1]) == "TiledBlockExperts Q5_0 Q5_0 streamed"

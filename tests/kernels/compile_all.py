@@ -29,7 +29,7 @@ from compile_card import (
     usage_line,
 )
 from compile_ends import end_cases
-from compile_experts import check_layout, decode_cases, moe_cases, nvfp4_cases, sort_cases
+from compile_experts import check_layout, decode_cases, moe_cases, packed_cases, sort_cases
 
 from dgemma.backends.cuda import device
 from dgemma.backends.cuda.configs import (
@@ -226,7 +226,7 @@ def cases(card: Card, *, everything: bool) -> list[Case]:
     with card.assumed():
         moe_16, moe_8 = (moe_cases(bits, everything=everything) for bits in (16, 8))
         found = [*attention_cases(card, everything=everything), *moe_16, *moe_8]
-        found += [*nvfp4_cases(everything=everything), *gemm_cases()]
+        found += [*packed_cases(everything=everything), *gemm_cases()]
         others = [*reduce_cases(), *norm_cases(), *heads_cases(), *quantize_cases()]
         others += [*router_cases(), *gemv_cases(), *sort_cases(), *decode_cases(), *end_cases()]
         if everything:

@@ -71,7 +71,7 @@ def small_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     Attention has two splits, and the deepest GEMMs take two steps.
     """
     from dgemma.backends.cuda import configs
-    from dgemma.backends.cuda.kernels import attention, gemv, moe, moe_decode, moe_nvfp4, router
+    from dgemma.backends.cuda.kernels import attention, gemv, moe, moe_decode, moe_packed, router
 
     def swap(module: object, config: object, other: object) -> None:
         """Replace a config, or a function that chooses one, in a kernel's module."""
@@ -86,7 +86,7 @@ def small_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     small = configs.MoeConfig(rows=16, columns=16, depth=32)
     swap(moe, configs.moe_config, lambda *_: configs.MoeConfigs(small, small))
     large = configs.MoeConfig(rows=16, columns=64, depth=64)
-    swap(moe_nvfp4, configs.moe_config, lambda *_: configs.MoeConfigs(large, large))
+    swap(moe_packed, configs.moe_config, lambda *_: configs.MoeConfigs(large, large))
     few = configs.MoeDecodeConfig(columns=16, depth=64)
     by_bits = dict.fromkeys((16, 8, 4), configs.MoeDecodeConfigs(few, few))
     swap(moe_decode, configs.MOE_DECODE, by_bits)

@@ -108,8 +108,9 @@ class MoeConfig:
     tma: bool = False  # weights by TMA
     tail: int = 0  # rows of an expert's last block, if no more are left; not of NVFP4
     registers: int | None = None  # at most, per thread: raises occupancy
-    one_dot: bool = False  # NVFP4 only: a step's depth in one MMA instead of four
-    unroll: int = 1  # NVFP4 only: steps per loop iteration
+    one_dot: bool = False  # packed only: a step's depth in one MMA instead of four
+    unroll: int = 1  # packed only: steps per loop iteration
+    share_scales: bool = True  # Q4_K only: scales are computed once for four threads that need them
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ MOE_8: MoeTable = (
     ),
 )
 
-# NVFP4 weights are always on the left and never read by TMA: one table for every card.
+# Packed weights are always on the left and never read by TMA: one table for every card.
 MOE_4: MoeTable = (
     MoeConfigs(
         MoeConfig(rows=32, columns=64, depth=64, one_dot=True, unroll=2),

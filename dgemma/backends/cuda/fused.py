@@ -8,21 +8,23 @@ T tokens of a pass, D width, X outputs of a merged GEMM, E KV table entries.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgemma.backends.cuda import configs
 from dgemma.backends.cuda.gemm import (
     MoeKernels,
     Rows,
+    StreamedMoe,
     accepts_fp8,
     gemm,
     gemm_gelu_mul,
+    is_decode,
     moe_kernels,
     quantize_rows,
     use_gemv,
@@ -39,6 +41,7 @@ from dgemma.backends.cuda.merge import (
     qkv,
     weight_of,
 )
+from dgemma.backends.cuda.streaming import ExpertStream, StreamedExperts
 from dgemma.config import LayerType
 from dgemma.model.gemma import Gemma, Layer
 from dgemma.model.norm_rope import CosSin
@@ -92,12 +95,26 @@ class FusedModel:
             fuse(layer, index, next_D)
             for index, (layer, next_D) in enumerate(zip(layers, norms[1:], strict=True))
         ]
+        self.stream = self._stream_experts([layer.experts for layer in layers])
+
+    def _stream_experts(self, experts: list[nn.Module]) -> ExpertStream | None:
+        """Give the layers whose experts are in host memory kernels that wait for their copies."""
+        places = [index for index, part in enumerate(experts) if isinstance(part, StreamedExperts)]
+        if not places:
+            return None
+        stream = ExpertStream([cast(StreamedExperts, experts[index]) for index in places])
+        for number, index in enumerate(places):
+            kernels = StreamedMoe(stream, number, self.input_norm_D.dtype)
+            self.layers[index] = replace(self.layers[index], experts=kernels)
+        return stream
 
     def forward(
         self, x_TD: Tensor, cos_sin: CosSin, batch: AttnBatch, normed_TD: Tensor | None = None
     ) -> Tensor:
         """Run all layers and the final norm; `normed_TD`: the first layer's normalized input."""
         decode = use_gemv(x_TD)
+        if self.stream is not None and not is_decode(x_TD):
+            self.stream.begin()
         if normed_TD is None:
             normed_TD = residual_norm.norm(x_TD, self.input_norm_D, self.eps)
         is_fp8 = not decode and self.layers[0].qkv.is_fp8

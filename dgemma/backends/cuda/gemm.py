@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.backends.cuda.configs import MAX_GEMM_ROWS, GemmConfig
-from dgemma.backends.cuda.kernels import gemm_fp8, gemv, moe, moe_decode, moe_nvfp4, residual_norm
+from dgemma.backends.cuda.kernels import gemm_fp8, gemv, moe, moe_decode, moe_packed, residual_norm
 from dgemma.backends.cuda.kernels.moe import Buckets
+from dgemma.backends.cuda.kernels.unpack import PackedWeight
+from dgemma.backends.cuda.streaming import ExpertStream, StreamedExperts
 from dgemma.model.gemma import Experts
 from dgemma.quant.fp8 import VOCAB_PIECE, Fp8Experts, LinearWeight, has_e4m3
-from dgemma.quant.nvfp4 import Nvfp4Experts, TiledNvfp4
+from dgemma.quant.gguf_tiles import TiledBlockExperts
+from dgemma.quant.nvfp4 import Nvfp4Experts
 from dgemma.quant.qtensor import QTensor
 
 MAX_GEMV_ROWS = 2
@@ -124,6 +127,8 @@ class MoeKernels(Protocol):
 
 def moe_kernels(experts: nn.Module, dtype: torch.dtype) -> MoeKernels | None:
     """Return the kernels for a module's weight format and a dtype of activations, if any."""
+    if isinstance(experts, StreamedExperts):  # of its host memory: `stream_experts` has the others
+        return moe_kernels(experts.host, dtype)
     if isinstance(experts, Experts):
         weights = (experts.gate_up_proj, experts.down_proj)
         return HalfMoe(experts) if all(weight.shape[2] % 8 == 0 for weight in weights) else None
@@ -133,7 +138,9 @@ def moe_kernels(experts: nn.Module, dtype: torch.dtype) -> MoeKernels | None:
         return Fp8Moe(experts) if is_aligned else None
     # Unpacked values are bfloat16; the interpreter tests them in float32.
     is_known = dtype in (torch.bfloat16, torch.float32)
-    return HalfMoe(experts) if isinstance(experts, Nvfp4Experts) and is_known else None
+    if isinstance(experts, Nvfp4Experts | TiledBlockExperts) and is_known:
+        return HalfMoe(experts)
+    return None
 
 
 def is_decode(x_TD: Tensor) -> bool:
@@ -142,13 +149,15 @@ def is_decode(x_TD: Tensor) -> bool:
 
 
 class HalfMoe:
-    """Experts whose activations are 16-bit; weights are 16-bit or NVFP4."""
+    """Experts whose activations are 16-bit; weights are 16-bit, NVFP4 or GGUF blocks."""
 
-    def __init__(self, experts: Experts | Nvfp4Experts) -> None:
+    def __init__(self, experts: Experts | Nvfp4Experts | TiledBlockExperts) -> None:
         self.plain: tuple[Tensor, Tensor] | None = None
-        self.nvfp4: tuple[TiledNvfp4, TiledNvfp4] | None = None
+        self.packed: tuple[PackedWeight, PackedWeight] | None = None
         if isinstance(experts, Nvfp4Experts):
-            self.nvfp4 = (experts.gate_up, experts.down)
+            self.packed = (experts.gate_up, experts.down)
+        elif isinstance(experts, TiledBlockExperts):
+            self.packed = experts.both
         else:
             self.plain = (experts.gate_up_proj, experts.down_proj)
 
@@ -159,10 +168,10 @@ class HalfMoe:
         self, x: Rows, topk_ids_TK: Tensor, buckets: Buckets | None, dtype: torch.dtype
     ) -> Tensor:
         assert isinstance(x, Tensor)
-        if self.nvfp4 is not None:
+        if self.packed is not None:
             if is_decode(x):
-                return moe_decode.expert_outputs_nvfp4(x, topk_ids_TK, *self.nvfp4)
-            return moe_nvfp4.expert_outputs_nvfp4(x, topk_ids_TK, *self.nvfp4, buckets)
+                return moe_decode.expert_outputs_packed(x, topk_ids_TK, *self.packed)
+            return moe_packed.expert_outputs(x, topk_ids_TK, *self.packed, buckets)
         assert self.plain is not None
         if is_decode(x):
             return moe_decode.expert_outputs(x, topk_ids_TK, *self.plain)
@@ -188,3 +197,27 @@ class Fp8Moe:
                 return moe_decode.expert_outputs(x, topk_ids_TK, *weights, scales)
             x = quantize_rows(x)
         return moe.expert_outputs_fp8(x, topk_ids_TK, gate_up, down, dtype, buckets)
+
+
+class StreamedMoe:
+    """Experts in host memory: staged for passes of many tokens, read in place for a few."""
+
+    def __init__(self, stream: ExpertStream, index: int, dtype: torch.dtype) -> None:
+        self.stream, self.index = stream, index
+        layer = stream.layers[index]
+        host, staged = moe_kernels(layer.host, dtype), moe_kernels(layer.staged(index), dtype)
+        assert host is not None and staged is not None
+        self.host, self.staged = host, staged
+
+    def accepts_fp8(self, x_TD: Tensor) -> bool:
+        return self.host.accepts_fp8(x_TD)
+
+    def outputs(
+        self, x: Rows, topk_ids_TK: Tensor, buckets: Buckets | None, dtype: torch.dtype
+    ) -> Tensor:
+        if is_decode(x if isinstance(x, Tensor) else x.values):
+            return self.host.outputs(x, topk_ids_TK, buckets, dtype)
+        self.stream.acquire(self.index)
+        out_AD = self.staged.outputs(x, topk_ids_TK, buckets, dtype)
+        self.stream.release(self.index)
+        return out_AD

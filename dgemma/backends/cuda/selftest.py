@@ -1,9 +1,9 @@
 """A short comparison of the CUDA backend with the reference on the model at hand.
 
-A model of one layer of each type commits a prompt longer than the window, commits a block together
-with the first step of the canvas after it, steps two canvases, and decodes single tokens; hidden
-states, entropies, soft embeddings and the sampler's updates are compared. This finds kernels that
-are broken on a device or for a shape, not errors in the last digit: tests find those.
+A model of one layer of each type and weight format commits a prompt longer than the window, commits
+a block together with the first step of the canvas after it, steps two canvases, and decodes single
+tokens; hidden states, entropies, soft embeddings and the sampler's updates are compared. This finds
+kernels that are broken on a device or for a shape, not errors in the last digit: tests find those.
 
 Most rows must be within a tight bound, and every row within a wider one: rounding alone sends a
 token with nearly equal router probabilities to other experts, so rows with such a near-tie in the
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dgemma.backends.base import Backend, ForwardInput, TokenDraw
 from dgemma.backends.cuda.backend import CudaBackend, on_host
 from dgemma.backends.cuda.merge import layers_of
+from dgemma.backends.cuda.streaming import StreamedExperts
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.config import FULL
 from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
@@ -192,17 +193,26 @@ def _require_device(model: Gemma, reason: str) -> None:
 
 
 def shallow(model: Gemma) -> Gemma:
-    """Return a model of one layer of each type, which shares its weights with the whole one."""
-    types = model.config.layer_types
-    distinct = tuple(sorted(dict.fromkeys(types), key=lambda t: t == FULL))  # the last is full
+    """Return a model of one layer of each type and weight format, which shares its weights."""
+    kinds = list(zip(model.config.layer_types, map(experts_form, layers_of(model)), strict=True))
+    distinct = sorted(dict.fromkeys(kinds), key=lambda kind: kind[0] == FULL)  # the last is full
     probe = copy(model)
     probe._modules = dict(model._modules)
-    layers = [layers_of(model)[types.index(layer_type)] for layer_type in distinct]
+    layers = [layers_of(model)[kinds.index(kind)] for kind in distinct]
     probe._modules["layers"] = nn.ModuleList(
         _renumbered(layer, index) for index, layer in enumerate(layers)
     )
-    probe.config = replace(model.config, layer_types=distinct)
+    probe.config = replace(model.config, layer_types=tuple(kind[0] for kind in distinct))
     return probe
+
+
+def experts_form(layer: Layer) -> str:
+    """Name the weight format of a layer's experts."""
+    experts: nn.Module = layer.experts
+    is_streamed = isinstance(experts, StreamedExperts)
+    source = experts.host if isinstance(experts, StreamedExperts) else experts
+    names = [type(source).__name__, *getattr(source, "formats", ())]
+    return " ".join([*names, *(["streamed"] if is_streamed else [])])
 
 
 def _renumbered(layer: Layer, index: int) -> nn.Module:

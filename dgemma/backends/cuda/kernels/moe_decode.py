@@ -3,7 +3,7 @@
 One token reaches 8 of 128 experts, each with one row, so an MMA would be nearly empty. A program
 computes a few outputs of one assignment, looks up its expert itself, and sums products in float32.
 All of its weights are loaded before the first is used. Activations stay 16-bit whatever the weights
-are: 16-bit, fp8 (a scale for each output) or NVFP4 (`quant/nvfp4.py`).
+are: 16-bit, fp8 (a scale for each output) or packed (`unpack.py`).
 
 T tokens, K experts per token, A = T * K assignments, E experts, D width, I expert width.
 """
@@ -16,8 +16,14 @@ from torch import Tensor
 
 from dgemma.backends.cuda.configs import MOE_DECODE, MoeDecodeConfig
 from dgemma.backends.cuda.kernels.common import gelu_mul, launch
-from dgemma.backends.cuda.kernels.moe_nvfp4 import load_scales, load_words, unpack, use_ptx
-from dgemma.quant.nvfp4 import TiledNvfp4
+from dgemma.backends.cuda.kernels.unpack import (
+    PackedWeight,
+    load_packed,
+    packed_args,
+    packed_kwargs,
+    skip_outputs,
+    unpack,
+)
 
 MAX_TOKENS = 4  # with more, several share an expert
 
@@ -35,12 +41,12 @@ def expert_outputs(
     return down(hidden_AI, ids_TK, down_EDI, config.down, scales[1])
 
 
-def expert_outputs_nvfp4(
-    x_TD: Tensor, ids_TK: Tensor, gate_up: TiledNvfp4, down: TiledNvfp4
+def expert_outputs_packed(
+    x_TD: Tensor, ids_TK: Tensor, gate_up: PackedWeight, down: PackedWeight
 ) -> Tensor:
-    """Compute `expert_outputs` with NVFP4 weights."""
-    hidden_AI = gate_up_nvfp4(x_TD, ids_TK, gate_up, MOE_DECODE[4].gate_up)
-    return down_nvfp4(hidden_AI, ids_TK, down, MOE_DECODE[4].down)
+    """Compute `expert_outputs` with packed weights."""
+    hidden_AI = gate_up_packed(x_TD, ids_TK, gate_up, MOE_DECODE[4].gate_up)
+    return down_packed(hidden_AI, ids_TK, down, MOE_DECODE[4].down)
 
 
 def gate_up(
@@ -72,25 +78,32 @@ def down(
     return _launch(_gemv, (hidden_AI, ids_TK, weight_EDI, scale), out_AD, config, kwargs)
 
 
-def gate_up_nvfp4(
-    x_TD: Tensor, ids_TK: Tensor, weight: TiledNvfp4, config: MoeDecodeConfig, *, ptx: bool = True
+def gate_up_packed(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weight: PackedWeight,
+    config: MoeDecodeConfig,
+    *,
+    ptx: bool = True,
 ) -> Tensor:
     out_AI = x_TD.new_empty(ids_TK.numel(), weight.outputs // 2)
-    kwargs = {"GATED": True, "USE_PTX": ptx and use_ptx(), "K": weight.inputs}
-    return _launch(_gemv_nvfp4, (x_TD.contiguous(), ids_TK, *weight[:3]), out_AI, config, kwargs)
+    kwargs = {"GATED": True, "K": weight.inputs, **packed_kwargs(weight, ptx=ptx)}
+    inputs = (x_TD.contiguous(), ids_TK, *packed_args(weight))
+    return _launch(_gemv_packed, inputs, out_AI, config, kwargs)
 
 
-def down_nvfp4(
+def down_packed(
     hidden_AI: Tensor,
     ids_TK: Tensor,
-    weight: TiledNvfp4,
+    weight: PackedWeight,
     config: MoeDecodeConfig,
     *,
     ptx: bool = True,
 ) -> Tensor:
     out_AD = hidden_AI.new_empty(len(hidden_AI), weight.outputs)
-    kwargs = {"GATED": False, "USE_PTX": ptx and use_ptx(), "K": weight.inputs}
-    return _launch(_gemv_nvfp4, (hidden_AI, ids_TK, *weight[:3]), out_AD, config, kwargs)
+    kwargs = {"GATED": False, "K": weight.inputs, **packed_kwargs(weight, ptx=ptx)}
+    inputs = (hidden_AI, ids_TK, *packed_args(weight))
+    return _launch(_gemv_packed, inputs, out_AD, config, kwargs)
 
 
 def _launch(
@@ -184,7 +197,7 @@ def _gemv(
 
 
 @triton.jit
-def _load_row_nvfp4(x, n, block, K: tl.constexpr, BLOCKS: tl.constexpr):
+def _load_row_packed(x, n, block, K: tl.constexpr, BLOCKS: tl.constexpr):
     """Load the inputs of the four weights of each word."""
     c = tl.arange(0, 16 * BLOCKS)
     k = block * 64 + c // 16 * 64 + c % 16
@@ -196,25 +209,26 @@ def _load_row_nvfp4(x, n, block, K: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _add_nvfp4(
+def _add_packed(
     total,
     row,
-    words,
-    scales,
+    planes,
     n,
-    block,
+    block: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BN: tl.constexpr,
     BLOCKS: tl.constexpr,
     DIVIDES: tl.constexpr,
     dtype: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
     """Add the products of some blocks of weights with a row."""
-    packed = load_words(words, n, block, N, K, BLOCKS, DIVIDES)
-    scale = load_scales(scales, n, block, N, K, BLOCKS, DIVIDES)
-    a, b, c, d = unpack(packed, scale, BN, BLOCKS, dtype, USE_PTX)
+    PART: tl.constexpr = block % 2 if BLOCKS == 1 else 0
+    packed = load_packed(planes, n, block, N, K, BLOCKS, DIVIDES, BITS, SCALES)
+    a, b, c, d = unpack(packed, PART, BN, BLOCKS, dtype, BITS, SCALES, USE_PTX)
     total += a.to(tl.float32) * row[0]
     total += b.to(tl.float32) * row[1]
     total += c.to(tl.float32) * row[2]
@@ -222,17 +236,21 @@ def _add_nvfp4(
 
 
 @triton.jit
-def _gemv_nvfp4(
+def _gemv_packed(
     x,
     ids,
     words,
+    extra,
     scales,
+    above,
     global_scale_EH,
     out,
     GATED: tl.constexpr,
     TOP_K: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
     USE_PTX: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -240,30 +258,30 @@ def _gemv_nvfp4(
     blocks: tl.constexpr = BK // 64
     divides: tl.constexpr = N % BN == 0 and K % BK == 0
     dtype: tl.constexpr = x.dtype.element_ty
-    size: tl.constexpr = (2 * N if GATED else N) * K
+    outputs: tl.constexpr = 2 * N if GATED else N
     assignment = tl.program_id(0)
     expert = tl.load(ids + assignment).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    words += expert * (size // 4)
-    scales += expert * (size // 64)
+    planes = skip_outputs(words, extra, scales, above, expert * outputs, K, BITS, SCALES)
     x += (assignment // TOP_K if GATED else assignment) * K
     total = tl.zeros((BN, BK // 4), dtype=tl.float32)
     up = tl.zeros((BN, BK // 4), dtype=tl.float32)
     for block in tl.static_range(0, K // 64, blocks):
-        row = _load_row_nvfp4(x, n, block, K, blocks)
-        total = _add_nvfp4(
-            total, row, words, scales, n, block, N, K, BN, blocks, divides, dtype, USE_PTX
+        row = _load_row_packed(x, n, block, K, blocks)
+        total = _add_packed(
+            total, row, planes, n, block, N, K, BN, blocks, divides, dtype, BITS, SCALES, USE_PTX
         )
         if GATED:
-            up_words = words + N * K // 4
-            up_scales = scales + N * K // 64
-            up = _add_nvfp4(
-                up, row, up_words, up_scales, n, block, N, K, BN, blocks, divides, dtype, USE_PTX
+            ups = skip_outputs(*planes, N, K, BITS, SCALES)
+            up = _add_packed(
+                up, row, ups, n, block, N, K, BN, blocks, divides, dtype, BITS, SCALES, USE_PTX
             )
+    total = tl.sum(total, 1)
+    if SCALES == "nvfp4":
+        total *= tl.load(global_scale_EH + (2 * expert if GATED else expert))
     if GATED:
-        total = tl.sum(total, 1) * tl.load(global_scale_EH + 2 * expert)
-        up = tl.sum(up, 1) * tl.load(global_scale_EH + 2 * expert + 1)
+        up = tl.sum(up, 1)
+        if SCALES == "nvfp4":
+            up *= tl.load(global_scale_EH + 2 * expert + 1)
         total = gelu_mul(total, up)
-    else:
-        total = tl.sum(total, 1) * tl.load(global_scale_EH + expert)
     tl.store(out + assignment * N + n, total.to(out.dtype.element_ty), mask=n < N)

@@ -1,9 +1,9 @@
-"""The experts' GEMMs with NVFP4 weights and 16-bit activations, grouped by expert.
+"""The experts' GEMMs with packed weights and 16-bit activations, grouped by expert.
 
 As in `moe.py`, a weight is read once for all rows of its expert; here it is also unpacked once, in
-registers, on its way to the MMA. Unpacking replaces the weights' bytes as the bottleneck, so it
-takes few instructions: see `quant/nvfp4.py` for the order of bits. Weights are the left operand,
-from registers. Those of gate and up are in one tile, and a loop iteration has several steps of the
+registers, on its way to the MMA: NVFP4 or GGUF blocks, see `unpack.py`. Unpacking replaces the
+weights' bytes as the bottleneck, so it takes few instructions. Weights are the left operand, from
+registers. Those of gate and up are in one tile, and a loop iteration has several steps of the
 depth: the MMA runs on one while the next is unpacked, instead of being waited for each time.
 
 T tokens, K experts per token, A assignments, E experts, D width, I expert width.
@@ -16,56 +16,37 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.backends.cuda.configs import MoeConfig, moe_config
-from dgemma.backends.cuda.device import is_interpreted
 from dgemma.backends.cuda.kernels.common import gdc_wait, gelu_mul, launch, pdl_kwargs
 from dgemma.backends.cuda.kernels.moe import Buckets, row_block, sort_by_expert
-from dgemma.quant.nvfp4 import TiledNvfp4
-
-# Two words in; out, the first weights of both in one register, the second in the next, and so on,
-# each times its scale. Both words are neighbours: of one output and one block in any layout.
-UNPACK: tl.constexpr = tl.constexpr("""{
-.reg .b32 q, a, b, c, d, e, f, g, z;
-.reg .b16 s0, s1, s2, s3;
-mov.b32 z, 0x80008000;
-prmt.b32 q, $4, 0, 0x2301;
-shl.b32 a, $4, 2;
-shl.b32 b, $4, 6;
-shl.b32 c, q, 4;
-and.b32 d, $4, 0x81C081C0;
-and.b32 e, c, 0x81C081C0;
-lop3.b32 f, a, b, 0x81C081C0, 0x28;
-lop3.b32 g, a, q, 0x81C081C0, 0x28;
-mov.b32 {s0, s1}, $5;
-mov.b32 {s2, s3}, $7;
-mov.b32 a, {s0, s0};
-fma.rn.bf16x2 $0, d, a, z;
-mov.b32 a, {s1, s1};
-fma.rn.bf16x2 $1, e, a, z;
-mov.b32 a, {s2, s2};
-fma.rn.bf16x2 $2, f, a, z;
-mov.b32 a, {s3, s3};
-fma.rn.bf16x2 $3, g, a, z;
-}""")
+from dgemma.backends.cuda.kernels.unpack import (
+    PackedWeight,
+    load_packed,
+    packed_args,
+    packed_kwargs,
+    skip_outputs,
+    unpack,
+)
 
 
-def expert_outputs_nvfp4(
+def expert_outputs(
     x_TD: Tensor,
     ids_TK: Tensor,
-    gate_up: TiledNvfp4,
-    down: TiledNvfp4,
+    gate_up_weight: PackedWeight,
+    down_weight: PackedWeight,
     buckets: Buckets | None = None,
 ) -> Tensor:
     """Compute the output of each (token, expert) assignment, [A, D], not yet weighted."""
-    num_experts = len(gate_up.words_EW)
+    num_experts = len(gate_up_weight.words_EW)
     config = moe_config(ids_TK.numel(), num_experts, 4)
     buckets = buckets or sort_by_expert(ids_TK, num_experts)
-    hidden_AI = gate_up_nvfp4(x_TD.contiguous(), gate_up, buckets, ids_TK.shape[1], config.gate_up)
-    return down_nvfp4(hidden_AI, down, buckets, config.down)
+    x_TD, top_k = x_TD.contiguous(), ids_TK.shape[1]
+    hidden_AI = gate_up(x_TD, gate_up_weight, buckets, top_k, config.gate_up)
+    return down(hidden_AI, down_weight, buckets, config.down)
 
 
-def gate_up_nvfp4(
+def gate_up(
     x_TD: Tensor,
-    weight: TiledNvfp4,
+    weight: PackedWeight,
     buckets: Buckets,
     top_k: int,
     config: MoeConfig,
@@ -74,13 +55,13 @@ def gate_up_nvfp4(
 ) -> Tensor:
     """gelu(gate) * up of every assignment, [A, I]; the gate half comes first."""
     out_AI = x_TD.new_empty(len(x_TD) * top_k, weight.outputs // 2)
-    kwargs = {"GATED": True, "TOP_K": top_k, **_kwargs(config, ptx=ptx)}
+    kwargs = {"GATED": True, "TOP_K": top_k, **_kwargs(config), **packed_kwargs(weight, ptx=ptx)}
     return _launch(x_TD, weight, out_AI, buckets, config, kwargs)
 
 
-def down_nvfp4(
+def down(
     hidden_AI: Tensor,
-    weight: TiledNvfp4,
+    weight: PackedWeight,
     buckets: Buckets,
     config: MoeConfig,
     *,
@@ -88,13 +69,13 @@ def down_nvfp4(
 ) -> Tensor:
     """Output of every assignment, [A, D], not yet weighted."""
     out_AD = hidden_AI.new_empty(len(hidden_AI), weight.outputs)
-    kwargs = {"GATED": False, "TOP_K": 1, **_kwargs(config, ptx=ptx)}
+    kwargs = {"GATED": False, "TOP_K": 1, **_kwargs(config), **packed_kwargs(weight, ptx=ptx)}
     return _launch(hidden_AI, weight, out_AD, buckets, config, kwargs)
 
 
 def _launch(
     x: Tensor,
-    weight: TiledNvfp4,
+    weight: PackedWeight,
     out_AN: Tensor,
     buckets: Buckets,
     config: MoeConfig,
@@ -102,9 +83,9 @@ def _launch(
 ) -> Tensor:
     assignments, outputs = out_AN.shape
     blocks = buckets.max_row_blocks(assignments, config)
-    launch(_grouped_gemm_nvfp4, (blocks * triton.cdiv(outputs, config.columns),))(
+    launch(_grouped_gemm_packed, (blocks * triton.cdiv(outputs, config.columns),))(
         x,
-        *weight[:3],
+        *packed_args(weight),
         out_AN,
         *buckets.arguments,
         K=weight.inputs,
@@ -115,69 +96,19 @@ def _launch(
     return out_AN
 
 
-def _kwargs(config: MoeConfig, *, ptx: bool) -> dict[str, Any]:
+def _kwargs(config: MoeConfig) -> dict[str, Any]:
     return {
         **pdl_kwargs(),
-        "USE_PTX": ptx and use_ptx(),
         "ONE_DOT": config.one_dot,
         "BM": config.rows,
         "BN": config.columns,
         "BK": config.depth,
         "UNROLL": config.unroll,
+        "SHARE": config.share_scales,
         "num_warps": config.warps,
         "num_stages": config.stages,
         "maxnreg": config.registers,
     }
-
-
-def use_ptx() -> bool:
-    """True if kernels are compiled and may use the GPU's own instructions."""
-    return not is_interpreted()
-
-
-@triton.jit
-def _spread(scale, N: tl.constexpr, BLOCKS: tl.constexpr):
-    """Broadcast the scale of an output and block to all words of the block."""
-    per_word = tl.broadcast_to(scale[:, :, None], (N, BLOCKS, 16))
-    return tl.reshape(per_word, (N, BLOCKS * 16))
-
-
-@triton.jit
-def _bf16_product(bits, scale_bits, dtype: tl.constexpr):
-    """Multiply two tensors of bfloat16 bits."""
-    value = (bits << 16).to(tl.float32, bitcast=True)
-    return (value * (scale_bits << 16).to(tl.float32, bitcast=True)).to(dtype)
-
-
-@triton.jit
-def unpack(
-    words, scales, N: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr, USE_PTX: tl.constexpr
-):
-    """Unpack [N, 16 * BLOCKS] words and [N, BLOCKS] scales to four tiles, one per weight of a word.
-
-    In PTX about one and a half instructions per weight; in Triton, which the interpreter can run,
-    three times as many. Both give the same bits.
-    """
-    first = _spread((scales & 0x0FF00FF0) | 0x70007000, N, BLOCKS)
-    rotated = (scales << 8) | ((scales >> 24) & 0xFF)
-    second = _spread((rotated & 0x0FF00FF0) | 0x70007000, N, BLOCKS)
-    if USE_PTX:
-        a, b, c, d = tl.inline_asm_elementwise(
-            UNPACK,
-            "=r,=r,=r,=r,r,r,r,r,r",
-            [words, first, second],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        word = words.to(tl.int32) & 0xFFFF
-        swapped = ((word >> 8) | (word << 8)) & 0xFFFF
-        a = _bf16_product(word & 0x81C0, first & 0xFFFF, dtype)
-        b = _bf16_product((swapped << 4) & 0x81C0, first >> 16, dtype)
-        c = _bf16_product(((word << 2) ^ (word << 6)) & 0x81C0, second & 0xFFFF, dtype)
-        d = _bf16_product(((word << 2) ^ swapped) & 0x81C0, second >> 16, dtype)
-    return a, b, c, d
 
 
 @triton.jit
@@ -186,34 +117,6 @@ def _to_input_order(tile, N: tl.constexpr, BLOCKS: tl.constexpr):
     pairs = tl.join(tl.join(tile[0], tile[2]), tl.join(tile[1], tile[3]))
     blocks = tl.permute(tl.reshape(pairs, (N, BLOCKS, 16, 4)), (0, 1, 3, 2))
     return tl.reshape(blocks, (N, 64 * BLOCKS))
-
-
-@triton.jit
-def load_words(
-    words, n, block, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, DIVIDES: tl.constexpr
-):
-    """Load the words of outputs `n` (of N) in the blocks from `block` on (of K inputs)."""
-    c = tl.arange(0, 16 * BLOCKS)
-    b = block + c // 16
-    at = ((n // 16) * (K // 64 * 256) + n % 16 * 16)[:, None] + (b * 256 + c % 16)[None, :]
-    if DIVIDES:
-        tile = tl.load(words + at)
-    else:
-        tile = tl.load(words + at, mask=(n < N)[:, None] & (b < K // 64)[None, :], other=0)
-    return tile
-
-
-@triton.jit
-def load_scales(
-    scales, n, block, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, DIVIDES: tl.constexpr
-):
-    b = block + tl.arange(0, BLOCKS)
-    at = ((n // 16) * (K // 64 * 16) + n % 16)[:, None] + (b * 16)[None, :]
-    if DIVIDES:
-        tile = tl.load(scales + at)
-    else:
-        tile = tl.load(scales + at, mask=(n < N)[:, None] & (b < K // 64)[None, :], other=0)
-    return tile
 
 
 @triton.jit
@@ -263,10 +166,12 @@ def _dot(tiles, rows, total, N: tl.constexpr, BLOCKS: tl.constexpr, ONE_DOT: tl.
 
 
 @triton.jit
-def _grouped_gemm_nvfp4(
+def _grouped_gemm_packed(
     x,
     words,
+    extra,
     scales,
+    above,
     global_scale_EH,
     out,
     assignment_ES,
@@ -278,20 +183,28 @@ def _grouped_gemm_nvfp4(
     P: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
     USE_PTX: tl.constexpr,
     ONE_DOT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     UNROLL: tl.constexpr,
+    SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """GATED: gelu(gate) * up of tokens, whose weights are [2 N, K]; otherwise of assignments."""
     gdc_wait(PDL)
     num_tiles: tl.constexpr = (N + BN - 1) // BN
     blocks: tl.constexpr = BK // 64
-    steps: tl.constexpr = (K // 64 + blocks * UNROLL - 1) // (blocks * UNROLL) * UNROLL
-    whole: tl.constexpr = steps * blocks * 64 == K
+    # Two blocks of five-bit weights share bytes: both are in one iteration.
+    parts: tl.constexpr = 2 if BITS == 5 and blocks == 1 else 1
+    unrolled: tl.constexpr = 1 if parts == 2 else UNROLL
+    size: tl.constexpr = blocks * parts * unrolled
+    steps: tl.constexpr = (K // 64 + size - 1) // size * unrolled
+    whole: tl.constexpr = steps * blocks * parts * 64 == K
+    dtype: tl.constexpr = x.dtype.element_ty
     divides: tl.constexpr = N % BN == 0 and whole
     ON: tl.constexpr = 2 * N if GATED else N  # outputs of a weight
     BO: tl.constexpr = 2 * BN if GATED else BN  # of them in a tile
@@ -303,28 +216,30 @@ def _grouped_gemm_nvfp4(
     if GATED:
         r = tl.arange(0, BO)
         o = (tl.program_id(0) % num_tiles) * BN + r % BN + r // BN * N
-    words += expert.to(tl.int64) * (ON * K // 4)
-    scales += expert.to(tl.int64) * (ON * K // 64)
+    index = expert.to(tl.int64)
+    planes = skip_outputs(words, extra, scales, above, index * ON, K, BITS, SCALES)
     if begin < count:
         m = begin + tl.arange(0, BM)
         is_row = m < count
         assignment = tl.load(assignment_ES + expert * capacity + m, mask=is_row, other=0)
         row = assignment // TOP_K if GATED else assignment
         total = tl.zeros((BO, BM), dtype=tl.float32)
-        for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-            block = step * blocks
-            packed = load_words(words, o, block, ON, K, blocks, divides)
-            scale = load_scales(scales, o, block, ON, K, blocks, divides)
-            rows = _load_rows(x, row, is_row, block, K, blocks, ONE_DOT, whole)
-            tiles = unpack(packed, scale, BO, blocks, x.dtype.element_ty, USE_PTX)
-            total = _dot(tiles, rows, total, BO, blocks, ONE_DOT)
+        for step in tl.range(0, steps, loop_unroll_factor=unrolled):
+            for part in tl.static_range(parts):
+                block = (step * parts + part) * blocks
+                packed = load_packed(planes, o, block, ON, K, blocks, divides, BITS, SCALES)
+                rows = _load_rows(x, row, is_row, block, K, blocks, ONE_DOT, whole)
+                tiles = unpack(packed, part, BO, blocks, dtype, BITS, SCALES, USE_PTX, SHARE)
+                total = _dot(tiles, rows, total, BO, blocks, ONE_DOT)
         if GATED:
             gates, ups = tl.split(tl.permute(tl.reshape(total, (2, BN, BM)), (1, 2, 0)))
-            gates *= tl.load(global_scale_EH + 2 * expert)
-            ups *= tl.load(global_scale_EH + 2 * expert + 1)
+            if SCALES == "nvfp4":
+                gates *= tl.load(global_scale_EH + 2 * expert)
+                ups *= tl.load(global_scale_EH + 2 * expert + 1)
             result = gelu_mul(gates, ups).to(out.dtype.element_ty)
         else:
-            total *= tl.load(global_scale_EH + expert)
+            if SCALES == "nvfp4":
+                total *= tl.load(global_scale_EH + expert)
             result = total.to(out.dtype.element_ty)
         at = assignment.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(out + at, tl.trans(result), mask=is_row[:, None] & (n < N)[None, :])
