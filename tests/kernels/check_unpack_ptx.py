@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dgemma.backends.cuda.kernels import unpack
+from dgemma.backends.cuda.kernels import unpack_ptx as unpack
 from dgemma.quant.gguf_tiles import EXPONENT, TILE_FORMATS, TiledBlocks, tile_blocks
 from tests.kernels.small import random_stack
 

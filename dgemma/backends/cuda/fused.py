@@ -99,11 +99,11 @@ class FusedModel:
 
     def _stream_experts(self, experts: list[nn.Module]) -> ExpertStream | None:
         """Give the layers whose experts are in host memory kernels that wait for their copies."""
-        places = [index for index, part in enumerate(experts) if isinstance(part, StreamedExperts)]
-        if not places:
+        indices = [index for index, part in enumerate(experts) if isinstance(part, StreamedExperts)]
+        if not indices:
             return None
-        stream = ExpertStream([cast(StreamedExperts, experts[index]) for index in places])
-        for number, index in enumerate(places):
+        stream = ExpertStream([cast(StreamedExperts, experts[index]) for index in indices])
+        for number, index in enumerate(indices):
             kernels = StreamedMoe(stream, number, self.input_norm_D.dtype)
             self.layers[index] = replace(self.layers[index], experts=kernels)
         return stream
