@@ -60,9 +60,6 @@ def packed_kwargs(weight: PackedWeight, *, ptx: bool) -> dict[str, Any]:
     return {"BITS": weight.format.bits, "SCALES": weight.format.scales, "USE_PTX": is_fast}
 
 
-# --- loads
-
-
 @triton.jit
 def skip_outputs(
     words,
@@ -190,9 +187,6 @@ def load_packed(
     return words, extra, scales, more
 
 
-# --- scales
-
-
 @triton.jit
 def _spread(scale, N: tl.constexpr, BLOCKS: tl.constexpr):
     """Broadcast the scale of an output and block to all words of the block."""
@@ -260,9 +254,6 @@ def _pair(scales, more, GROUP: tl.constexpr, BITS: tl.constexpr, SCALES: tl.cons
         is_pure=True,
         pack=1,
     )
-
-
-# --- weights
 
 
 @triton.jit
