@@ -89,13 +89,14 @@ def replies(adapter: Path | None) -> dict[str, list[str]]:
 def train(out: Path, options: Sequence[str]) -> tuple[float, float]:
     """Train on the chats; returns minutes of wall time and of CPU time."""
     out.mkdir(parents=True, exist_ok=True)
-    files = {"--data": chats(TOPICS, 50), "--heldout": chats(NEW_TOPICS, 20)}
+    # Not heldout.jsonl: the run writes its losses there.
+    files = {"data": chats(TOPICS, 50), "heldout": chats(NEW_TOPICS, 20)}
     command = [sys.executable, "-m", "dgemma.train", "sft", "--out", str(out)]
     for option, examples in files.items():
-        path = out / f"{option.strip('-')}.jsonl"
+        path = out / f"{option}_chats.jsonl"
         text = "".join(json.dumps(chat) + "\n" for chat in examples)
         path.write_text(text, encoding="utf-8")
-        command += [option, str(path)]
+        command += [f"--{option}", str(path)]
     began = time.perf_counter()
     subprocess.run([*command, "--device", "cpu", "--fresh", *options], check=True)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,6 +1,7 @@
 """Model and generation configs of a checkpoint. Imports only the standard library."""
 
 from dgemma.config.json_files import (
+    GENERATION_CONFIG,
     config_to_json,
     generation_config_to_json,
     load_config,
@@ -23,6 +24,7 @@ from dgemma.config.vision_config import IMAGE_BUDGETS, VisionConfig
 
 __all__ = [
     "FULL",
+    "GENERATION_CONFIG",
     "IMAGE_BUDGETS",
     "SLIDING",
     "AttentionShape",

@@ -24,6 +24,7 @@ from dgemma.config.strict_json import read_json
 from dgemma.config.vision_config import VISION_KEYS, read_vision, vision_to_json
 from dgemma.errors import ConfigError
 
+GENERATION_CONFIG = "generation_config.json"
 TRANSFORMERS_VERSION = "5.22.2"  # whose reading of these files is tested
 
 # Defaults of the reference classes, which write no key for a default.
@@ -112,7 +113,7 @@ def load_generation_config(directory: Path) -> GenerationConfig:
 
     Missing stop ids are read from `config.json`.
     """
-    path = directory / "generation_config.json"
+    path = directory / GENERATION_CONFIG
     raw: Mapping[str, Any] = read_json(path) if path.exists() else {}
     stops = raw.get("eos_token_id")
     if stops is None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from dgemma.config import GenerationConfig
+from dgemma.config import GENERATION_CONFIG, GenerationConfig, load_generation_config
 from dgemma.constrain.grammar import ConstraintArgs
 from dgemma.constrain.matcher import Constraint, compile_constraint
 from dgemma.constrain.tool_grammar import grammar_of
@@ -76,7 +76,8 @@ class Engine(EngineCore):
         """Load a checkpoint: a directory, a GGUF file, a downloaded hub id, or `nano`, built in.
 
         `device`, `dtype` and `quant` (the form of its weights in memory) are `auto` or as given.
-        `template` is `file` to use the chat template of a GGUF file in any case.
+        `template` is `file` to use the chat template of a GGUF file in any case. An adapter's
+        directory may have a generation_config.json of its own.
         """
         path = find_checkpoint(str(model))
         tokenizer = load_tokenizer(path)
@@ -86,6 +87,8 @@ class Engine(EngineCore):
         lora = None if adapter is None else load_adapter(Path(adapter))
         checkpoint = load_for_inference(path, LoadOptions(**where), lora, progress)
         generation = checkpoint.generation
+        if adapter is not None and (Path(adapter) / GENERATION_CONFIG).is_file():
+            generation = load_generation_config(Path(adapter))
         engine = cls(
             checkpoint.model, tokenizer, chosen.template, generation, prefix_bytes=prefix_bytes
         )

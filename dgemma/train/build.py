@@ -207,7 +207,10 @@ class TrainingJob:
             directory = self.environment.out / "adapter"
             if is_main:
                 adapter = trained_adapter(self.adapter, optimizer.names, weights)
-                save_adapter(adapter, directory, overwrite=True)
+                lora, generation = self.recipe.lora, None
+                if lora is not None and lora.entropy_bound is not None:
+                    generation = replace(self.base.generation, entropy_bound=lora.entropy_bound)
+                save_adapter(adapter, directory, overwrite=True, generation=generation)
             return directory
         directory = self.environment.out / "checkpoint"
         untrained = gather_to_cpu(dict(self.base.model.state_dict()), keep=is_main)

@@ -188,6 +188,12 @@ class LoRASettings:
     rank: int = 16  # of the two matrices
     alpha: float = 32.0  # the change is scaled by alpha / rank
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # ends of module names
+    # of the sampler that comes with the adapter, nats; default: the checkpoint's
+    entropy_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.entropy_bound is not None and self.entropy_bound <= 0:
+            raise ConfigError(f"[lora] entropy_bound is {self.entropy_bound}; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.config import Family
+from dgemma.config import GENERATION_CONFIG, Family, GenerationConfig, generation_config_to_json
 from dgemma.config.strict_json import read_json
 from dgemma.errors import CheckpointError, ConfigError, UsageError
 from dgemma.weights.files import listing, read_header
@@ -105,8 +105,17 @@ def load_adapter(path: Path) -> Adapter:
         raise type(error)(f"{directory}: {error}") from None
 
 
-def save_adapter(adapter: Adapter, directory: Path, *, overwrite: bool = False) -> None:
-    """Write the two files, with the names under which PEFT adapts transformers' model alike."""
+def save_adapter(
+    adapter: Adapter,
+    directory: Path,
+    *,
+    overwrite: bool = False,
+    generation: GenerationConfig | None = None,
+) -> None:
+    """Write the two files, with the names under which PEFT adapts transformers' model alike.
+
+    `generation`: what `Engine.load` uses with it instead of the checkpoint's, in a third file.
+    """
     existing = [name for name in (CONFIG, WEIGHTS) if (directory / name).exists()]
     if existing and not overwrite:
         raise UsageError(
@@ -131,8 +140,12 @@ def save_adapter(adapter: Adapter, directory: Path, *, overwrite: bool = False) 
             Path(hidden, CONFIG).write_text(text, encoding="utf-8")
             # An old config with new tensors must never look complete.
             (directory / CONFIG).unlink(missing_ok=True)
+            (directory / GENERATION_CONFIG).unlink(missing_ok=True)
             for name in (WEIGHTS, CONFIG):
                 os.replace(Path(hidden, name), directory / name)
+            if generation is not None:
+                own = json.dumps(generation_config_to_json(generation), indent=2) + "\n"
+                (directory / GENERATION_CONFIG).write_text(own, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"cannot save to {directory}: {error.strerror}; check its free space and permissions"

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from dgemma.config import load_generation_config
+from dgemma.diffusion.sampler import EntropyBound
 from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError, ConfigError, UsageError
 from dgemma.train import tokens
@@ -23,12 +25,12 @@ from dgemma.train.build import (
     recipe_checkpoint,
 )
 from dgemma.train.corruption import Corruption
-from dgemma.train.recipe import RECIPES, load_recipe
+from dgemma.train.recipe import RECIPES, LoRASettings, load_recipe
 from dgemma.train.tokens import TokenStore
 from dgemma.weights.hub import NANO_DIRECTORY
 from dgemma.weights.load import load_model
 from dgemma.weights.lora import detach, merge, read_back
-from dgemma.weights.lora_files import load_adapter
+from dgemma.weights.lora_files import load_adapter, save_adapter
 from tests.taught import ANSWERS, SHORT, ask, taught_config
 from tests.train.runs import RECIPE, save_recipe
 
@@ -502,6 +504,23 @@ def test_a_saved_adapter_answers_anew_with_the_old_checkpoint(
         for mode in ("diffusion", "ar"):
             done = engine.generate(SHORT, SamplingParams(mode=mode, seed=5))  # type: ignore[arg-type]
             assert done.text == expected
+
+
+def test_an_adapter_may_bring_its_own_sampler(
+    adapted: TrainingJob, by_heart: TrainingJob, tmp_path: Path
+) -> None:
+    checkpoint = by_heart.environment.out / "checkpoint"
+    generation = replace(load_generation_config(checkpoint), entropy_bound=0.25)
+    saved = load_adapter(adapted.environment.out / "adapter")
+    save_adapter(saved, tmp_path, generation=generation)
+    engine = Engine.load(str(checkpoint), device="cpu", dtype="float32", adapter=tmp_path)
+    assert isinstance(engine.sampler.rule, EntropyBound)
+    assert engine.sampler.rule.entropy_bound == 0.25
+    save_adapter(saved, tmp_path, overwrite=True)
+    engine = Engine.load(str(checkpoint), device="cpu", dtype="float32", adapter=tmp_path)
+    assert engine.generation_config == load_generation_config(checkpoint)
+    with pytest.raises(ConfigError, match=r"entropy_bound is 0\.0; it must be above 0"):
+        LoRASettings(entropy_bound=0.0)
 
 
 def test_a_merged_adapter_gives_the_same_logits(
