@@ -186,6 +186,8 @@ def test_a_conversation_is_saved_and_continued(conversation: Conversation, tmp_p
     handle(conversation, "/clear")
     handle(conversation, '/system ""')
     assert conversation.system == []
+    handle(conversation, '/system Say "hi"')
+    assert conversation.system[0].content == 'Say "hi"'
     handle(conversation, f"/load {file}")
     assert conversation.messages == before
     assert conversation.system[0].content == "Be brief."

@@ -174,7 +174,7 @@ def test_info_tells_what_would_run(call: Call, checkpoint: Path) -> None:
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     facts = json.loads(result.out)
     assert facts["dgemma"] == __version__ and facts["dtype"] == "float32"
-    assert facts["device"].startswith("cpu") and facts["fast_paths"]
+    assert facts["device"].startswith("cpu") and facts["weights"].startswith("float32")
     assert (facts["model"], facts["family"]) == (str(checkpoint), "diffusion_gemma")
     assert (facts["layers"], facts["canvas"], facts["vocabulary"]) == (2, 16, 403)
     assert facts["backend"].startswith("reference: ")
@@ -244,6 +244,7 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
             "--port is 99999; it must be a whole number from 0 to",
         ),
         (["serve", "--max-body", "nan"], "--max-body is nan; it must be"),
+        (["serve", "--max-body", "-1"], "--max-body is -1.0; it must be"),
         (["eval", "--seed", "-1"], "seed is -1; it must be 0 to"),
         (["train", "x.toml", "--steps", "-3"], "steps is -3; it must be 1 or more"),
         (["train", "x.toml", "--seconds", "nan"], "seconds is nan; it must be above 0"),

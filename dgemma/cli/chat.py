@@ -298,7 +298,8 @@ def _system(conversation: Conversation, argument: str) -> None:
     from dgemma.cli.show import unquote
 
     if argument:
-        conversation.set_system(unquote(argument).strip('"'))
+        # `""` removes the message; other quotation marks belong to it.
+        conversation.set_system("" if argument == '""' else unquote(argument))
     text = conversation.system[0].content if conversation.system else "none"
     print(f"[system message: {text}]", file=sys.stderr)
 

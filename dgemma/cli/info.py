@@ -1,18 +1,15 @@
-"""`dgemma info`: versions, device, model, chosen fast paths."""
+"""`dgemma info`: versions, device, model, weight format and backend."""
 
 import json
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from dgemma.cli.app import AsJson, Device, Dtype, Model, Quant, app
 from dgemma.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @app.command()
@@ -26,7 +23,7 @@ def info(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print versions, device, model and chosen fast paths; reads a config, no weights."""
+    """Print versions, device, model, weight format and backend; reads a config, no weights."""
     if verify:
         checked = _verified(model)
     facts = {**_machine(device, dtype), **_model(model)}
@@ -39,7 +36,7 @@ def info(
         return
     width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):{width}}  {_shown(value)}")
+        print(f"{name.replace('_', ' '):{width}}  {value}")
 
 
 def _verified(model: str) -> str:
@@ -52,14 +49,6 @@ def _verified(model: str) -> str:
     if not files:
         return "nothing: no SHA-256 is recorded for these files"
     return f"{len(files)} files have the recorded SHA-256: {listing(files)}"
-
-
-def _shown(value: Any) -> str:
-    """Write a value on one line; a value shared by all keys once."""
-    if not isinstance(value, dict):
-        return str(value)
-    shared = set(value.values())
-    return shared.pop() if len(shared) == 1 else ", ".join(f"{k}: {v}" for k, v in value.items())
 
 
 def _machine(device: str, dtype: str) -> dict[str, Any]:
@@ -76,25 +65,6 @@ def _machine(device: str, dtype: str) -> dict[str, Any]:
         "tokenizers": version("tokenizers"),
         "device": describe_device(where),
         "dtype": str(choose_dtype(dtype, where)).removeprefix("torch."),
-        "fast_paths": _fast_paths(where, choose_dtype(dtype, where)),
-    }
-
-
-def _fast_paths(where: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
-    """Name the implementation of each op on this device."""
-    import torch
-
-    from dgemma.backends.cpu import can_pack
-
-    is_cpu = where.type == "cpu"
-    is_packed = is_cpu and can_pack(torch.empty(1, 1, dtype=dtype))
-    is_grouped = where.type == "cuda" and dtype == torch.bfloat16
-    return {
-        "attention": "segments merged in place" if is_cpu else "segments joined",
-        "linear": "packed by oneDNN" if is_packed else "plain",
-        "mean": "products for open positions" if is_packed else "products",
-        "experts": "one grouped product" if is_grouped else "one product per expert",
-        "position_stats": "in place",
     }
 
 

@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,14 +10,13 @@ import typer
 
 from dgemma.cli.app import Adapter, Device, Dtype, Model, Quant, Template, app, load_engine
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.server.limits import Limits
+from dgemma.server.limits import Limits, default_max_body
 
 if TYPE_CHECKING:
     import socket
 
 MIB = 1 << 20
 DEFAULTS = Limits()
-IMAGE_MIB = 32  # of a request with pictures: a photograph of 12 megapixels has 8 in base64
 
 
 @app.command()
@@ -101,7 +99,7 @@ def serve(
             max_batch_size=max_batch_size,
             max_queue=max_queue,
             max_context=max_context,
-            max_body=DEFAULTS.max_body if max_body is None else _bytes(max_body),
+            max_body=default_max_body(model) if max_body is None else _bytes(max_body),
             max_connections=max_connections,
             max_seconds=max_seconds,
             max_pass_seconds=max_pass_seconds,
@@ -133,8 +131,6 @@ def serve(
     if any(option is not None for option in (max_replicas, gpus_per_replica, cpus_per_replica)):
         raise UsageError("--max-replicas and sizes of replicas need --replicas; give it too")
     engine = load_engine(model, device, dtype, adapter, quant, template)
-    if max_body is None and engine.images is not None:
-        settings = replace(settings, limits=replace(settings.limits, max_body=IMAGE_MIB * MIB))
     server = make_server(make_app(engine, settings), _print_drain)
     print(banner, file=sys.stderr, flush=True)
     server.run(sockets=[listening])
@@ -149,7 +145,7 @@ def require_extra() -> None:
 
 
 def _bytes(mib: float) -> int:
-    if not math.isfinite(mib):
+    if not 0 < mib < math.inf:
         raise UsageError(f"--max-body is {mib}; it must be a number above 0")
     return int(mib * MIB)
 

@@ -214,7 +214,8 @@ class EngineCore:
         """Run a pass, or wait for a host task if nothing else can be done."""
         if self.step():
             return
-        futures = [task.future for r in self.scheduler.requests for task in r.on_host]
+        # Those of cancelled requests too: a host task may wait for their threads.
+        futures = [task.future for _, task in self.scheduler.host_tasks]
         deadlines = [request.deadline for request in self.scheduler.requests]
         left = min(deadlines, default=inf) - time.monotonic()
         timeout = None if left == inf else max(left, 0)

@@ -190,6 +190,7 @@ class HostTask:
         return self.future.result(timeout=0)
 
 
+PASS: tuple[()] = ()  # yielded by a program that lets others have a pass
 Program = Generator["Sequence[Task | HostTask] | Event", list[Any], T]
 
 
@@ -211,7 +212,8 @@ class Request(Generic[T]):
         self.result: T | None = None
         self.error: Exception | None = None
         self.has_started = self.is_over = self.is_cancelled = False
-        self._tasks: Sequence[Task | HostTask] = ()  # the batch that the program waits for
+        # The batch that the program waits for; None before the program has yielded one.
+        self._tasks: Sequence[Task | HostTask] | None = None
         self._num_drafts = 0  # canvases shown so far
         self._last_step = 0
 
@@ -230,8 +232,8 @@ class Request(Generic[T]):
 
     def advance(self) -> None:
         """Run the program up to its next tasks, or to its end."""
-        results = [task.result for task in self._tasks] if self._tasks else None
-        self._tasks = ()
+        results = None if self._tasks is None else [task.result for task in self._tasks]
+        self._tasks = None
         try:
             while True:
                 step = self.program.send(results)  # type: ignore[arg-type]
@@ -247,7 +249,7 @@ class Request(Generic[T]):
     def close(self) -> None:
         """Let go of the program and of tasks whose results it will not get; may be called again."""
         self.waiting.clear()
-        self._tasks = ()
+        self._tasks = None
         self.program.close()
 
     def collect(self, task: Task) -> None:

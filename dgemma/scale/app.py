@@ -5,6 +5,7 @@ deployment too, and Ray's proxies bring it requests: `serve run dgemma.scale.app
 """
 
 import os
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from dgemma.errors import UsageError
 from dgemma.scale.replica import Model, ModelArgs, ReplicaOptions, rank_replicas
 from dgemma.server.auth import Keys, read_keys
-from dgemma.server.limits import Limits
+from dgemma.server.limits import Limits, default_max_body
 from dgemma.server.service import Settings
 
 ROUTER = "dgemma.scale.app:PrefixRouter"
@@ -111,6 +112,8 @@ def build(args: dict[str, Any]) -> Any:
     if not keys and not args.get("allow_anonymous"):
         raise UsageError("a cluster needs keys; give api_key_file, or allow_anonymous: true")
     model = _of(ModelArgs, args)
+    with suppress(UsageError):  # the checkpoint may be on the workers alone
+        args = {"max_body": default_max_body(model.model), **args}
     settings = Settings(
         names=tuple(args.get("name") or [model.model]),
         limits=_of(Limits, args),

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # Routes whose body has a seed; for others it is given beside the body, which only an engine takes.
 SEEDED_PATHS = ("/v1/chat/", "/v1/completions", "/v1/dgemma/", "/v1/fim/", "/infill")
-MAX_LINE = 64 << 20  # bytes
 RETRIED = frozenset({408, 429, 502, 503, 504})
 RETRY_SECONDS = 300.0  # that a server may be away or busy before a run is broken off
 MAX_WAIT_SECONDS = 15.0
@@ -168,7 +167,7 @@ async def run_batch(
         while waiting:
             line = waiting.pop()
             reply = (400, _refusal(line)) if line.body.get("stream") else await send(line)
-            os.write(descriptor, line.result(reply))  # one call: a line is whole, or the last
+            write_line(descriptor, line.result(reply))
             counts.done += 1
             counts.failed += reply[0] >= 400
             usage = reply[1].get("usage") or {}
@@ -184,6 +183,21 @@ async def run_batch(
     finally:
         os.close(descriptor)
     return counts
+
+
+def write_line(descriptor: int, line: bytes) -> None:
+    """Append a line in one call; one that was cut short is removed, and the run ends."""
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    try:
+        if (written := os.write(descriptor, line)) == len(line):
+            return
+        reason = f"{written} of {len(line)} bytes were written"
+    except OSError as error:
+        reason = str(error.strerror)
+    os.ftruncate(descriptor, end)
+    raise DgemmaError(
+        f"the output cannot be written ({reason}); make room, and the same command continues"
+    )
 
 
 def _refusal(line: BatchLine) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Routes that fill holes: Mistral's and Mercury's FIM, llama.cpp's infill, and our own."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request, Response
@@ -330,8 +330,11 @@ class FimFormat(ChoicesFormat):
         return None if is_thought else {"delta": message, "text": text}
 
 
+@dataclass(frozen=True, kw_only=True)
 class InfillFormat(Format):
     """The form of llama.cpp's `/infill`."""
+
+    limit: int  # n_predict: 0 for a warm-up, below 0 for none
 
     def full(self, answers: "Sequence[Done]") -> dict[str, Any]:
         return self._reply(answers[0].text, answers[0]) if answers else self._reply("", None)
@@ -348,6 +351,11 @@ class InfillFormat(Format):
     def usage_chunk(self, answers: "Sequence[Done]") -> Chunk:
         return {**super().usage_chunk(answers), "stop": True}
 
+    def _stop_type(self, done: "Done | None") -> str:
+        if done is None:
+            return "none"
+        return "limit" if 0 < self.limit <= done.result.holes[0].tokens else "eos"
+
     def _reply(self, content: str, done: "Done | None") -> dict[str, Any]:
         seconds = 0.0 if done is None else done.seconds
         count, num_prompt = (0, 0) if done is None else (done.tokens, done.prompt_tokens)
@@ -355,7 +363,7 @@ class InfillFormat(Format):
             "index": 0,
             "content": content,
             "stop": True,
-            "stop_type": "none" if done is None else "eos",
+            "stop_type": self._stop_type(done),
             "stopping_word": "",
             "model": self.envelope.model,
             "truncated": False,
@@ -397,7 +405,7 @@ async def fim(request: Request, body: FimBody, service: ServiceDep) -> Response:
 @router.post("/infill", **whole_or_stream(InfillReply))
 async def infill(request: Request, body: InfillBody, service: ServiceDep) -> Response:
     """Fill the hole at a cursor, in llama.cpp's form."""
-    form = InfillFormat(envelope=service.envelope("infill-", body))
+    form = InfillFormat(envelope=service.envelope("infill-", body), limit=body.n_predict)
     if body.n_predict == 0:  # an editor fills the prefix cache; nothing is to be written
         service.check_model(body.model)
         return JSONResponse(form.full([]))

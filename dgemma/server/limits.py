@@ -14,6 +14,7 @@ MAX_PROMPTS = 16
 MAX_CONSTRAINT = 1 << 16  # characters of a schema, regex or grammar
 MAX_HOLES = 64
 MAX_STEPS = 512  # per canvas; noise is made for all of them at once
+IMAGE_BODY = 32 << 20  # bytes; a photograph of 12 megapixels has 8 million in base64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +38,12 @@ class Limits:
             value, option = getattr(self, name), name.replace("_", "-")
             if not value > 0:  # nor may it be NaN
                 raise UsageError(f"{name} (--{option}) is {value}; it must be above 0")
+
+
+def default_max_body(model: str) -> int:
+    """Largest request in bytes for a model that need not be loaded: more if it reads pictures."""
+    from dgemma.weights.files import has_image_tower
+    from dgemma.weights.hub import find_checkpoint
+
+    path = find_checkpoint(model)
+    return IMAGE_BODY if path.is_dir() and has_image_tower(path) else Limits().max_body

@@ -64,7 +64,7 @@ def parse_sudoku(engine: "Engine", body: SudokuBody) -> "list[Program[Done]]":
 
 
 def sudoku_answer(engine: "Engine", puzzle: str, params: "SudokuParams") -> "Program[Done]":
-    """Solve a puzzle; the grid is promised, if the reply has one."""
+    """Solve a puzzle; the text is the grid, if the reply has one."""
     from dgemma.engine import Done, Text
     from dgemma.programs.sudoku.solve import solve_program
     from dgemma.text.reply import Reply
@@ -75,7 +75,7 @@ def sudoku_answer(engine: "Engine", puzzle: str, params: "SudokuParams") -> "Pro
     return Done(
         reply=Reply(answer=text),
         ids=tuple(engine.tokenizer.encode(text)),
-        prompt_tokens=len(engine.tokenizer.encode(puzzle)),
+        prompt_tokens=result.prompt_tokens,
         blocks=1 + result.restarts,
         steps=result.steps,
         seconds=result.seconds,

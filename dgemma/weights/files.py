@@ -47,6 +47,8 @@ MAX_FILE_NAME = 200  # characters of a shard's name
 MAX_DIMS = 8  # of a tensor
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # the types this build reads
 INT8_ITEM_BYTES = {"I8": 1, "U8": 1, "F16": 2, "F32": 4}  # in the integer layout
+PACKED_ITEM_BYTES = {**ITEM_BYTES, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of any checkpoint
+IMAGE_PROJECTION = "embed_vision.embedding_projection.weight"  # with this end of its name
 FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -78,6 +80,16 @@ def read_headers(directory: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict
         return _read_shards(weights, INT8_ITEM_BYTES if is_int8 else types)
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def has_image_tower(directory: Path) -> bool:
+    """True if a checkpoint stores an image tower; one of zeros, which `export` writes, is none."""
+    stored = read_headers(directory, PACKED_ITEM_BYTES)
+    for tensor in (t for name, t in stored.items() if name.endswith(IMAGE_PROJECTION)):
+        with open_regular(tensor.path) as file:
+            file.seek(tensor.start)
+            return any(file.read(tensor.num_bytes))
+    return False
 
 
 def find_weights(directory: Path) -> Path:

@@ -24,7 +24,7 @@ from dgemma.device import empty_cache
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.model.gemma import Gemma, Layer
 from dgemma.model.vision import ImageEncoder
-from dgemma.weights.files import INDEX, SINGLE, listing, whole_checkpoint
+from dgemma.weights.files import IMAGE_PROJECTION, INDEX, SINGLE, listing, whole_checkpoint
 from dgemma.weights.gguf_checkpoint import (
     GGUFTensors,
     dequantized_layers,
@@ -56,8 +56,6 @@ from dgemma.weights.names import (
 from dgemma.weights.quantized_tensors import QuantizedTensors, load_packed, open_checkpoint
 from dgemma.weights.safetensors_io import DTYPES, Tensors
 from dgemma.weights.source import generation_config, model_config
-
-PROJECTION = "embed_vision.embedding_projection.weight"
 
 Progress = Callable[[int, int], None]  # bytes loaded, bytes in all
 
@@ -209,7 +207,7 @@ class _LayerLoader:
 
 def has_tower(checkpoint: Checkpoint) -> bool:
     """True if the checkpoint has an image tower; one of zeros, which `export` writes, is none."""
-    projection = [t for name, t in checkpoint.vision.items() if name.endswith(PROJECTION)]
+    projection = [t for name, t in checkpoint.vision.items() if name.endswith(IMAGE_PROJECTION)]
     return any(bool(tensor.any()) for tensor in projection)
 
 

@@ -526,6 +526,27 @@ def test_a_cancelled_request_gives_up_a_host_task_that_waits_for_a_thread() -> N
     assert late.error is None and not calls
 
 
+def test_a_request_that_waits_for_threads_of_cancelled_ones_does_not_spin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, is_free = new_engine(), threading.Event()
+
+    def program(function: Callable[..., Any], *arguments: Any) -> Program[None]:
+        yield [HostTask(function, *arguments)]
+
+    for _ in range(MAX_HOST_TASKS_PER_OWNER):
+        request = engine.submit(program(is_free.wait, 30))
+        engine.step()
+        engine.cancel(request)
+    late, steps = engine.submit(program(int)), list[None]()
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: (steps.append(None), step())[1])
+    threading.Timer(0.2, is_free.set).start()
+    while not late.is_over:
+        engine._step_or_wait()
+    assert late.error is None and len(steps) < 20
+
+
 def test_a_prefix_that_no_task_shares_any_more_is_kept_as_it_is() -> None:
     engine = new_engine()
     (prefix,) = engine.run_all([Prefill(prompt_of(30, 1).ids)])

@@ -13,6 +13,7 @@ from dgemma.cli import main
 from dgemma.config import GenerationConfig
 from dgemma.engine import Engine, SamplingParams
 from dgemma.engine.image_features import image_features
+from dgemma.server.limits import IMAGE_BODY, Limits, default_max_body
 from dgemma.weights.load import Checkpoint, has_tower, load_model, load_tower
 from dgemma.weights.quant_schemes import SCHEMES
 from dgemma.weights.quantize import quantize_checkpoint
@@ -66,12 +67,13 @@ def test_the_tower_never_runs_in_float16(directory: Path, dtype: str, tower: tor
 def test_a_tower_of_zeros_is_none(directory: Path, tmp_path: Path) -> None:
     """`export` writes one where other programs demand it."""
     checkpoint = load_model(directory)
-    assert has_tower(checkpoint)
+    assert has_tower(checkpoint) and default_max_body(str(directory)) == IMAGE_BODY
     save_checkpoint(replace(checkpoint, vision={}), tmp_path / "text", tokenizer_from=NANO)
     assert image_features(load_model(tmp_path / "text")) is None
     export(tmp_path / "text", tmp_path / "whole")
     blank = load_model(tmp_path / "whole")
     assert blank.vision.keys() == checkpoint.vision.keys() and not has_tower(blank)
+    assert default_max_body(str(tmp_path / "text")) == Limits().max_body
     assert image_features(blank) is None
 
 

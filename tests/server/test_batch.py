@@ -105,6 +105,28 @@ def test_a_run_that_breaks_off_is_continued(routes: App, tmp_path: Path) -> None
     assert len(again) == 20
 
 
+def test_a_full_disk_ends_the_run_and_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send(line: BatchLine) -> Reply:
+        return 200, {"id": line.custom_id}
+
+    write_some, sizes = os.write, list[int]()
+
+    def short_write(descriptor: int, data: bytes) -> int:
+        sizes.append(len(data))
+        return write_some(descriptor, data if len(sizes) < 3 else data[:-5])
+
+    lines = [BatchLine(custom_id=str(n), url=CHAT, body={}) for n in range(5)]
+    output = tmp_path / "out.jsonl"
+    with monkeypatch.context() as context:
+        context.setattr(os, "write", short_write)
+        with pytest.raises(DgemmaError, match=r"cannot be written .* same command continues"):
+            asyncio.run(run_batch(lines, output, send, 1))
+    assert output.read_bytes().endswith(b"\n") and len(replies(output)) == 2
+    assert asyncio.run(run_batch(lines, output, send, 1)).skipped == 2
+
+
 def test_a_running_server_answers_a_file(shared: Running, tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", [request("a"), request("b", nonsense=1)])
     output = tmp_path / "out.jsonl"

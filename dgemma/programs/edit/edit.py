@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dgemma.diffusion.canvas import Noise
 from dgemma.engine.events import Done
 from dgemma.engine.params import SamplingParams, require_denoiser
-from dgemma.engine.request import Program, on_host
+from dgemma.engine.request import PASS, Program, on_host
 from dgemma.engine.scoring import Prefill, Score, Scoring
 from dgemma.errors import CheckpointError, PromptTooLong, UsageError, require
 from dgemma.programs.base import CanvasParams, CanvasResult, Cost
@@ -246,7 +246,7 @@ class EditRun:
         patches: list[Patch] = []
         segments = self._segments(text)
         while (segment := (yield from on_host(len(text), next, segments, None))) is not None:
-            yield []  # let others have a pass: a long text has many segments
+            yield PASS  # a long text has many segments
             start, end = segment.start, segment.start + len(segment.text)
             if selection is None or any(a < end and start < b for a, b in selection):
                 local = yield from self._edit_segment(segment, selection)

@@ -43,6 +43,7 @@ class SudokuResult:
     steps: int
     restarts: int  # attempts after the first
     seconds: float
+    prompt_tokens: int = 0  # of all attempts together
     reply: str = ""  # of the last attempt: after restarts, of another form
 
     @property
@@ -79,12 +80,13 @@ def solve(
 
 def solve_program(engine: "Engine", puzzle: str, params: SudokuParams) -> Program[SudokuResult]:
     """Solve one puzzle, with restarts."""
-    steps, seconds, restarts = 0, 0.0, 0
+    steps, seconds, restarts, prompt_tokens = 0, 0.0, 0, 0
     while True:
         form = attempt_form(puzzle, params.seed, restarts)
         task = sudoku_task(engine, puzzle, restarts, params)
         (done,) = yield [task]
         steps, seconds = steps + done.steps, seconds + done.seconds
+        prompt_tokens += done.prompt_tokens
         has_converged = _has_converged(done)
         if has_converged or params.mode == "ar" or restarts == params.restarts:
             break
@@ -97,6 +99,7 @@ def solve_program(engine: "Engine", puzzle: str, params: SudokuParams) -> Progra
         steps=steps,
         restarts=restarts,
         seconds=seconds,
+        prompt_tokens=prompt_tokens,
         reply=done.text,
     )
 
