@@ -63,7 +63,7 @@ from dgemma.eval.replies import check_fix, text_of
 from dgemma.eval.spans import draw_hole, rename_word, sentence_spans
 from dgemma.programs.infill.candidates import finished_canvas
 from dgemma.programs.infill.infill import EFFORTS, PROMPT_STYLES, PromptStyle
-from dgemma.programs.infill.search import Effort
+from dgemma.programs.infill.search import FillEffort
 from dgemma.text.chat import Prompt
 
 MAX_STORY = 800  # characters of a story
@@ -88,7 +88,7 @@ class Settings:
     limit: int
     seed: int
     prompt_style: PromptStyle | None
-    efforts: tuple[Effort, ...]
+    efforts: tuple[FillEffort, ...]
     lengths: tuple[str, ...]
     max_tokens: int | None
     strength: float | None

@@ -54,7 +54,7 @@ from dgemma.train import objective as objective_module
 from dgemma.train.batches import MixedBatches, Mixture, MixtureComponent, Prefetcher
 from dgemma.train.build import initialize, open_recipe
 from dgemma.train.checkpoint import Meter
-from dgemma.train.corruption import NONE, Corruption, Rows
+from dgemma.train.corruption import NONE, Corruption, RowArray
 from dgemma.train.layers import CompileMode
 from dgemma.train.loop import RunOptions, Trainer
 from dgemma.train.masks import dense_mask
@@ -451,13 +451,13 @@ class Targets:
     clean: float
 
     @classmethod
-    def of(cls, rows: Rows) -> "Targets":
+    def of(cls, rows: RowArray) -> "Targets":
         counts = RowCounts.of(rows)
         real = sum(count_real_rows(rows))
         return cls(counts.canvas / real, in_holes(rows) / real, counts.clean / real)
 
 
-def in_holes(rows: Rows) -> int:
+def in_holes(rows: RowArray) -> int:
     """Weight of the targets in canvases that have pinned tokens."""
     is_canvas = rows[CANVAS] > NONE
     sequence, _ = np.nonzero(is_canvas)

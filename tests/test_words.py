@@ -126,6 +126,10 @@ def test_no_type_name_is_defined_in_two_modules() -> None:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(module_name(path))
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id  # an alias; constants have capitals alone
+                if name[0].isupper() and not name.isupper():
+                    homes[name].add(module_name(path))
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 

@@ -15,7 +15,7 @@ from dgemma.diffusion.canvas import BlockNoise, Canvas, Pins, fresh
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import LogitsAt, Sampler, StepView, advance
 
-Stats = TypeVar("Stats")
+OpsStats = TypeVar("Stats")
 
 
 class CanvasConstraint(Protocol):
@@ -49,7 +49,7 @@ def start(
     return CanvasState(fresh(noise.tokens_NL[0], pins), sampler, noise, constraint)
 
 
-class StepOps(Protocol[Stats]):
+class StepOps(Protocol[OpsStats]):
     """The operations of a step on a backend's memory."""
 
     def embed(self) -> Tensor:
@@ -58,14 +58,14 @@ class StepOps(Protocol[Stats]):
     def forward(self, embeds_TD: Tensor) -> Tensor:
         """Run the stack; returns the hidden states of the canvases."""
 
-    def logit_stats(self, hidden_TD: Tensor) -> Stats:
+    def logit_stats(self, hidden_TD: Tensor) -> OpsStats:
         """Compute statistics of each position's distribution: the only vocabulary-sized work."""
 
-    def advance(self, stats: Stats) -> None:
+    def advance(self, stats: OpsStats) -> None:
         """Let the sampler accept positions, renoise the others and test for convergence."""
 
 
-def denoise_step(ops: StepOps[Stats]) -> Stats:
+def denoise_step(ops: StepOps[OpsStats]) -> OpsStats:
     """Take one step with every canvas of a pass."""
     stats = ops.logit_stats(ops.forward(ops.embed()))
     ops.advance(stats)

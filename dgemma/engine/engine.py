@@ -30,7 +30,7 @@ from dgemma.text.control_tokens import TURN_END
 from dgemma.text.tokenizer import StopIds, Tokenizer
 from dgemma.weights.hub import find_checkpoint
 from dgemma.weights.inference import LoadArgs, LoadOptions, load_for_inference
-from dgemma.weights.load import Progress
+from dgemma.weights.files import OnProgress
 from dgemma.weights.lora_files import load_adapter
 from dgemma.weights.source import TemplateChoice, load_template, load_tokenizer, source_notes
 
@@ -69,7 +69,7 @@ class Engine(EngineCore):
         *,
         adapter: str | Path | None = None,
         prefix_bytes: int | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
         template: TemplateChoice = "auto",
         **where: Unpack[LoadArgs],
     ) -> "Engine":

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from dgemma.scale.replay import Replay, ReplayDiffers
-from dgemma.scale.replica import Ask, Family, ReplicaStats, ReplyHead, families
+from dgemma.scale.replica import Ask, MetricFamily, ReplicaStats, ReplyHead, families
 from dgemma.server.app import add_error_handlers, add_middleware
 from dgemma.server.call import Call, opening
 from dgemma.server.errors import MESSAGES_PATH, OLLAMA_PATH, ApiError
@@ -53,8 +53,8 @@ ABANDONED = ApiError(503, "the server is stopping; try again", code="draining", 
 class FleetMetrics:
     """Numbers of all replicas, summed; those of replicas that are gone still count."""
 
-    _by_replica: dict[str, list[Family]] = field(default_factory=dict)
-    _retired: dict[str, Family] = field(default_factory=dict)  # counters of those that are gone
+    _by_replica: dict[str, list[MetricFamily]] = field(default_factory=dict)
+    _retired: dict[str, MetricFamily] = field(default_factory=dict)  # counters of those that are gone
 
     def take(self, stats: list[ReplicaStats]) -> None:
         present = {replica.replica: replica.metrics for replica in stats}
@@ -63,7 +63,7 @@ class FleetMetrics:
             self._retired = sum_families([*self._retired.values(), *ended])
         self._by_replica = present
 
-    def collect(self, own: list[Family]) -> list[Metric]:
+    def collect(self, own: list[MetricFamily]) -> list[Metric]:
         """Return families for Prometheus, with the front's own."""
         fleet = [family for families in self._by_replica.values() for family in families]
         metrics = []
@@ -77,10 +77,10 @@ class FleetMetrics:
         return metrics
 
 
-def sum_families(families: list[Family]) -> dict[str, Family]:
+def sum_families(families: list[MetricFamily]) -> dict[str, MetricFamily]:
     """Sum samples of the same name and labels."""
     sums: dict[str, Counter[Any]] = {}
-    heads: dict[str, Family] = {}
+    heads: dict[str, MetricFamily] = {}
     for family in families:
         heads.setdefault(family[0], family)
         values = sums.setdefault(family[0], Counter())

@@ -13,7 +13,7 @@ from dgemma.server.service import Settings
 SLACK = 3  # requests by which the preferred replica may be busier than the least busy one
 STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
-Family = tuple[str, str, str, list[Sample]]  # name, type, documentation, samples
+MetricFamily = tuple[str, str, str, list[Sample]]  # name, type, documentation, samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class ReplicaStats:
     fault: str
     running: int
     waiting: int
-    metrics: list[Family]
+    metrics: list[MetricFamily]
 
 
 def rank_replicas(opening: str, load: dict[str, int], slack: int = SLACK) -> list[str]:
@@ -161,7 +161,7 @@ class Model:
             raise RuntimeError(self.service.worker.fault)
 
 
-def families(registry: Any) -> list[Family]:
+def families(registry: Any) -> list[MetricFamily]:
     """Return the numbers of a registry in a form that can be sent and summed."""
     return [
         (

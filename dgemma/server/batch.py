@@ -31,7 +31,7 @@ RETRY_SECONDS = 300.0  # that a server may be away or busy before a run is broke
 MAX_WAIT_SECONDS = 15.0
 REPLY_SECONDS = 3600.0
 
-Reply = tuple[int, dict[str, Any]]  # status and body
+LineReply = tuple[int, dict[str, Any]]  # status and body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class BatchLine:
         has_seed = self.body.get("seed") is not None or not self.url.startswith(SEEDED_PATHS)
         return json.dumps(self.body if has_seed else {**self.body, "seed": self.seed}).encode()
 
-    def result(self, reply: Reply) -> bytes:
+    def result(self, reply: LineReply) -> bytes:
         """Write the line of the output file."""
         status, body = reply
         name = hashlib.blake2b(self.custom_id.encode(), digest_size=12).hexdigest()
@@ -67,7 +67,7 @@ class BatchLine:
         return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-Sender = Callable[[BatchLine], Awaitable[Reply]]
+Sender = Callable[[BatchLine], Awaitable[LineReply]]
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ def _refusal(line: BatchLine) -> dict[str, Any]:
 def engine_sender(app: "App") -> Sender:
     """Answer lines with an engine of this process."""
 
-    async def send(line: BatchLine) -> Reply:
+    async def send(line: BatchLine) -> LineReply:
         call = Call(path=line.url, body=line.seeded_body, seed=line.seed)
         status, data = await whole_reply(app, call)
         return status, json.loads(data)
@@ -230,7 +230,7 @@ def url_sender(url: str, key: str | None) -> Sender:
             wait = error.headers.get("retry-after", "")
             return error.code, error.read(), float(wait) if wait.isdigit() else 1.0
 
-    async def send(line: BatchLine) -> Reply:
+    async def send(line: BatchLine) -> LineReply:
         started, wait = time.monotonic(), 0.25
         while True:
             try:

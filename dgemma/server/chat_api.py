@@ -89,7 +89,7 @@ ToolChoice = Annotated[
 ]
 
 
-Effort = Literal["none", "minimal", "instant", "low", "medium", "high", "xhigh", "max"]
+ReasoningEffort = Literal["none", "minimal", "instant", "low", "medium", "high", "xhigh", "max"]
 
 
 # --- request
@@ -135,7 +135,7 @@ class ChatBody(FormattedBody):
     )
     tool_choice: ToolChoice = honoured("auto", "auto, none, required, or the function to call")
     parallel_tool_calls: bool = honoured(True, "false: calls after the first are left out")
-    reasoning_effort: Effort | None = honoured(
+    reasoning_effort: ReasoningEffort | None = honoured(
         None, "none, minimal, instant: no thought; other levels: one"
     )
     chat_template_kwargs: TemplateOptions = honoured(TemplateOptions(), "enable_thinking")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dgemma.engine.request import Program
     from dgemma.programs.infill.document import InfillDocument
     from dgemma.programs.infill.infill import FillParams, FillResult
-    from dgemma.programs.infill.search import Effort
+    from dgemma.programs.infill.search import FillEffort
 
 MAX_HOLE = "longest hole; lowered to what one canvas holds"
 EDITORS_EFFORT = f"{EFFORT}; fast by default"
@@ -180,7 +180,7 @@ def parse_fill(engine: "Engine", body: FillBody) -> list[Any]:
     return [fill_answer(engine, document, params)]
 
 
-def check_no_effort(effort: "Effort | None") -> None:
+def check_no_effort(effort: "FillEffort | None") -> None:
     """Refuse an effort where there is no hole to spend it on."""
     if effort is not None:
         sentence = "effort is for a hole, and there is none; give a suffix"
@@ -188,7 +188,7 @@ def check_no_effort(effort: "Effort | None") -> None:
 
 
 def hole_programs(
-    engine: "Engine", body: Body, hole: HoleContext, effort: "Effort | None" = None
+    engine: "Engine", body: Body, hole: HoleContext, effort: "FillEffort | None" = None
 ) -> "list[Program[Done]]":
     """Return a program for each answer; without an effort, at an editor's speed."""
     from dgemma.programs.infill.document import InfillDocument
@@ -202,7 +202,7 @@ def hole_programs(
     return [fill_answer(engine, document, own) for own in (params, *others)]
 
 
-def fill_params(engine: "Engine", body: Body, effort: "Effort") -> "FillParams":
+def fill_params(engine: "Engine", body: Body, effort: "FillEffort") -> "FillParams":
     """Return the parameters of a fill; what has no meaning there is refused."""
     from dgemma.programs.infill.infill import FillParams, check_fill
     from dgemma.programs.infill.search import min_visible_after

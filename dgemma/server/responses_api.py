@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel, Field, WithJsonSchema, model_validator
 
 from dgemma.server import limits
-from dgemma.server.chat_api import ChatInput, Effort, chat_generations, wants_thought
+from dgemma.server.chat_api import ChatInput, ReasoningEffort, chat_generations, wants_thought
 from dgemma.server.errors import ApiError, shown
 from dgemma.server.field_policy import COMMON, FieldTable, harmless, refusal, refused, without
 from dgemma.server.format import Chunk, PartsFormat, ReplyPart, arguments_text, stats
@@ -91,7 +91,7 @@ class ReasoningConfig(BaseModel):
 
     model_config = STRICT
 
-    effort: Effort | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dgemma.errors import UsageError
-from dgemma.train.corruption import Corruption, Rows
-from dgemma.train.distributed import Group
+from dgemma.train.corruption import Corruption, RowArray
+from dgemma.train.distributed import ProcessGroup
 from dgemma.train.objective import LossCounts, to_device
 from dgemma.train.packing import (
     EXAMPLE,
@@ -61,7 +61,7 @@ class Mixture:
         if not self.components or min(c.weight for c in self.components) <= 0:
             raise UsageError("a mixture needs at least one source, each with a weight above 0")
 
-    def batch(self, step: int) -> Rows:
+    def batch(self, step: int) -> RowArray:
         """Make the rows of one batch, [F, B, T]."""
         rng = np.random.default_rng((self.seed, step))
         batch = np.empty((len(FIELDS), self.sequences, self.rows), np.int32)
@@ -87,7 +87,7 @@ class Mixture:
             )
         return batch
 
-    def _packed_examples(self, rng: np.random.Generator) -> Iterator[Rows]:
+    def _packed_examples(self, rng: np.random.Generator) -> Iterator[RowArray]:
         """Yield examples without end, next from the source with the fewest rows for its weight."""
         weights = np.array([component.weight for component in self.components])
         used = rng.random(len(weights)) * self.rows * weights / weights.max()
@@ -117,7 +117,7 @@ class Mixture:
 
     def _pack(
         self, example: Example, component: MixtureComponent, rng: np.random.Generator
-    ) -> Rows | None:
+    ) -> RowArray | None:
         lengths = list(component.canvas_lengths)
         frequencies = np.array(list(component.canvas_lengths.values()))
         length = lengths[int(rng.choice(len(lengths), p=frequencies / frequencies.sum()))]
@@ -151,10 +151,10 @@ class MixedBatches:
     def num_persistent(self) -> int:
         return self.new_sequences.sequences * self.steps
 
-    def batch(self, step: int) -> Rows:
+    def batch(self, step: int) -> RowArray:
         return np.concatenate([self.fresh.batch(step), self.new_sequences.batch(step)], axis=1)
 
-    def initial(self) -> Rows:
+    def initial(self) -> RowArray:
         """Make the persistent sequences that a run begins with."""
         return replace(self.new_sequences, sequences=self.num_persistent).batch(0)
 
@@ -163,7 +163,7 @@ class MixedBatches:
 
 
 class HostBatch(NamedTuple):
-    rows: Rows
+    rows: RowArray
     counts: RowCounts
     real_rows: list[int]  # of each sequence: those that belong to an example
 
@@ -205,7 +205,7 @@ class DeviceBatch:
 class LoaderConfig:
     workers: int  # processes that make batches
     grad_accum_steps: int
-    group: Group
+    group: ProcessGroup
     device: torch.device
 
 

@@ -21,7 +21,7 @@ from dgemma.text.chat import ChatTemplate
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.batches import MixedBatches, Mixture, MixtureComponent
 from dgemma.train.corruption import Corruption, LineTokens
-from dgemma.train.distributed import SINGLE_PROCESS, Group, gather_to_cpu, shard_model
+from dgemma.train.distributed import SINGLE_PROCESS, ProcessGroup, gather_to_cpu, shard_model
 from dgemma.train.layers import compile_sharded_layers
 from dgemma.train.loop import RunOptions, Trainer
 from dgemma.train.objective import Objective
@@ -37,11 +37,12 @@ from dgemma.train.recipe import (
     recipe_path,
 )
 from dgemma.train.sources import InfillSource, Source, StoreSource, puzzle_source
-from dgemma.train.tokens import Progress, TokenCache, TokenStore
+from dgemma.train.tokens import TokenCache, TokenStore
 from dgemma.weights.load import Checkpoint, draw, fill, load_model, name_seed
 from dgemma.weights.lora import Adapter, LoRAPair, attach, new_adapter
 from dgemma.weights.lora_files import save_adapter
 from dgemma.weights.names import LAYER_SCALAR, skeleton
+from dgemma.weights.files import OnProgress
 from dgemma.weights.save import save_checkpoint
 
 CLOSING_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
@@ -172,10 +173,10 @@ class RunEnvironment:
     out: Path
     device: torch.device
     dtype: torch.dtype
-    group: Group = SINGLE_PROCESS
+    group: ProcessGroup = SINGLE_PROCESS
     seconds: float | None = None
     workers: int | None = None
-    progress: Progress | None = None  # of tokenizing
+    progress: OnProgress | None = None  # of tokenizing
 
     def path(self, name: str) -> Path:
         return recipe_path(self.recipe, name)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dgemma.config.strict_json import sync_directory
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.train.distributed import Group
+from dgemma.train.distributed import ProcessGroup
 from dgemma.train.objective import Losses
 from dgemma.weights.files import file_digest
 from dgemma.weights.safetensors_io import HashedFile, sync
@@ -157,7 +157,7 @@ class Meter:
         self.losses.append(torch.stack([*(loss.detach() for loss in losses), grad_norm.detach()]))
         self.rows += rows
 
-    def read(self, group: Group) -> tuple[list[float], float]:
+    def read(self, group: ProcessGroup) -> tuple[list[float], float]:
         """Return the means of losses and gradient norm over all processes, and rows a second."""
         means = torch.stack(self.losses).mean(0)
         # Every process has its part of the losses, and the norm of all.

@@ -36,7 +36,7 @@ from dgemma.train.recipe import (
     recipe_path,
     reread_recipe,
 )
-from dgemma.train.tokens import Progress
+from dgemma.weights.files import OnProgress
 
 # Tables and keys of a recipe that may change between two parts of a run.
 RESUMABLE_CHANGES = ("name", "run", "schedule", "eval")
@@ -125,7 +125,7 @@ def _own_path(path: Path) -> str:
     return json.dumps(str(path) if path.is_absolute() else f"./{path}", ensure_ascii=False)
 
 
-def prepare(args: TrainArgs, progress: Progress | None = None) -> TrainingJob:
+def prepare(args: TrainArgs, progress: OnProgress | None = None) -> TrainingJob:
     """Build the run and load its newest saved state."""
     recipe = args.load_recipe()
     args.check_state(recipe)

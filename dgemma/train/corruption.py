@@ -28,8 +28,8 @@ MIN_LINE_TOKENS = 3
 SKIPPED_STARTS = (b"#", b"@", b"def", b"async", b"class", b"...")
 QUOTES = (b'"""', b"'''")
 
-Rows = NDArray[np.int32]
-Span = tuple[int, int]
+RowArray = NDArray[np.int32]
+TokenSpan = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class LineTokens:
             skipped_V=np.array([text.lstrip().startswith(SKIPPED_STARTS) for text in texts]),
         )
 
-    def spans(self, text_N: NDArray[np.integer]) -> list[Span]:
+    def spans(self, text_N: NDArray[np.integer]) -> list[TokenSpan]:
         """Find the code lines of a text, each without its indentation and line break.
 
         The text must not begin inside a docstring: quotes are counted from its start.
@@ -100,15 +100,15 @@ class Corruption:
 class CanvasText(NamedTuple):
     """The clean text of an example's canvases."""
 
-    clean_CL: Rows
+    clean_CL: RowArray
     length_C: NDArray[np.integer]  # tokens of the text in each canvas; the rest is padding
-    lines: list[Span]  # code lines, counted from the first canvas; the first may begin before it
+    lines: list[TokenSpan]  # code lines, counted from the first canvas; the first may begin before it
 
 
 class NoisyCanvases(NamedTuple):
-    token_CL: Rows
+    token_CL: RowArray
     pinned_CL: NDArray[np.bool_]
-    rng_key_C: Rows  # seeds the sampler steps of a canvas; NONE: no such steps
+    rng_key_C: RowArray  # seeds the sampler steps of a canvas; NONE: no such steps
     weight_C: NDArray[np.integer]
 
 
@@ -157,7 +157,7 @@ def _noise_levels(
     return level_CL, pinned_CL
 
 
-def canvas_lines(text: CanvasText, canvas: int) -> list[Span]:
+def canvas_lines(text: CanvasText, canvas: int) -> list[TokenSpan]:
     """Find the lines that end in a canvas; of one that began before it, the part inside."""
     length = text.clean_CL.shape[1]
     first = canvas * length
@@ -165,7 +165,7 @@ def canvas_lines(text: CanvasText, canvas: int) -> list[Span]:
     return [(start, stop) for start, stop in spans if start + 1 < stop <= length]
 
 
-def _choose_lines(lines: Sequence[Span], rng: np.random.Generator) -> list[Span]:
+def _choose_lines(lines: Sequence[TokenSpan], rng: np.random.Generator) -> list[TokenSpan]:
     """Choose one to two thirds of the lines, in half of the canvases the first among them.
 
     Users ask for one; opening more of them gives more targets per row.
@@ -189,12 +189,12 @@ def _random_spans(length: int, rng: np.random.Generator) -> NDArray[np.bool_]:
 
 
 def _repeat_neighbours(
-    noise_CL: Rows,
-    clean_CL: Rows,
+    noise_CL: RowArray,
+    clean_CL: RowArray,
     is_noise_CL: NDArray[np.bool_],
     fraction: float,
     rng: np.random.Generator,
-) -> Rows:
+) -> RowArray:
     """Replace a fraction of the noise by a token nearby, as a sampler doubles words.
 
     Only tokens that are clean on this canvas are copied: others would leak hidden text.

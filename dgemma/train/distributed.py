@@ -17,7 +17,7 @@ from dgemma.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProcessGroup:
     """The processes of a run; `rank` is this one."""
 
     rank: int = 0
@@ -58,10 +58,10 @@ class Group:
         return int(shared.item())
 
 
-SINGLE_PROCESS = Group()
+SINGLE_PROCESS = ProcessGroup()
 
 
-def init_distributed(device: torch.device) -> tuple[Group, torch.device]:
+def init_distributed(device: torch.device) -> tuple[ProcessGroup, torch.device]:
     """Join the process group if `torchrun` started several; returns it and this rank's device."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -71,15 +71,15 @@ def init_distributed(device: torch.device) -> tuple[Group, torch.device]:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return Group(dist.get_rank(), size), device
+    return ProcessGroup(dist.get_rank(), size), device
 
 
-def destroy_distributed(group: Group) -> None:
+def destroy_distributed(group: ProcessGroup) -> None:
     if group.size > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def check_batch_split(sequences: int, grad_accum_steps: int, group: Group) -> None:
+def check_batch_split(sequences: int, grad_accum_steps: int, group: ProcessGroup) -> None:
     """Refuse a batch that does not split into micro-batches of an even number of sequences."""
     divisor = 2 * grad_accum_steps * group.size
     if grad_accum_steps < 1 or sequences % divisor:

@@ -25,7 +25,7 @@ from dgemma.diffusion.denoise import denoise_step
 from dgemma.errors import ConfigError
 from dgemma.model.gemma import Gemma
 from dgemma.train.corruption import NONE
-from dgemma.train.distributed import SINGLE_PROCESS, Group
+from dgemma.train.distributed import SINGLE_PROCESS, ProcessGroup
 from dgemma.train.layers import CompileMode, LayerStack, RouterOutput, compiled
 from dgemma.train.masks import PackedContext, make_contexts
 from dgemma.train.onpolicy import PackedStepStats, RolloutDraws, rollout_draws, rollout_step
@@ -126,7 +126,7 @@ class Objective(nn.Module):
         settings: LossSettings,
         *,
         is_flex: bool = False,
-        group: Group = SINGLE_PROCESS,
+        group: ProcessGroup = SINGLE_PROCESS,
         recompute: bool = False,
         chunk: int | None = None,
     ) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dgemma.diffusion.canvas import Words, philox
 from dgemma.diffusion.logit_stats import draw
-from dgemma.train.corruption import NONE, Rows
+from dgemma.train.corruption import NONE, RowArray
 from dgemma.train.packing import FIELDS, Batch, count_real_rows
 
 PHILOX_KEY = (0x5EED, 0)
@@ -104,7 +104,7 @@ def _uniform(words: Words) -> list[Tensor]:
 class PersistentCanvases:
     """Sequences that stay for several training steps; everything but `num_evicted` changes."""
 
-    def __init__(self, rows: Rows, num_evicted: int, like: Tensor) -> None:
+    def __init__(self, rows: RowArray, num_evicted: int, like: Tensor) -> None:
         """`rows`: the first sequences; `num_evicted` are replaced in each step.
 
         `like`: a weight of the model's width, for device and dtype of the self-conditioning.

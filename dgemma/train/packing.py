@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dgemma.train.corruption import EOS_ID, NONE, CanvasText, Corruption, Rows, Span, corrupt
+from dgemma.train.corruption import EOS_ID, NONE, CanvasText, Corruption, RowArray, TokenSpan, corrupt
 
 FIELDS = (
     *("token", "target", "position", "canvas", "start"),
@@ -85,14 +85,14 @@ class RowCounts(NamedTuple):
     clean: int
 
     @classmethod
-    def of(cls, rows: Rows) -> "RowCounts":
+    def of(cls, rows: RowArray) -> "RowCounts":
         has_target = rows[TARGET] > NONE
         is_canvas = rows[CANVAS] > NONE
         canvas = rows[WEIGHT][has_target & is_canvas].sum()
         return cls(int(canvas), int(np.count_nonzero(has_target & ~is_canvas)))
 
 
-def count_real_rows(rows: Rows) -> list[int]:
+def count_real_rows(rows: RowArray) -> list[int]:
     """Count the rows of each sequence that belong to an example."""
     return [int(count) for count in np.count_nonzero(rows[EXAMPLE] > NONE, axis=-1)]
 
@@ -115,7 +115,7 @@ class PackingLayout:
 
 def pack_example(
     example: Example, layout: PackingLayout, corruption: Corruption, rng: np.random.Generator
-) -> Rows | None:
+) -> RowArray | None:
     """Make the rows of an example; None if it does not give a single canvas."""
     prompt, reply = example
     lines = [] if corruption.lines is None else corruption.lines.spans(reply)
@@ -156,7 +156,7 @@ def _is_complete(reply: NDArray[np.integer], example: Example) -> bool:
 def split_text(
     text: NDArray[np.integer],
     layout: PackingLayout,
-    lines: Sequence[Span],
+    lines: Sequence[TokenSpan],
     rng: np.random.Generator,
 ) -> Example:
     """Split a plain text in two, so that canvases begin anywhere in it.
@@ -173,7 +173,7 @@ def split_text(
 
 def _clean_rows(
     prompt: NDArray[np.integer], reply: NDArray[np.integer], layout: PackingLayout
-) -> Rows:
+) -> RowArray:
     text = np.concatenate([prompt, reply]).astype(np.int32)
     rows = np.empty((len(FIELDS), len(text)), np.int32)
     rows[TOKEN] = text
@@ -189,7 +189,7 @@ def _clean_rows(
 
 def _canvas_rows(
     begin: int, text: CanvasText, corruption: Corruption, rng: np.random.Generator
-) -> Rows:
+) -> RowArray:
     """Make the rows of one noised copy of all canvases; the first is at position `begin`."""
     count, length = text.clean_CL.shape
     noisy = corrupt(text, corruption, rng)

@@ -15,7 +15,7 @@ from dgemma.programs.infill.document import REQUEST
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.control_tokens import FILL_MARK, TURN_END
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.train.corruption import LineTokens, Span
+from dgemma.train.corruption import LineTokens, TokenSpan
 from dgemma.train.packing import Example, PackingLayout
 from dgemma.train.sudoku import SudokuBank, SudokuSource
 from dgemma.train.tokens import TokenStore
@@ -106,7 +106,7 @@ class InfillSource:
             f"{MAX_ATTEMPTS} texts in a row have no line of code; as_infill needs texts with code"
         )
 
-    def example(self, text_N: NDArray[np.integer], holes: Sequence[Span]) -> Example:
+    def example(self, text_N: NDArray[np.integer], holes: Sequence[TokenSpan]) -> Example:
         """Make the prompt that shows a text with these holes, and the text as reply."""
         starts = [0, *(stop for _, stop in holes)]
         stops = [*(start for start, _ in holes), len(text_N)]
@@ -122,7 +122,7 @@ class InfillSource:
         return text_N[solid[0] : solid[-1] + 1] if len(solid) else text_N[:0]
 
 
-def choose_holes(lines: Sequence[Span], rng: np.random.Generator) -> list[Span]:
+def choose_holes(lines: Sequence[TokenSpan], rng: np.random.Generator) -> list[TokenSpan]:
     """Choose one of the lines, or up to half of them, in their order."""
     is_single = rng.random() < SINGLE_HOLE_FRACTION
     max_count = 1 if is_single else max(1, int(MAX_OPEN_LINES * len(lines)))

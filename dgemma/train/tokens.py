@@ -28,10 +28,10 @@ from dgemma.errors import CheckpointError, UsageError
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.control_tokens import BOS, EOS, TURN_END
 from dgemma.text.tokenizer import Tokenizer
+from dgemma.weights.files import OnProgress
 from dgemma.train.records import FORMS, TrainingChat, read_record
 
 TokenPair = tuple[Sequence[int], Sequence[int]]  # prompt and reply
-Progress = Callable[[int, int], None]  # lines done, lines in all
 
 # A zip entry carries a date; one fixed date makes equal stores equal files.
 ZIP_DATE = (1980, 1, 1, 0, 0, 0)
@@ -166,7 +166,7 @@ class TokenCache:
 
     directory: Path
     tokenizer: Path  # a directory
-    progress: Progress | None = None
+    progress: OnProgress | None = None
 
     def load(self, path: Path, max_tokens: int) -> tuple[TokenStore, int]:
         """Return the examples of a file, and how many were dropped when it was tokenized."""
@@ -225,7 +225,7 @@ def tokenize_file(
     *,
     max_tokens: int = 1024,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> TokenizedFile:
     """Tokenize a JSONL file; the result does not depend on the number of workers."""
     if max_tokens < 8:

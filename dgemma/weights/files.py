@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,9 @@ INT8_ITEM_BYTES = {"I8": 1, "U8": 1, "F16": 2, "F32": 4}  # in the integer layou
 PACKED_ITEM_BYTES = {**ITEM_BYTES, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of any checkpoint
 IMAGE_PROJECTION = "embed_vision.embedding_projection.weight"  # with this end of its name
 FIELDS = {"dtype", "shape", "data_offsets"}
+
+TensorShape = tuple[int, ...]
+OnProgress = Callable[[int, int], None]  # bytes, tensors or lines done, and in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,10 +42,9 @@ from dgemma.weights.names import (
 from dgemma.weights.quantized_tensors import open_checkpoint
 from dgemma.weights.safetensors_io import sync
 from dgemma.weights.save import released_tensors
+from dgemma.weights.files import TensorShape, OnProgress
 from dgemma.weights.source import generation_config, load_tokenizer_keys, model_config
 
-Shape = tuple[int, ...]
-Progress = Callable[[int, int], None]  # tensors written, tensors in all
 # What llama.cpp calls each mix; Q4_K is the small one of its kind without exceptions.
 FILE_TYPES = {
     "F32": 0,
@@ -242,7 +241,7 @@ def _own_keys(
 # --- tensors
 
 
-def tensor_types(shapes: Mapping[str, Shape], file_type: str) -> dict[str, BlockFormat]:
+def tensor_types(shapes: Mapping[str, TensorShape], file_type: str) -> dict[str, BlockFormat]:
     """Return the type of each tensor in a file of a type, by llama.cpp's rules."""
     if file_type not in FILE_TYPES:
         raise UsageError(f"GGUF type {file_type!r} is not known; use {', '.join(FILE_TYPES)}")
@@ -276,7 +275,7 @@ def gets_more_bits(index: int, count: int) -> bool:
     return index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
 
 
-def _base_type(name: str, shape: Shape, file_type: str) -> str:
+def _base_type(name: str, shape: TensorShape, file_type: str) -> str:
     is_weight = name.endswith(".weight") and not name.endswith("_norm.weight")
     if not is_weight or len(shape) == 1 or name.endswith(ROUTER):
         return "F32"
@@ -292,9 +291,9 @@ def _fallback(kind: str, inputs: int) -> str:
     return kind if inputs % BY_NAME[kind].num_weights == 0 else LAST_FALLBACK
 
 
-def gguf_shapes(config: ModelConfig) -> dict[str, Shape]:
+def gguf_shapes(config: ModelConfig) -> dict[str, TensorShape]:
     """Return all tensors of a model's file: its own first, then layer by layer, by name."""
-    shapes: dict[str, Shape] = {
+    shapes: dict[str, TensorShape] = {
         gguf_name(name, config): spec.shape for name, spec in text_specs(config).items()
     }
     shapes[ROPE_FREQS] = (config.global_head_dim // 2,)
@@ -327,7 +326,7 @@ def write_gguf(
     weights: ModelWeights,
     tokenizer: TokenizerKeys,
     file_type: str,
-    on_tensor: Progress | None = None,
+    on_tensor: OnProgress | None = None,
 ) -> None:
     """Write a whole model; `path` appears when all of it is on the disk."""
     # Before any file is made: both may refuse.
@@ -356,7 +355,7 @@ def _write_all(
     weights: ModelWeights,
     metadata: Metadata,
     types: Mapping[str, BlockFormat],
-    on_tensor: Progress | None,
+    on_tensor: OnProgress | None,
 ) -> None:
     config = weights.config
     released = {gguf_name(name, config): name for name in text_specs(config)}
@@ -375,7 +374,7 @@ def export_gguf(
     file_type: str,
     *,
     adapter: Path | None = None,
-    on_tensor: Progress | None = None,
+    on_tensor: OnProgress | None = None,
 ) -> None:
     """Write a checkpoint as a GGUF file; an adapter is merged into the weights.
 
@@ -397,7 +396,7 @@ def export_gguf(
 
 
 def header_bytes(
-    metadata: Metadata, shapes: Mapping[str, Shape], types: Mapping[str, BlockFormat]
+    metadata: Metadata, shapes: Mapping[str, TensorShape], types: Mapping[str, BlockFormat]
 ) -> bytes:
     """Return everything before the data: counts, metadata, tensor table, padding."""
     chunks = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(shapes), len(metadata))]

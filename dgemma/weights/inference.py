@@ -34,10 +34,10 @@ from dgemma.roofline import (
     memory,
     stored_parameters,
 )
-from dgemma.weights.files import INT8_INDEX
+from dgemma.weights.files import INT8_INDEX, OnProgress
 from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf, tiled_bytes
 from dgemma.weights.layer_formats import STORED_FORMATS, Quant, check_widths, layer_format
-from dgemma.weights.load import Checkpoint, Progress, Streamed, count_parameters, load_model
+from dgemma.weights.load import Checkpoint, Streamed, count_parameters, load_model
 from dgemma.weights.lora import Adapter, attach, merge
 from dgemma.weights.quant_schemes import SchemeName, read_scheme
 from dgemma.weights.source import model_config
@@ -109,7 +109,7 @@ def load_for_inference(
     directory: Path,
     options: LoadOptions,
     adapter: Adapter | None = None,
-    on_tensor: Progress | None = None,
+    on_tensor: OnProgress | None = None,
 ) -> Checkpoint:
     """Load a checkpoint to run it; the model can be neither trained nor saved."""
     plan = plan_load(directory, options, adapted=adapter is not None)

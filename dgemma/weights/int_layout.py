@@ -32,6 +32,7 @@ from dgemma.weights.files import (
     StoredTensor,
     describe,
     listing,
+    TensorShape,
 )
 from dgemma.weights.safetensors_io import MappedTensors, Tensors
 
@@ -42,7 +43,6 @@ CLIPS = tuple(1 + k / 32 for k in range(12))
 # The eight bits of a byte as the lowest bits of eight bytes.
 BYTES = np.arange(256, dtype=np.uint8)[:, None]
 SPREAD = np.unpackbits(BYTES, axis=1, bitorder="little").view(np.uint64)[:, 0]
-Shape = tuple[int, ...]
 
 
 class GroupQuantized(NamedTuple):
@@ -154,7 +154,7 @@ class Bits:
             if bits not in (*PLANE_BITS, 8):
                 raise UsageError(f"weights can be stored in 4, 5, 6 or 8 bits, not in {bits}")
 
-    def of(self, name: str, shape: Shape) -> int:
+    def of(self, name: str, shape: TensorShape) -> int:
         if ".router." in name or shape[-1] % GROUP:
             return 8
         return self.experts if ".experts." in name else self.rest
@@ -234,12 +234,12 @@ def _quantized(tensors: Mapping[str, Tensor], all_bits: Bits) -> Iterator[tuple[
         yield name + GROUP_SCALE, scale
 
 
-def _weight_shape(stored: StoredTensor) -> Shape:
+def _weight_shape(stored: StoredTensor) -> TensorShape:
     shape = stored.shape
     return shape if stored.dtype == "I8" else (*shape[1:-1], 8 * shape[-1])
 
 
-def _scale_shape(stored: StoredTensor) -> Shape:
+def _scale_shape(stored: StoredTensor) -> TensorShape:
     *rows, inputs = _weight_shape(stored)
     return tuple(rows) if stored.dtype == "I8" else (*rows, inputs // GROUP)
 

@@ -24,7 +24,7 @@ from dgemma.device import empty_cache
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.model.gemma import Gemma, Layer
 from dgemma.model.vision import ImageEncoder
-from dgemma.weights.files import IMAGE_PROJECTION, INDEX, SINGLE, listing, whole_checkpoint
+from dgemma.weights.files import IMAGE_PROJECTION, INDEX, SINGLE, listing, whole_checkpoint, OnProgress
 from dgemma.weights.gguf_checkpoint import (
     GGUFTensors,
     dequantized_layers,
@@ -45,7 +45,7 @@ from dgemma.weights.names import (
     LAYER_SCALAR,
     LAYERS,
     VISION_PREFIX,
-    Group,
+    TensorGroup,
     TensorSpec,
     check_copies,
     check_names,
@@ -57,7 +57,6 @@ from dgemma.weights.quantized_tensors import QuantizedTensors, load_packed, open
 from dgemma.weights.safetensors_io import DTYPES, Tensors
 from dgemma.weights.source import generation_config, model_config
 
-Progress = Callable[[int, int], None]  # bytes loaded, bytes in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     quant: Quant | Streamed = "none",
     verify: bool = False,
-    on_tensor: Progress | None = None,
+    on_tensor: OnProgress | None = None,
 ) -> Checkpoint:
     """Load a checkpoint; `verify` refuses NaN and infinity.
 
@@ -140,7 +139,7 @@ class _LayerLoader:
     streamed: frozenset[int]
     staging: Staging
 
-    def load(self, model: Gemma, text: Mapping[str, str], on_tensor: Progress | None) -> Gemma:
+    def load(self, model: Gemma, text: Mapping[str, str], on_tensor: OnProgress | None) -> Gemma:
         """Give a model on the meta device its weights, layer by layer; the token table last.
 
         By then all layers are quantized, if they are to be.
@@ -247,7 +246,7 @@ def fill(model: Gemma, weights: Mapping[str, Tensor]) -> Gemma:
     return model.requires_grad_(False).eval()
 
 
-def _group(specs: Mapping[str, TensorSpec], group: Group) -> dict[str, str]:
+def _group(specs: Mapping[str, TensorSpec], group: TensorGroup) -> dict[str, str]:
     return {name: spec.target for name, spec in specs.items() if spec.group == group}
 
 

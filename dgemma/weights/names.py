@@ -21,11 +21,10 @@ from dgemma.config import Family, ModelConfig
 from dgemma.errors import CheckpointError
 from dgemma.model.gemma import Gemma
 from dgemma.model.vision import ImageEncoder
-from dgemma.weights.files import StoredTensor, describe, listing
+from dgemma.weights.files import StoredTensor, describe, listing, TensorShape
 from dgemma.weights.safetensors_io import Tensors
 
-Group = Literal["text", "twin", "vision", "tied"]
-Shape = tuple[int, ...]
+TensorGroup = Literal["text", "twin", "vision", "tied"]
 
 TEXT_PREFIX: dict[Family, str] = {
     "diffusion_gemma": "model.decoder.",
@@ -44,8 +43,8 @@ BUFFER_ENDINGS = (LAYER_SCALAR, ".std_bias", ".std_scale")
 class TensorSpec:
     """Group, shape and target of one tensor name."""
 
-    group: Group
-    shape: Shape
+    group: TensorGroup
+    shape: TensorShape
     target: str  # text: the name in `Gemma`; twin and tied: the stored original; vision: itself
 
 

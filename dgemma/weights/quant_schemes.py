@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dgemma.config.strict_json import read_json
+from dgemma.weights.files import TensorShape
 from dgemma.errors import ConfigError
 
 SchemeName = Literal["nvfp4", "fp8"]
-Shape = tuple[int, ...]
 
 CONFIG_KEY = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
@@ -54,7 +54,7 @@ class PackedSpec:
     """Dtype and shape of a stored tensor; several dtypes where writers differ."""
 
     dtypes: tuple[str, ...]
-    shape: Shape
+    shape: TensorShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class QuantScheme:
         is_expert = ONE_EXPERT.fullmatch(module) is not None
         return is_expert or (self.name == "fp8" and DENSE.fullmatch(module) is not None)
 
-    def tensors(self, shape: Shape) -> dict[str, PackedSpec]:
+    def tensors(self, shape: TensorShape) -> dict[str, PackedSpec]:
         """Return all tensors of a packed matrix, by their suffix."""
         rows, columns = shape
         if self.name == "fp8":
@@ -85,7 +85,7 @@ class QuantScheme:
             ".input_scale": PackedSpec(dtypes=("F32",), shape=()),
         }
 
-    def unpacked_shape(self, stored: Shape) -> Shape:
+    def unpacked_shape(self, stored: TensorShape) -> TensorShape:
         """Return the shape of the matrix whose packed values have this shape."""
         return stored if self.name == "fp8" else (stored[0], 2 * stored[1])
 
@@ -95,7 +95,7 @@ FP8 = QuantScheme(name="fp8", packed="F8_E4M3", item_bytes={"F8_E4M3": 1})
 SCHEMES: dict[str, QuantScheme] = {"nvfp4": NVFP4, "fp8": FP8}
 
 
-def expert_slices(name: str, shape: Shape) -> dict[str, Shape]:
+def expert_slices(name: str, shape: TensorShape) -> dict[str, TensorShape]:
     """Return the modules that a tensor of stacked experts is split into, in order; else nothing.
 
     Gate rows come first in the stack.

@@ -23,7 +23,7 @@ from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.quant import nvfp4
-from dgemma.weights.files import CONFIGS, INDEX, SHA256
+from dgemma.weights.files import CONFIGS, INDEX, SHA256, OnProgress
 from dgemma.weights.gguf_checkpoint import is_gguf
 from dgemma.weights.load import count_parameters, load_model
 from dgemma.weights.names import check_copies, check_names
@@ -53,7 +53,6 @@ LOW_HALF = 0xFFFF  # of a float32: the bits that bfloat16 drops
 PLAIN_MODULES = "lm_head embed_tokens embed_vision router self_conditioning vision_tower".split()
 PROMPT_LENGTH, NUM_STEPS = 64, 4  # of a comparison
 MAX_COMPARED_PARAMETERS = 300_000_000
-Progress = Callable[[int, int], None]  # tensors written, tensors in all
 PackedTensors = dict[str, Tensor]  # by suffix of the module's name
 
 
@@ -99,7 +98,7 @@ def quantize_checkpoint(
     scheme: QuantScheme,
     *,
     max_shard_bytes: int = 5_000_000_000,
-    on_tensor: Progress | None = None,
+    on_tensor: OnProgress | None = None,
 ) -> QuantizeResult:
     """Write a checkpoint in a released scheme; never overwrites one."""
     refuse_existing(directory, "choose")
@@ -164,7 +163,7 @@ class _ShardWriter:
         files: Mapping[str, Mapping[str, Tensor]],
         stream: Iterator[tuple[str, Tensor]],
         total: int,
-        on_tensor: Progress | None,
+        on_tensor: OnProgress | None,
     ) -> None:
         self.files, self.stream, self.total, self.on_tensor = files, stream, total, on_tensor
         self.done = 0

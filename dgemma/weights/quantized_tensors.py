@@ -22,7 +22,7 @@ from dgemma.model.gemma import Layer
 from dgemma.quant.fp8 import E4M3, Fp8Experts, Fp8Linear
 from dgemma.quant.nvfp4 import Nvfp4Experts, Nvfp4Tensor
 from dgemma.quant.qtensor import QTensor
-from dgemma.weights.files import ITEM_BYTES, StoredTensor, describe, listing, read_headers
+from dgemma.weights.files import ITEM_BYTES, StoredTensor, describe, listing, read_headers, TensorShape
 from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf
 from dgemma.weights.int_layout import open_tensors
 from dgemma.weights.quant_schemes import (
@@ -39,7 +39,6 @@ WEIGHT = ".weight"
 SCALES = (".weight_scale", ".weight_scale_2", ".input_scale")
 NAN_BITS = 0x7F  # of an e4m3 value without its sign
 CHECKED_EXPERTS = 16  # checked for NaN together
-Shape = tuple[int, ...]
 
 
 def open_checkpoint(directory: Path, config: ModelConfig) -> Tensors:
@@ -115,12 +114,12 @@ class QuantizedTensors:
                 "checkpoint is damaged"
             )
 
-    def _expert_shapes(self) -> dict[str, Shape]:
+    def _expert_shapes(self) -> dict[str, TensorShape]:
         """Return the shapes of all matrices of single experts, packed or plain, by module."""
         modules = {n.removesuffix(WEIGHT) for n in self.mapped.stored if n.endswith(WEIGHT)}
         return {m: self._shape(m) for m in sorted(modules) if ONE_EXPERT.fullmatch(m)}
 
-    def _shape(self, module: str) -> Shape:
+    def _shape(self, module: str) -> TensorShape:
         stored = self.mapped.stored[module + WEIGHT].shape
         return self.scheme.unpacked_shape(stored) if module in self.packed else stored
 
@@ -180,14 +179,14 @@ def _check_packed(
     return frozenset(modules)
 
 
-def _is_shape(stored: Shape, shape: Shape) -> bool:
+def _is_shape(stored: TensorShape, shape: TensorShape) -> bool:
     # Writers add or drop dimensions of size 1 of scalars and columns.
     return [n for n in stored if n != 1] == [n for n in shape if n != 1]
 
 
 def _stacks(
-    shapes: Mapping[str, Shape], num_experts: int, directory: Path
-) -> dict[str, dict[str, Shape]]:
+    shapes: Mapping[str, TensorShape], num_experts: int, directory: Path
+) -> dict[str, dict[str, TensorShape]]:
     """Return the modules of each stack of experts with their shapes, in order; refuses gaps."""
     prefixes = {match["prefix"] for m in shapes if (match := ONE_EXPERT.fullmatch(m))}
     stacks, missing = {}, []
@@ -213,7 +212,7 @@ def _stacks(
     return stacks
 
 
-def _stacked_shape(stack: Mapping[str, Shape]) -> tuple[int, int, int]:
+def _stacked_shape(stack: Mapping[str, TensorShape]) -> tuple[int, int, int]:
     rows, columns = next(iter(stack.values()))
     per_expert = 2 if any(module.endswith("gate_proj") for module in stack) else 1
     return len(stack) // per_expert, per_expert * rows, columns

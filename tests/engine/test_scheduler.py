@@ -34,12 +34,12 @@ from dgemma.engine.scoring import Prefill, Scoring
 from dgemma.errors import DeadlineExceeded
 from dgemma.model.kv_cache import Buffer, KVCache
 from dgemma.programs.infill.infill import FillParams, fill_program
-from dgemma.programs.infill.search import Effort
+from dgemma.programs.infill.search import FillEffort
 from dgemma.text.chat import Prompt
 from tests.constrain.small_engines import QUICK, random_engine
 
 ROWS, TOKENS, CHUNK = 3, 400, 16
-EFFORTS: dict[str, Effort] = {"fill": "thorough", "fast fill": "fast"}
+EFFORTS: dict[str, FillEffort] = {"fill": "thorough", "fast fill": "fast"}
 KINDS = ("diffusion", "ar", "long", "constrained", "score", "host", *EFFORTS)
 OWNERS = ("a", "b")
 BRIEF = Sampler(max_denoising_steps=5)  # random weights do not converge anyway

@@ -27,7 +27,7 @@ from dgemma.programs.infill.infill import (
     fill,
     fill_program,
 )
-from dgemma.programs.infill.search import NUM_DRAWS, Effort
+from dgemma.programs.infill.search import NUM_DRAWS, FillEffort
 from dgemma.text.control_tokens import FILL_MARK
 from tests.constrain.small_engines import (
     AFTER,
@@ -152,7 +152,7 @@ def test_other_requests_in_the_same_passes_change_nothing(
 )
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("form", ["base", "instruct", "both"])
-def test_odd_texts_keep_the_promise(text: str, form: str, effort: Effort) -> None:
+def test_odd_texts_keep_the_promise(text: str, form: str, effort: FillEffort) -> None:
     chosen = FillParams(seed=1, sampler=QUICK, prompt_style=form, max_tokens=8, effort=effort)  # type: ignore[arg-type]
     filled = fill(random_engine(1), text, chosen)
     assert_kept(InfillDocument.parse(text), filled)
@@ -170,7 +170,7 @@ def test_a_long_text_is_filled_within_a_window() -> None:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_holes_far_apart_are_filled_from_left_to_right(effort: Effort) -> None:
+def test_holes_far_apart_are_filled_from_left_to_right(effort: FillEffort) -> None:
     engine = random_engine(1)
     text = FILL_MARK.join(f"part {i}: {'some words ' * 6}" for i in range(4))
     chosen = FillParams(seed=1, sampler=QUICK, max_tokens=4, num_candidates=2, effort=effort)
@@ -178,7 +178,7 @@ def test_holes_far_apart_are_filled_from_left_to_right(effort: Effort) -> None:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_empty_holes_need_permission(effort: Effort) -> None:
+def test_empty_holes_need_permission(effort: FillEffort) -> None:
     chosen = FillParams(seed=1, sampler=QUICK, stop=("",), effort=effort)
     with pytest.raises(UsageError, match="stop string is empty"):
         fill(random_engine(0), FILL_MARK, chosen)
@@ -298,7 +298,7 @@ def test_two_holes_are_filled_together() -> None:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_a_single_line_and_a_stop_string_end_a_hole(effort: Effort) -> None:
+def test_a_single_line_and_a_stop_string_end_a_hole(effort: FillEffort) -> None:
     engine = knowing_engine()
     line = fill(engine, [BEFORE, ""], FillParams(seed=1, single_line=True, effort=effort))
     assert line.text.count("\n") == 1
@@ -319,7 +319,7 @@ def test_the_same_seed_gives_the_same_text_alone_and_beside_others() -> None:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_drafts_are_reported_and_closing_the_stream_cancels(effort: Effort) -> None:
+def test_drafts_are_reported_and_closing_the_stream_cancels(effort: FillEffort) -> None:
     engine = random_engine(1)
     chosen = FillParams(seed=5, sampler=QUICK, drafts=True, effort=effort)
     events = list(engine.follow(fill_program(engine, f"a{FILL_MARK}b", chosen)))

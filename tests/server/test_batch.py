@@ -16,7 +16,7 @@ from dgemma.errors import DgemmaError, UsageError
 from dgemma.server.app import App, make_routes
 from dgemma.server.batch import (
     BatchLine,
-    Reply,
+    LineReply,
     engine_sender,
     finished_ids,
     read_batch,
@@ -82,7 +82,7 @@ def test_a_run_that_breaks_off_is_continued(routes: App, tmp_path: Path) -> None
     file, output = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     send, num_sent = engine_sender(routes), 0
 
-    async def breaking(line: BatchLine) -> Reply:
+    async def breaking(line: BatchLine) -> LineReply:
         nonlocal num_sent
         num_sent += 1
         if num_sent % 7 == 0:
@@ -108,7 +108,7 @@ def test_a_run_that_breaks_off_is_continued(routes: App, tmp_path: Path) -> None
 def test_a_full_disk_ends_the_run_and_leaves_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def send(line: BatchLine) -> Reply:
+    async def send(line: BatchLine) -> LineReply:
         return 200, {"id": line.custom_id}
 
     write_some, sizes = os.write, list[int]()

@@ -14,7 +14,7 @@ from dgemma.config import ModelConfig, config_to_json, generation_config_to_json
 from dgemma.model.gemma import Gemma
 from dgemma.train.batches import Mixture, MixtureComponent
 from dgemma.train.build import initialize
-from dgemma.train.corruption import Corruption, Rows
+from dgemma.train.corruption import Corruption, RowArray
 from dgemma.train.loop import RunOptions, Trainer
 from dgemma.train.objective import LossCounts, Losses, LossSettings, Objective
 from dgemma.train.optim import MixedPrecisionOptimizer, OptimSettings, Schedule
@@ -73,7 +73,7 @@ def counts_of(rows: Tensor, parts: int = 1) -> LossCounts:
     return LossCounts.of(RowCounts.of(rows.numpy()), torch.device("cpu"), parts)
 
 
-def losses_of(objective: Objective, rows: Rows | Tensor, parts: int = 1, depth: int = 1) -> Losses:
+def losses_of(objective: Objective, rows: RowArray | Tensor, parts: int = 1, depth: int = 1) -> Losses:
     """Losses of a whole batch, and their gradients in the model."""
     rows = torch.as_tensor(rows)
     counts = counts_of(rows, parts)

@@ -15,7 +15,7 @@ from dgemma.train.corruption import (
     CanvasText,
     Corruption,
     LineTokens,
-    Rows,
+    RowArray,
     canvas_lines,
 )
 from dgemma.train.packing import (
@@ -48,7 +48,7 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def ids(*tokens: int) -> Rows:
+def ids(*tokens: int) -> RowArray:
     return np.array(tokens, np.int32)
 
 
@@ -69,7 +69,7 @@ def test_rows_with_targets_are_counted_by_canvases_and_texts_and_real_rows() -> 
 PAIR = Example(ids(2, 11, 12), ids(21, 22, 23, 24, 25, 16))
 
 
-def pack(example: Example = PAIR, corruption: Corruption = CLEAN, **layout: int | bool) -> Rows:
+def pack(example: Example = PAIR, corruption: Corruption = CLEAN, **layout: int | bool) -> RowArray:
     made = pack_example(
         example, PackingLayout(**{"canvas_length": 4, "max_rows": 64, **layout}), corruption, rng()
     )

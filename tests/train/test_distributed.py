@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgemma.errors import UsageError
 from dgemma.train.checkpoint import MetricsFile, load_state, saved_states
-from dgemma.train.distributed import SINGLE_PROCESS, Group, check_batch_split, init_distributed
+from dgemma.train.distributed import SINGLE_PROCESS, ProcessGroup, check_batch_split, init_distributed
 from dgemma.weights.load import load_model
 from dgemma.weights.lora_files import load_adapter
 from tests.train.runs import save_random, save_recipe
@@ -137,13 +137,13 @@ def test_an_interrupt_of_one_process_stops_both_at_the_same_step(ran: Path) -> N
 
 
 def test_a_batch_is_split_evenly() -> None:
-    check_batch_split(8, 2, Group(0, 2))
+    check_batch_split(8, 2, ProcessGroup(0, 2))
     with pytest.raises(
         UsageError, match=r"8 sequences .* 2 micro-batches and 4 processes; .* of 16"
     ):
-        check_batch_split(8, 2, Group(0, 4))
+        check_batch_split(8, 2, ProcessGroup(0, 4))
     rows = torch.arange(7 * 8 * 3).view(7, 8, 3)
-    parts = [Group(rank, 4).slice_batch(rows) for rank in range(4)]
+    parts = [ProcessGroup(rank, 4).slice_batch(rows) for rank in range(4)]
     assert torch.equal(torch.cat(parts, dim=1), rows)
 
 

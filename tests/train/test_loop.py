@@ -18,7 +18,7 @@ from dgemma.errors import CheckpointError, UsageError
 from dgemma.train import loop
 from dgemma.train.batches import DeviceBatch, Mixture
 from dgemma.train.checkpoint import MetricsFile, Report, delete_run, load_state, saved_states
-from dgemma.train.corruption import Rows
+from dgemma.train.corruption import RowArray
 from dgemma.train.loop import (
     Interrupt,
     TimeBudget,
@@ -263,7 +263,7 @@ def test_each_batch_is_made_once_and_fetched_before_the_weights_are_updated(tmp_
     made, update = [], one.optimizer.step
 
     class RecordingMixture(Mixture):
-        def batch(self, step: int) -> Rows:
+        def batch(self, step: int) -> RowArray:
             made.append(step)
             return super().batch(step)
 

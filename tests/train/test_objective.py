@@ -19,7 +19,7 @@ from dgemma.config import FULL, SLIDING, ModelConfig
 from dgemma.model import moe as routed
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
-from dgemma.train.corruption import NONE, Corruption, Rows
+from dgemma.train.corruption import NONE, Corruption, RowArray
 from dgemma.train.masks import BLOCK_LISTS, AttnVisibility, PackedContext, dense_mask, make_contexts
 from dgemma.train.objective import LossSettings, Objective, interleave_self_cond
 from dgemma.train.onpolicy import PackedStepStats, rollout_draws, rollout_step
@@ -49,7 +49,7 @@ REPEATABLE = settings(deadline=None, derandomize=True, database=None)
 CAUSAL_ONLY = LossSettings(causal_weight=1.0, balance_weight=0.0)
 
 
-def packed(config: ModelConfig, seed: int, sequences: int = 2, rows: int = 110) -> Rows:
+def packed(config: ModelConfig, seed: int, sequences: int = 2, rows: int = 110) -> RowArray:
     """Sequences of several random examples each, some rows left over."""
     rng = np.random.default_rng(seed)
     batch = np.empty((len(FIELDS), sequences, rows), np.int32)
@@ -76,7 +76,7 @@ def packed(config: ModelConfig, seed: int, sequences: int = 2, rows: int = 110) 
     return batch
 
 
-def is_visible(rows: Rows, query: int, key: int, window: int | None) -> bool:
+def is_visible(rows: RowArray, query: int, key: int, window: int | None) -> bool:
     """The visibility rule in words, for two rows of one sequence."""
     q, k = rows[:, query], rows[:, key]
     reach = 1 << 30 if window is None else window
@@ -110,7 +110,7 @@ def hidden_of(
     return objective.run_layers(objective.embed(batch, self_cond_TD), context)[0]
 
 
-def packed_logits(objective: Objective, rows: Rows, soft_TD: Tensor | None = None) -> Tensor:
+def packed_logits(objective: Objective, rows: RowArray, soft_TD: Tensor | None = None) -> Tensor:
     batch = Batch.of(torch.from_numpy(rows), "cpu")
     context = PackedContext(objective.model.config, batch)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def packed_logits(objective: Objective, rows: Rows, soft_TD: Tensor | None = Non
     return logits_TV.view(*rows.shape[1:], -1)
 
 
-def examples(rows: Rows) -> list[tuple[int, np.ndarray]]:
+def examples(rows: RowArray) -> list[tuple[int, np.ndarray]]:
     """Each example: its sequence and the indices of its rows there."""
     return [
         (sequence, np.flatnonzero(one[EXAMPLE] == number))
@@ -156,7 +156,7 @@ def test_a_packed_pass_sees_what_inference_sees(config: ModelConfig, seed: int) 
 
 
 @torch.inference_mode()
-def inference_logits(model: Gemma, canvas: Rows, text: Tensor, soft_LD: Tensor) -> Tensor:
+def inference_logits(model: Gemma, canvas: RowArray, text: Tensor, soft_LD: Tensor) -> Tensor:
     """A canvas denoised after the text before it, which is committed in small pieces."""
     start = int(canvas[START, 0])
     cache = row_cache(model.config, start)
@@ -202,7 +202,7 @@ def test_losses_and_gradients_are_those_of_transformers(seed: int, window: int) 
 
 
 def reference_losses(
-    reference: DiffusionGemmaForBlockDiffusion, rows: Rows
+    reference: DiffusionGemmaForBlockDiffusion, rows: RowArray
 ) -> tuple[Tensor, Tensor]:
     """Means over all rows with a target: of canvases, weighted, and of texts."""
     canvases, weights, texts = [], [], []

@@ -35,7 +35,7 @@ from dgemma.programs.infill.document import (
 )
 from dgemma.programs.infill.healing import is_utf8
 from dgemma.programs.infill.search import (
-    Effort,
+    FillEffort,
     LengthGrid,
     Search,
     SearchConfig,
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 PromptStyle = Literal["base", "instruct", "both"]
 PROMPT_STYLES: tuple[PromptStyle, ...] = ("base", "instruct", "both")
-EFFORTS: tuple[Effort, ...] = ("fast", "thorough")
+EFFORTS: tuple[FillEffort, ...] = ("fast", "thorough")
 NUM_PROPOSALS = 16  # texts of the causal mode that compete with the canvases'
 TYPICAL_LENGTH = 8  # tokens of a hole of unknown length, while others are searched
-# Effort fast: lengths tried, the longest of them, steps of a canvas, tokens shown after the hole.
+# FillEffort fast: lengths tried, the longest of them, steps of a canvas, tokens shown after the hole.
 FAST_LENGTHS, FAST_MAX_LENGTH, FAST_STEPS, FAST_VISIBLE_AFTER = 9, 64, 8, 32
 NUM_EDGE_CHARACTERS = 256  # characters of the text before a hole that the rules look at
 # Tokens that a scored text may have beyond its canvases: the end of the text, a token of what
@@ -70,7 +70,7 @@ class FillParams(CanvasParams):
     single_line: bool = False  # a hole ends with its line
     allow_empty: bool = False
     num_candidates: int = 1  # to return, the best first
-    effort: Effort = "thorough"  # fast: one batch of canvases for each hole, a few steps
+    effort: FillEffort = "thorough"  # fast: one batch of canvases for each hole, a few steps
     num_proposals: int = NUM_PROPOSALS  # texts of the causal mode, for one hole by itself; 0: none
     prompt_style: PromptStyle | None = None  # None: see `choose_style`
 

@@ -25,7 +25,7 @@ from dgemma.programs.infill.document import nearby_lengths, num_positions, vary_
 from dgemma.programs.infill.healing import HealingVariant, complete_words
 from dgemma.text.chat import Prompt
 
-Effort = Literal["fast", "thorough"]
+FillEffort = Literal["fast", "thorough"]
 
 MIN_VISIBLE_AFTER = 8  # tokens after the last hole that a canvas must have positions for
 SEARCH_STEPS = 6  # of a canvas that only compares lengths
@@ -43,7 +43,7 @@ class SearchConfig:
 
     num_candidates: int = 1
     num_proposals: int = 0  # texts by beam search, for a hole that has the canvas to itself
-    effort: Effort = "thorough"  # fast: one batch of canvases
+    effort: FillEffort = "thorough"  # fast: one batch of canvases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
