@@ -40,7 +40,8 @@ from dgemma.weights.gguf_write import (
     rope_freqs,
     tensor_types,
 )
-from dgemma.weights.inference import LoadOptions, load_for_inference
+from dgemma.weights.hub import ModelOptions
+from dgemma.weights.inference import load_for_inference
 from dgemma.weights.names import ROPE_FREQS, TOKEN_EMBD
 
 FILE_TYPE = "Q4_K_M"
@@ -116,7 +117,7 @@ def timed(work: Callable[[], object]) -> dict[str, float]:
 def measure(path: Path, dtype: str) -> Facts:
     facts: Facts = {"file_gb": path.stat().st_size / 1e9, "open": timed(lambda: open_gguf(path))}
     print(f"open {facts['open']}", flush=True)
-    options = LoadOptions(device="cpu", dtype=dtype)
+    options = ModelOptions(device="cpu", dtype=dtype)
     models = []
     facts["load"] = timed(lambda: models.append(load_for_inference(path, options).model))
     print(f"load {facts['load']}", flush=True)

@@ -20,15 +20,14 @@ import torch
 from common import cpu_name, finish, head, name_of
 
 from dgemma.backends.cpu import Int8Table
+from dgemma.config import WHOLE_MODES, Mode
 from dgemma.engine import Engine, SamplingParams
-from dgemma.engine.params import Mode
 from dgemma.programs.sudoku.solve import SudokuParams, solve
 
 STORY = "Write a long story about a girl, her dog and a lost ball."
 TOKENS = 200
 PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
 TIMES = ("seconds", "fastest")
-MODES: tuple[Mode, ...] = ("diffusion", "ar")
 
 
 def story(engine: Engine, mode: Mode, seed: int) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def main() -> None:
     print(f"  load    {loading:6.2f} s")
     results: dict[str, Any] = {}
     for name, task in (("story", story), ("sudoku", sudoku)):
-        for mode in MODES:
+        for mode in WHOLE_MODES:
             result = measure(partial(task, engine, mode, arguments.seed), engine, arguments.rounds)
             results[f"{name} {mode}"] = result
             print(f"  {name:6} {mode:9} {describe(result)}")

@@ -33,7 +33,7 @@ from jsonschema import ValidationError
 from jsonschema.validators import validator_for
 
 from dgemma import Engine, SamplingParams
-from dgemma.config import GenerationConfig, load_generation_config
+from dgemma.config import GenerationConfig, Mode, load_generation_config
 from dgemma.constrain.constrained_canvas import ConstrainedCanvas
 from dgemma.constrain.grammar import schema_grammar
 from dgemma.constrain.matcher import Constraint
@@ -42,7 +42,6 @@ from dgemma.diffusion.canvas import NO_PINS, Canvas, fresh
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import StepView
 from dgemma.engine.events import Done
-from dgemma.engine.params import Mode
 from dgemma.errors import UsageError
 from dgemma.eval.data import SHARED
 from dgemma.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dgemma import Engine, SamplingParams
-from dgemma.engine.params import Mode
+from dgemma.config import Mode
 
 OPENING, CLOSING = "Good question!", "Happy reading, Ada"
 FORMS = (

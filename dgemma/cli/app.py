@@ -3,13 +3,18 @@
 import os
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, fields, is_dataclass
+from functools import wraps
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from dgemma.errors import UsageError
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.diffusion.sampler import Rule
@@ -18,27 +23,8 @@ if TYPE_CHECKING:
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130  # exit codes
 MIN_SHOWN_BYTES = 1 << 30  # smaller checkpoints load without a progress bar
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", help="A checkpoint directory, a GGUF file, a downloaded hub id, or nano."
-    ),
-]
-Template = Annotated[
-    str,
-    typer.Option(
-        "--template",
-        help="Chat template of a GGUF file: auto (dgemma's for the released tokenizer) or file.",
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Quant = Annotated[
-    str, typer.Option(help="Weights in memory: auto, none (16 or 32 bits), int8, fp8 or nvfp4.")
-]
-Adapter = Annotated[
-    Path | None, typer.Option(help="A LoRA adapter to put on the model: a directory or file.")
-]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 HeldOut = Annotated[
     Path | None, typer.Option(help="Directory of held-out files (docs/evaluation.md).")
 ]
@@ -56,6 +42,7 @@ SamplerRule = Annotated[
     ),
 ]
 
+R = TypeVar("R")
 app = typer.Typer(
     name="dgemma",
     no_args_is_help=True,
@@ -83,14 +70,56 @@ def common(
     """DiffusionGemma on your own machine: a canvas of text is refined step by step."""
 
 
-def load_engine(
-    model: str,
-    device: str,
-    dtype: str,
-    adapter: Path | None = None,
-    quant: str = "auto",
-    template: str = "auto",
-) -> "Engine":
+def with_options(function: Callable[..., R]) -> Callable[..., R]:
+    """Replace each parameter that is a dataclass by options, one for each field with a `help`."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(function).parameters.items():
+        if name in groups:
+            parameters += _options(groups[name])
+        else:
+            parameters.append(
+                parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+            )
+
+    @wraps(function)
+    def command(**given: Any) -> R:
+        values = {
+            name: kind(**{option.name: given.pop(option.name) for option in _options(kind)})
+            for name, kind in groups.items()
+        }
+        return function(**given, **values)
+
+    # Typer, and the messages for wrong numbers, read these.
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _options(kind: Any) -> list[Parameter]:
+    """Describe the fields of a dataclass that have a `help` as options of a command."""
+    hints = get_type_hints(kind)
+    options = []
+    for field in fields(kind):
+        if "help" in field.metadata:
+            flags = [
+                f"--{field.name.replace('_', '-')}",
+                *filter(None, [field.metadata.get("short")]),
+            ]
+            option = typer.Option(*flags, help=field.metadata["help"])
+            options.append(
+                Parameter(
+                    field.name,
+                    Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=Annotated[hints[field.name], option],
+                )
+            )
+    return options
+
+
+def load_engine(options: ModelOptions) -> "Engine":
     """Load a checkpoint; a large one shows its progress on stderr if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -106,15 +135,7 @@ def load_engine(
         def on_tensor(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total, visible=total > MIN_SHOWN_BYTES)
 
-        return Engine.load(
-            model,
-            device=device,
-            dtype=dtype,
-            quant=quant,
-            adapter=adapter,
-            progress=on_tensor,
-            template=template,  # type: ignore[arg-type]  # checked there
-        )
+        return Engine.load(**asdict(options), progress=on_tensor)
 
 
 # --- rules

@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, Template, app, load_engine
+from dgemma.cli.app import AsJson, app, load_engine, with_options
 from dgemma.cli.serve import require_extra
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.server.limits import Limits
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.server.batch import BatchCounts, BatchLine
 
 
 @app.command()
+@with_options
 def batch(
     file: Annotated[Path, typer.Argument(help="Requests, one JSON object a line.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Replies; lines that are there are kept.")
     ],
+    *,
     url: Annotated[
         str | None, typer.Option(help="A running server to ask, instead of loading a model.")
     ] = None,
@@ -34,12 +37,7 @@ def batch(
         int | None, typer.Option(min=1, help="Requests at a time; by default two batches.")
     ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Most requests in one pass.")] = 8,
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
-    adapter: Adapter = None,
-    template: Template = "auto",
+    options: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format; run it again to continue."""
@@ -62,8 +60,8 @@ def batch(
 
         bound_kernel_cache(os.environ)
         limits = Limits(max_batch_size=max_batch_size, max_queue=8 * num_parallel, max_seconds=1e9)
-        engine = load_engine(model, device, dtype, adapter, quant, template)
-        routes = make_routes(engine, Settings(names=_names(lines, model), limits=limits))
+        engine = load_engine(options)
+        routes = make_routes(engine, Settings(names=_names(lines, options.model), limits=limits))
         worker = routes.state.service.worker
         worker.start()
         try:

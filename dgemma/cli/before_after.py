@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dgemma.config import WHOLE_MODES
+from dgemma.weights.hub import ModelOptions
+
 if TYPE_CHECKING:
-    from dgemma.engine.params import Mode
     from dgemma.eval.data import Data
     from dgemma.eval.evaluate import EvalParams
     from dgemma.eval.measure import Measure
@@ -17,19 +19,8 @@ if TYPE_CHECKING:
 
 NO_TASKS = "none"
 SAMPLES, NUM_SAMPLES, SAMPLE_TOKENS = "samples.json", 3, 128
-SAMPLE_MODES: "tuple[Mode, ...]" = ("diffusion", "ar")
 BEFORE, AFTER, PLOT = "eval_before.json", "eval_after.json", "eval.svg"
 HEADINGS = ("task", "measure", "diffusion before", "after", "ar before", "after")
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedModel:
-    """A checkpoint and how it is loaded."""
-
-    name: str
-    device: str
-    dtype: str
-    adapter: Path | None = None
 
 
 @dataclass
@@ -69,20 +60,19 @@ class BeforeAfter:
         if saved.exists() and saved_states(out) and not args.is_fresh:
             self.measures[BEFORE] = _read_measures(saved)  # the run is resumed
             return
-        model = EvaluatedModel(str(args.checkpoint(name)), args.device, args.dtype)
+        model = _unquantized(str(args.checkpoint(name)), args.device, args.dtype)
         self._evaluate(BEFORE, out, model)
 
     def after(self, job: "TrainingJob") -> None:
         """Evaluate the trained checkpoint or adapter."""
         self._evaluate(AFTER, job.environment.out, trained_model(job))
 
-    def _evaluate(self, file: str, out: Path, model: EvaluatedModel) -> None:
+    def _evaluate(self, file: str, out: Path, model: ModelOptions) -> None:
         from dgemma.cli.app import load_engine
         from dgemma.eval.evaluate import evaluate
 
-        # Unquantized, both times.
-        engine = load_engine(model.name, model.device, model.dtype, model.adapter, "none")
-        report = evaluate(engine, model.name, self.params)
+        engine = load_engine(model)
+        report = evaluate(engine, model.model, self.params)
         self.measures[file] = report.measures
         out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(report.to_json(), ensure_ascii=False, indent=1)
@@ -132,12 +122,12 @@ class Samples:
         """Answer by the trained checkpoint or adapter."""
         self._answer("after", trained_model(self.job))
 
-    def _base(self) -> EvaluatedModel:
+    def _base(self) -> ModelOptions:
         trained = trained_model(self.job)
         name = str(self.job.environment.checkpoint(str(self.job.recipe.model.checkpoint)))
-        return EvaluatedModel(name, trained.device, trained.dtype)
+        return _unquantized(name, trained.device, trained.dtype)
 
-    def _answer(self, time: str, model: EvaluatedModel) -> None:
+    def _answer(self, time: str, model: ModelOptions) -> None:
         prompts = self.job.heldout_prompts[:NUM_SAMPLES]
         if not prompts:
             return
@@ -145,7 +135,7 @@ class Samples:
         from dgemma.engine.params import SamplingParams
         from dgemma.text.chat import Prompt
 
-        engine = load_engine(model.name, model.device, model.dtype, model.adapter, "none")
+        engine = load_engine(model)
         self.replies[time] = [
             {"prompt": text}
             | {
@@ -153,7 +143,7 @@ class Samples:
                     Prompt(text=text, ids=ids),
                     SamplingParams(mode=mode, seed=0, max_tokens=SAMPLE_TOKENS),
                 ).text
-                for mode in SAMPLE_MODES
+                for mode in WHOLE_MODES
             }
             for ids in prompts
             for text in [engine.tokenizer.decode(ids)]
@@ -168,21 +158,25 @@ class Samples:
         lines = []
         for number, sample in enumerate(self.replies.get("after", ())):
             lines.append(f"held-out prompt {number + 1}: {sample['prompt']!r}")
-            for mode in SAMPLE_MODES:
+            for mode in WHOLE_MODES:
                 for time in (time for time in ("before", "after") if time in self.replies):
                     lines.append(f"  {mode}, {time}: {self.replies[time][number][mode]!r}")
         return lines
 
 
-def trained_model(job: "TrainingJob") -> EvaluatedModel:
+def trained_model(job: "TrainingJob") -> ModelOptions:
     """Return the saved checkpoint of a run, or its base with the adapter."""
     environment = job.environment
     out, device = environment.out, str(environment.device)
     dtype = str(environment.dtype).removeprefix("torch.")
     if job.adapter is None:
-        return EvaluatedModel(str(out / "checkpoint"), device, dtype)
+        return _unquantized(str(out / "checkpoint"), device, dtype)
     base = str(environment.checkpoint(str(job.recipe.model.checkpoint)))
-    return EvaluatedModel(base, device, dtype, out / "adapter")
+    return _unquantized(base, device, dtype, out / "adapter")
+
+
+def _unquantized(model: str, device: str, dtype: str, adapter: Path | None = None) -> ModelOptions:
+    return ModelOptions(model=model, device=device, dtype=dtype, adapter=adapter, quant="none")
 
 
 def _read_measures(path: Path) -> "list[Measure]":

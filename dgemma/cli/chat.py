@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, Adapter, Device, Dtype, Model, Quant, Template, app, load_engine
+from dgemma.cli.app import FAILED, app, load_engine, with_options
+from dgemma.config import MODES
 from dgemma.errors import DgemmaError, UsageError
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView, MessageReader
@@ -396,14 +398,10 @@ COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
 
 
 @app.command()
+@with_options
 def chat(
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
-    adapter: Adapter = None,
-    template: Template = "auto",
-    mode: Annotated[str, typer.Option(help="diffusion, ar or hybrid (AR thought).")] = "diffusion",
+    options: ModelOptions,
+    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)} (AR thought).")] = "diffusion",
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     thinking: Annotated[bool, typer.Option(help="Let the model think first.")] = False,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
@@ -434,6 +432,6 @@ def chat(
         drops_oldest=drop_oldest,
     )
     check_params(settings.params())  # before a long load
-    engine = load_engine(model, device, dtype, adapter, quant, template)
-    if not talk(Conversation(engine, settings, system), model, history):
+    engine = load_engine(options)
+    if not talk(Conversation(engine, settings, system), options.model, history):
         raise typer.Exit(FAILED)

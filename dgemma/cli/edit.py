@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app, load_engine
+from dgemma.cli.app import AsJson, app, load_engine, with_options
 from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.engine import Engine
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@with_options
 def edit(
     file: Annotated[str, typer.Argument(help="A text file; - is stdin.")],
+    *,
     do: Annotated[
         str | None,
         typer.Option(
@@ -28,11 +31,7 @@ def edit(
             "few mistakes."
         ),
     ] = None,
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
-    adapter: Adapter = None,
+    options: ModelOptions,
     lines: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only these lines, counted from 1.")
     ] = None,
@@ -67,13 +66,13 @@ def edit(
     check_edit(params)  # before a long load
     if params.lines is not None:
         line_span(text, *params.lines)
-    engine = load_engine(model, device, dtype, adapter, quant)
+    engine = load_engine(options)
     edited = _run(engine, text, do, params, show=show)
     name = "stdin" if file == STDIN else Path(file).as_posix().lstrip("/")
     if apply and not (as_json and file == STDIN):
         write_text(file, edited.text, text)
     if as_json:
-        print(json.dumps(_report(edited, name, model), ensure_ascii=False))
+        print(json.dumps(_report(edited, name, options.model), ensure_ascii=False))
     elif not apply:
         print_text(edited.diff(name))
     if not as_json and edited.text == text:

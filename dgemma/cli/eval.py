@@ -7,29 +7,23 @@ from typing import Annotated
 import typer
 
 from dgemma.cli.app import (
-    Adapter,
     AsJson,
-    Device,
-    Dtype,
     HeldOut,
-    Model,
-    Quant,
     SamplerRule,
     Shared,
     app,
     load_engine,
     load_rule,
+    with_options,
 )
 from dgemma.errors import DgemmaError
+from dgemma.weights.hub import ModelOptions
 
 
 @app.command("eval")
+@with_options
 def evaluate(
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
-    adapter: Adapter = None,
+    options: ModelOptions,
     tasks: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
     heldout: HeldOut = None,
     data: Shared = None,
@@ -63,10 +57,10 @@ def evaluate(
         markdown=markdown,
     )
     own_rule = load_rule(rule)  # before a long load
-    engine = load_engine(model, device, dtype, adapter, quant)
+    engine = load_engine(options)
     if own_rule is not None:
         engine.set_rule(own_rule)
-    report = run(engine, model, params)
+    report = run(engine, options.model, params)
     if as_json:
         print(json.dumps(report.to_json(), ensure_ascii=False))
     else:

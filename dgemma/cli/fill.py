@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, AsJson, Device, Dtype, Model, Quant, app, load_engine
+from dgemma.cli.app import AsJson, app, load_engine, with_options
 from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.engine import Engine
@@ -18,13 +19,10 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@with_options
 def fill(
     file: Annotated[str, typer.Argument(help="A text file with <|fill|> in it; - is stdin.")],
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
-    adapter: Adapter = None,
+    options: ModelOptions,
     length: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Tokens of the holes, if known: one for all, or one for each."),
@@ -78,12 +76,12 @@ def fill(
         drafts=show or sys.stderr.isatty(),
     )
     check_fill(params)  # before a long load
-    engine = load_engine(model, device, dtype, adapter, quant)
+    engine = load_engine(options)
     filled = _run(engine, document, params, show=show)
     if in_place:
         write_text(file, filled.text, text)
     if as_json:
-        print(json.dumps(_report(filled, model), ensure_ascii=False))
+        print(json.dumps(_report(filled, options.model), ensure_ascii=False))
     elif not in_place:
         print_text(filled.text)
     if not as_json:

@@ -9,20 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import (
-    Adapter,
-    AsJson,
-    Device,
-    Dtype,
-    Model,
-    Quant,
-    SamplerRule,
-    Template,
-    app,
-    load_engine,
-    load_rule,
-)
+from dgemma.cli.app import AsJson, SamplerRule, app, load_engine, load_rule, with_options
+from dgemma.config import MODES
 from dgemma.errors import DgemmaError, UsageError
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView
@@ -34,15 +24,11 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@with_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from stdin.")],
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
-    adapter: Adapter = None,
-    template: Template = "auto",
-    mode: Annotated[str, typer.Option(help="diffusion, ar or hybrid (AR thought).")] = "diffusion",
+    options: ModelOptions,
+    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)} (AR thought).")] = "diffusion",
     temperature: Annotated[
         float | None, typer.Option(help="Of draws; AR is greedy without it.")
     ] = None,
@@ -100,7 +86,7 @@ def generate(
     constraint = _read_constraint(schema, regex, grammar, choices)
     if constraint and stop:
         raise UsageError("--stop would cut a text that is held to a grammar; leave it out")
-    engine = load_engine(model, device, dtype, adapter, quant, template)
+    engine = load_engine(options)
     compiled = engine.constraint(**constraint) if constraint else None
     if own_rule is not None:
         engine.set_rule(own_rule)
@@ -112,7 +98,7 @@ def generate(
         print(f"dgemma: {note}", file=sys.stderr)
     done = _run(engine, request, params, show=show, is_quiet=as_json)
     if as_json:
-        print(json.dumps(_report(done, model), ensure_ascii=False))
+        print(json.dumps(_report(done, options.model), ensure_ascii=False))
     if compiled is not None:
         _check_done(done)
 

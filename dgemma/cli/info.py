@@ -8,16 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from dgemma.cli.app import AsJson, Device, Dtype, Model, Quant, app
+from dgemma.cli.app import AsJson, app, with_options
 from dgemma.errors import UsageError
+from dgemma.weights.hub import ModelOptions
 
 
 @app.command()
+@with_options
 def info(
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
+    options: ModelOptions,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the weight files with their SHA-256.")
     ] = False,
@@ -25,10 +24,9 @@ def info(
 ) -> None:
     """Print versions, device, model, weight format and backend; reads a config, no weights."""
     if verify:
-        checked = _verified(model)
-    facts = {**_machine(device, dtype), **_model(model)}
-    facts["weights"] = _weights(model, device, dtype, quant)
-    facts["backend"] = _backend(model, device, dtype)
+        checked = _verified(options.model)
+    facts = {**_machine(options), **_model(options)}
+    facts["weights"], facts["backend"] = _weights(options), _backend(options)
     if verify:
         facts["verified"] = checked
     if as_json:
@@ -51,46 +49,46 @@ def _verified(model: str) -> str:
     return f"{len(files)} files have the recorded SHA-256: {listing(files)}"
 
 
-def _machine(device: str, dtype: str) -> dict[str, Any]:
+def _machine(options: ModelOptions) -> dict[str, Any]:
     import torch
 
     from dgemma import __version__
     from dgemma.device import choose_device, choose_dtype, describe_device
 
-    where = choose_device(device)
+    where = choose_device(options.device)
     return {
         "dgemma": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tokenizers": version("tokenizers"),
         "device": describe_device(where),
-        "dtype": str(choose_dtype(dtype, where)).removeprefix("torch."),
+        "dtype": str(choose_dtype(options.dtype, where)).removeprefix("torch."),
     }
 
 
-def _backend(model: str, device: str, dtype: str) -> str:
+def _backend(options: ModelOptions) -> str:
     """Name the backend that would run here, and why not a faster one."""
     from dgemma.backends.choose import report
     from dgemma.device import choose_device, choose_dtype
     from dgemma.weights.hub import find_checkpoint
     from dgemma.weights.source import model_config
 
-    where = choose_device(device)
+    where = choose_device(options.device)
     try:
-        config = model_config(find_checkpoint(model))
+        config = model_config(find_checkpoint(options.model))
     except UsageError:
         config = None
-    return report(config, choose_dtype(dtype, where), where)
+    return report(config, choose_dtype(options.dtype, where), where)
 
 
-def _weights(model: str, device: str, dtype: str, quant: str) -> str:
+def _weights(options: ModelOptions) -> str:
     """Return the format a model would be loaded in with the reason, or the refusal."""
     from dgemma.weights.hub import find_checkpoint
-    from dgemma.weights.inference import LoadOptions, plan_load
+    from dgemma.weights.inference import plan_load
 
     try:
-        options = LoadOptions(device=device, dtype=dtype, quant=quant)
-        plan = plan_load(find_checkpoint(model), options)
+        path = find_checkpoint(options.model)
+        plan = plan_load(path, options, adapted=options.adapter is not None)
     except UsageError as error:
         return f"refused: {error}"
     choice, dtype_name = plan.choice, str(plan.dtype).removeprefix("torch.")
@@ -100,25 +98,26 @@ def _weights(model: str, device: str, dtype: str, quant: str) -> str:
     return f"{names.get(choice.quant, choice.quant)}{head} ({choice.reason})"
 
 
-def _model(model: str) -> dict[str, Any]:
+def _model(options: ModelOptions) -> dict[str, Any]:
     from dgemma.weights.hub import find_checkpoint
 
     try:
-        directory = find_checkpoint(model)
+        path = find_checkpoint(options.model)
     except UsageError as error:
-        if model != "nano":
+        if options.model != "nano":
             raise
         return {"model": f"none ({error})"}
-    return {"model": model, **_config(directory), **_file(directory)}
+    return {"model": options.model, **_config(path), **_file(path, options)}
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _file(path: Path, options: ModelOptions) -> dict[str, Any]:
     """Return the types of a GGUF file, what was assumed of it, and its chat template."""
     from dgemma.weights.source import load_template, load_tokenizer, source_notes
 
     if path.is_dir():
         return {}
-    types, *notes = source_notes(path, load_template(path, load_tokenizer(path)))
+    template = load_template(path, load_tokenizer(path), options.template)  # type: ignore[arg-type]  # checked there
+    types, *notes = source_notes(path, template)
     return {"file": types, "notes": "; ".join(notes)}
 
 

@@ -3,30 +3,28 @@
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import Adapter, Device, Dtype, Model, Quant, Template, app, load_engine
+from dgemma.cli.app import app, load_engine, with_options
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.server.limits import Limits, default_max_body
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     import socket
 
 MIB = 1 << 20
-DEFAULTS = Limits()
 
 
 @app.command()
+@with_options
 def serve(
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
-    adapter: Adapter = None,
-    template: Template = "auto",
+    *,
+    options: ModelOptions,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
@@ -46,31 +44,11 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin whose web pages may send requests.")
     ] = None,
-    max_batch_size: Annotated[
-        int, typer.Option(help="Most requests in one pass.")
-    ] = DEFAULTS.max_batch_size,
-    max_queue: Annotated[
-        int, typer.Option(help="Most waiting requests of a key.")
-    ] = DEFAULTS.max_queue,
-    max_context: Annotated[
-        int, typer.Option(help="Most tokens of all running requests together.")
-    ] = DEFAULTS.max_context,
+    limits: Limits,
     max_body: Annotated[
         float | None,
         typer.Option(help="Largest request in MiB; 4 by default, 32 for a model with pictures."),
     ] = None,
-    max_connections: Annotated[
-        int, typer.Option(help="Most open connections.")
-    ] = DEFAULTS.max_connections,
-    max_seconds: Annotated[
-        float, typer.Option(help="Deadline of a request in seconds.")
-    ] = DEFAULTS.max_seconds,
-    max_pass_seconds: Annotated[
-        float, typer.Option(help="Time after which a pass counts as hung, and /health is a 503.")
-    ] = DEFAULTS.max_pass_seconds,
-    drain_seconds: Annotated[
-        float, typer.Option(help="Time for running requests to finish after a signal.")
-    ] = DEFAULTS.drain_seconds,
     replicas: Annotated[
         int | None, typer.Option(help="Engines to serve with, each a process of its own, by Ray.")
     ] = None,
@@ -84,7 +62,7 @@ def serve(
         int | None, typer.Option(help="Threads of each replica; an equal share by default.")
     ] = None,
 ) -> None:
-    """Serve the model over HTTP, with OpenAI's API."""
+    """Serve OpenAI, Anthropic and Ollama APIs and a web page."""
     require_extra()
     from dgemma.server.app import make_app
     from dgemma.server.auth import check_listening, names_of, read_keys
@@ -94,17 +72,8 @@ def serve(
     keys = read_keys(api_key_file, os.environ)
     check_listening(host, keys, allow_anonymous=allow_anonymous)
     settings = Settings(
-        names=tuple(name or [_name_of(model)]),
-        limits=Limits(
-            max_batch_size=max_batch_size,
-            max_queue=max_queue,
-            max_context=max_context,
-            max_body=default_max_body(model) if max_body is None else _bytes(max_body),
-            max_connections=max_connections,
-            max_seconds=max_seconds,
-            max_pass_seconds=max_pass_seconds,
-            drain_seconds=drain_seconds,
-        ),
+        names=tuple(name or [_name_of(options.model)]),
+        limits=replace(limits, max_body=_max_body(max_body, options.model)),
         keys=keys,
         hosts=names_of(host, allow_host or ()),
         cors_origins=tuple(cors_origin or ()),
@@ -115,22 +84,15 @@ def serve(
     banner = f"dgemma: {settings.names[0]} is at {url}/v1, its web page at {url}"
     if replicas is not None:
         from dgemma.scale.local import Fleet, local_options, serve_replicas
-        from dgemma.scale.replica import ModelArgs
 
-        options = local_options(replicas, max_replicas, gpus_per_replica, cpus_per_replica, device)
-        arguments = ModelArgs(
-            model=model,
-            device=device,
-            dtype=dtype,
-            quant=quant,
-            adapter=None if adapter is None else str(adapter),
-            template=template,
+        size = local_options(
+            replicas, max_replicas, gpus_per_replica, cpus_per_replica, options.device
         )
-        serve_replicas(Fleet(arguments, settings, options), listening, banner, _print_drain)
+        serve_replicas(Fleet(options, settings, size), listening, banner, _print_drain)
         return
     if any(option is not None for option in (max_replicas, gpus_per_replica, cpus_per_replica)):
         raise UsageError("--max-replicas and sizes of replicas need --replicas; give it too")
-    engine = load_engine(model, device, dtype, adapter, quant, template)
+    engine = load_engine(options)
     server = make_server(make_app(engine, settings), _print_drain)
     print(banner, file=sys.stderr, flush=True)
     server.run(sockets=[listening])
@@ -144,14 +106,16 @@ def require_extra() -> None:
         raise DgemmaError(f"{missing[0]} is not installed; pip install 'dgemma[serve]'")
 
 
-def _bytes(mib: float) -> int:
+def _max_body(mib: float | None, model: str) -> int:
+    if mib is None:
+        return default_max_body(model)
     if not 0 < mib < math.inf:
         raise UsageError(f"--max-body is {mib}; it must be a number above 0")
     return int(mib * MIB)
 
 
 def _name_of(model: str) -> str:
-    """Return the public name of a model; a directory's path is nobody's business."""
+    """Return the public name of a model; the path of a directory is not shown."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
 

@@ -9,20 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import (
-    FAILED,
-    INTERRUPTED,
-    Adapter,
-    AsJson,
-    Device,
-    Dtype,
-    Model,
-    Quant,
-    app,
-    load_engine,
-)
+from dgemma.cli.app import FAILED, INTERRUPTED, AsJson, app, load_engine, with_options
 from dgemma.errors import UsageError
 from dgemma.programs.sudoku.grid import CELLS, parse
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,6 +29,7 @@ MAX_SHOWN = 100  # characters of an argument that an error quotes
 
 
 @app.command()
+@with_options
 def sudoku(
     puzzles: Annotated[
         list[str],
@@ -47,11 +38,7 @@ def sudoku(
             help="81 characters, 0 or . for an empty cell; or a file with one a line; - is stdin.",
         ),
     ],
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
-    adapter: Adapter = None,
+    options: ModelOptions,
     mode: Annotated[str, typer.Option(help="diffusion or ar.")] = "diffusion",
     pin: Annotated[
         bool | None,
@@ -85,7 +72,7 @@ def sudoku(
         seed=secrets.randbits(32) if seed is None else seed,
         drafts=show,
     )
-    engine = load_engine(model, device, dtype, adapter, quant)
+    engine = load_engine(options)
     report = SudokuReport(params, len(cells), as_json)
     try:
         for index, result in _solve(engine, cells, params):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dgemma.cli.app import INTERRUPTED, Device, Dtype, HeldOut, app
+from dgemma.cli.app import INTERRUPTED, DeviceOption, DtypeOption, HeldOut, app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +37,8 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Directory of the run; default: out/train/NAME.")
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     seconds: Annotated[
         float | None, typer.Option(help="Fit the number of steps to this time.")
     ] = None,

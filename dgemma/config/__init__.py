@@ -12,12 +12,15 @@ from dgemma.config.json_files import (
 )
 from dgemma.config.model_config import (
     FULL,
+    MODES,
     SLIDING,
+    WHOLE_MODES,
     AttentionShape,
     Family,
     GenerationConfig,
     LayerType,
     LongReply,
+    Mode,
     ModelConfig,
 )
 from dgemma.config.vision_config import IMAGE_BUDGETS, VisionConfig
@@ -26,12 +29,15 @@ __all__ = [
     "FULL",
     "GENERATION_CONFIG",
     "IMAGE_BUDGETS",
+    "MODES",
     "SLIDING",
+    "WHOLE_MODES",
     "AttentionShape",
     "Family",
     "GenerationConfig",
     "LayerType",
     "LongReply",
+    "Mode",
     "ModelConfig",
     "VisionConfig",
     "config_to_json",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from dgemma.config.vision_config import MAX_SIZE, VisionConfig
 from dgemma.errors import ConfigError
@@ -16,6 +16,9 @@ ImageAttention = Literal["sliding", "all", "causal"]
 SLIDING: LayerType = "sliding_attention"
 FULL: LayerType = "full_attention"
 
+Mode = Literal["diffusion", "ar", "hybrid"]  # of a reply
+MODES: tuple[Mode, ...] = get_args(Mode)
+WHOLE_MODES = MODES[:2]  # one mode for all of a reply
 ARCHITECTURES: dict[Family, str] = {
     "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
     "gemma4": "Gemma4ForConditionalGeneration",

@@ -15,7 +15,7 @@ from dgemma.diffusion.canvas import BlockNoise, Canvas, Pins, fresh
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import LogitsAt, Sampler, StepView, advance
 
-OpsStats = TypeVar("Stats")
+OpsStats = TypeVar("OpsStats")
 
 
 class CanvasConstraint(Protocol):

@@ -20,6 +20,8 @@ from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.errors import UsageError, require
 
+RELEASED = GenerationConfig()  # the defaults of every parameter
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -53,9 +55,12 @@ class Rule(Protocol):
 class EntropyBound:
     """The reference rule: each step accepts the most certain positions that fit the bound."""
 
-    entropy_bound: float = 0.1  # nats that the accepted positions may have together
-    confidence_threshold: float = 0.005  # mean nats per position below which a canvas may converge
-    stability_threshold: int = 1  # steps for which the guess must have stayed the same
+    # Nats that the accepted positions may have together.
+    entropy_bound: float = RELEASED.entropy_bound
+    # Mean nats per position below which a canvas may converge.
+    confidence_threshold: float = RELEASED.confidence_threshold
+    # Steps for which the guess must have stayed the same.
+    stability_threshold: int = RELEASED.stability_threshold
 
     def __post_init__(self) -> None:
         bound, confidence = self.entropy_bound, self.confidence_threshold
@@ -140,9 +145,9 @@ class Sampler:
     """Denoising parameters of one request."""
 
     rule: Rule = field(default_factory=EntropyBound)
-    max_denoising_steps: int = 48
-    t_max: float = 0.8  # temperature of the first step, falling linearly towards...
-    t_min: float = 0.4  # ...this one, which a step after the last would have
+    max_denoising_steps: int = RELEASED.max_denoising_steps
+    t_max: float = RELEASED.t_max  # temperature of the first step, falling linearly towards...
+    t_min: float = RELEASED.t_min  # ...this one, which a step after the last would have
     temperature: float = 1.0  # of draws alone, on top of the schedule; 0 takes the likeliest token
 
     def __post_init__(self) -> None:

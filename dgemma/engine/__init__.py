@@ -1,8 +1,9 @@
 """Requests in, typed events out: the only place where text and tensors meet."""
 
+from dgemma.config import MODES, Mode
 from dgemma.engine.engine import Engine
 from dgemma.engine.events import Committed, Done, Draft, Event, Retry, Text
-from dgemma.engine.params import MODES, Mode, SamplingParams
+from dgemma.engine.params import SamplingParams
 
 __all__ = [
     "MODES",

@@ -28,9 +28,9 @@ from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate, Message, Prompt, Tool, insert_images
 from dgemma.text.control_tokens import TURN_END
 from dgemma.text.tokenizer import StopIds, Tokenizer
-from dgemma.weights.hub import find_checkpoint
-from dgemma.weights.inference import LoadArgs, LoadOptions, load_for_inference
 from dgemma.weights.files import OnProgress
+from dgemma.weights.hub import ModelOptions, find_checkpoint
+from dgemma.weights.inference import LoadArgs, load_for_inference
 from dgemma.weights.lora_files import load_adapter
 from dgemma.weights.source import TemplateChoice, load_template, load_tokenizer, source_notes
 
@@ -85,7 +85,7 @@ class Engine(EngineCore):
         for note in source_notes(path, chosen):
             logger.warning("%s: %s", path.name, note)
         lora = None if adapter is None else load_adapter(Path(adapter))
-        checkpoint = load_for_inference(path, LoadOptions(**where), lora, progress)
+        checkpoint = load_for_inference(path, ModelOptions(**where), lora, progress)
         generation = checkpoint.generation
         if adapter is not None and (Path(adapter) / GENERATION_CONFIG).is_file():
             generation = load_generation_config(Path(adapter))

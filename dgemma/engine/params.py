@@ -1,18 +1,14 @@
 """Sampling parameters of a request, and the checks that need no device."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from dgemma.config import ModelConfig
+from dgemma.config import MODES, Mode, ModelConfig
 from dgemma.constrain.matcher import Constraint
 from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
 from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.events import Committed
 from dgemma.errors import PromptTooLong, UsageError, require
 from dgemma.text.detokenizer import StopStrings
-
-Mode = Literal["diffusion", "ar", "hybrid"]
-MODES: tuple[Mode, ...] = ("diffusion", "ar", "hybrid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,14 +4,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dgemma.engine import Done, Engine, Mode, SamplingParams
+from dgemma.config import WHOLE_MODES
+from dgemma.engine import Done, Engine, SamplingParams
 from dgemma.engine.generation import Generation
 from dgemma.errors import PromptTooLong
 from dgemma.eval.data import Data
 from dgemma.eval.measure import Case
 from dgemma.text.chat import Prompt
 
-MODES: tuple[Mode, ...] = ("diffusion", "ar")
 SPARE_TOKENS = 16  # that a reply may take beyond the longest of its set
 
 
@@ -82,7 +82,7 @@ def replies_by_mode(
     """Reply to all prompts in both modes: diffusion with a seed for each, AR greedily."""
     longest = max((len(engine.tokenizer.encode(pair.reply)) for pair in pairs), default=0)
     max_tokens = longest + SPARE_TOKENS
-    for mode in MODES:
+    for mode in WHOLE_MODES:
         prompts = [
             EvalPrompt(
                 pair.prompt, SamplingParams(mode=mode, max_tokens=max_tokens, seed=seed + number)

@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.config import WHOLE_MODES
 from dgemma.engine import Engine, Mode, SamplingParams
 from dgemma.errors import CheckpointError
-from dgemma.eval.answers import MODES, EvalPrompt, generate_all
+from dgemma.eval.answers import EvalPrompt, generate_all
 from dgemma.eval.data import Data, MissingData
 from dgemma.eval.infill import fill_canvases, sample_holes, trim_context
 from dgemma.eval.measure import SHARE, Case, Estimate, Measure, ratio
@@ -70,7 +71,7 @@ def stories(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Me
     tokenizer = StoryTokenizer.load(pieces)
     losses: dict[Mode, list[tuple[float, float]]] = {}
     measures: list[Measure] = []
-    for mode in MODES:
+    for mode in WHOLE_MODES:
         texts = write_stories(engine, mode, limit or COUNT, seed)
         written = [text.strip() for text in texts if text.strip()]
         losses[mode] = [(nats, float(n)) for nats, n in likelihood(scorer, tokenizer, written)]

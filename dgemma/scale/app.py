@@ -15,10 +15,11 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from dgemma.errors import UsageError
-from dgemma.scale.replica import Model, ModelArgs, ReplicaOptions, rank_replicas
+from dgemma.scale.replica import Model, ReplicaOptions, rank_replicas
 from dgemma.server.auth import Keys, read_keys
 from dgemma.server.limits import Limits, default_max_body
 from dgemma.server.service import Settings
+from dgemma.weights.hub import ModelOptions
 
 ROUTER = "dgemma.scale.app:PrefixRouter"
 MAX_ONGOING = 1 << 16  # per replica: its own queue is fair between keys, Ray's is not
@@ -46,7 +47,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are un
 
 
 def model_app(
-    arguments: ModelArgs,
+    arguments: ModelOptions,
     settings: Settings,
     options: ReplicaOptions,
     *,
@@ -102,7 +103,7 @@ class FrontIngress:
 
 def build(args: dict[str, Any]) -> Any:
     """Return the application of a Serve config: `args` are options of `dgemma serve`."""
-    known = {*_names(ModelArgs), *_names(Limits), *_names(ReplicaOptions)}
+    known = {*_names(ModelOptions), *_names(Limits), *_names(ReplicaOptions)}
     known |= {"name", "api_key_file", "allow_anonymous", "allow_host", "cors_origin"}
     unknown = sorted(args.keys() - known)
     if unknown:
@@ -111,7 +112,7 @@ def build(args: dict[str, Any]) -> Any:
     keys = read_keys(Path(key_file) if key_file else None, os.environ)
     if not keys and not args.get("allow_anonymous"):
         raise UsageError("a cluster needs keys; give api_key_file, or allow_anonymous: true")
-    model = _of(ModelArgs, args)
+    model = _of(ModelOptions, args)
     with suppress(UsageError):  # the checkpoint may be on the workers alone
         args = {"max_body": default_max_body(model.model), **args}
     settings = Settings(

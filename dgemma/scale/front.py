@@ -54,7 +54,9 @@ class FleetMetrics:
     """Numbers of all replicas, summed; those of replicas that are gone still count."""
 
     _by_replica: dict[str, list[MetricFamily]] = field(default_factory=dict)
-    _retired: dict[str, MetricFamily] = field(default_factory=dict)  # counters of those that are gone
+    _retired: dict[str, MetricFamily] = field(
+        default_factory=dict
+    )  # counters of those that are gone
 
     def take(self, stats: list[ReplicaStats]) -> None:
         present = {replica.replica: replica.metrics for replica in stats}

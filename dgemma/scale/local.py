@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.scale.replica import ModelArgs, ReplicaOptions
+from dgemma.scale.replica import ReplicaOptions
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -98,7 +99,9 @@ def num_gpus(environment: Mapping[str, str]) -> int:
 class Fleet:
     """Replicas of one model. `update` replaces them one after another."""
 
-    def __init__(self, arguments: ModelArgs, settings: "Settings", options: ReplicaOptions) -> None:
+    def __init__(
+        self, arguments: ModelOptions, settings: "Settings", options: ReplicaOptions
+    ) -> None:
         self.arguments, self.settings, self.options = arguments, settings, options
         self._lock = threading.Lock()
 

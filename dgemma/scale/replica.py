@@ -3,29 +3,18 @@
 import hashlib
 import os
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dgemma.errors import UsageError
 from dgemma.server.call import Call, run_call
 from dgemma.server.service import Settings
+from dgemma.weights.hub import ModelOptions
 
 SLACK = 3  # requests by which the preferred replica may be busier than the least busy one
 STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
 MetricFamily = tuple[str, str, str, list[Sample]]  # name, type, documentation, samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelArgs:
-    """The checkpoint that every replica loads, by the names of the command's options."""
-
-    model: str = "nano"
-    device: str = "auto"
-    dtype: str = "auto"
-    quant: str = "auto"
-    adapter: str | None = None
-    template: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +97,7 @@ class Model:
     """One engine. The routes have no middleware: keys and limits are the front's."""
 
     def __init__(
-        self, arguments: ModelArgs, settings: Settings, *, is_on_loopback: bool = False
+        self, arguments: ModelOptions, settings: Settings, *, is_on_loopback: bool = False
     ) -> None:
         from dgemma.server.lifecycle import bound_kernel_cache
 
@@ -118,14 +107,7 @@ class Model:
         from dgemma.engine import Engine
         from dgemma.server.app import make_routes
 
-        engine = Engine.load(
-            arguments.model,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            quant=arguments.quant,
-            adapter=arguments.adapter,
-            template=arguments.template,  # type: ignore[arg-type]
-        )
+        engine = Engine.load(**asdict(arguments))
         self.app = make_routes(engine, settings)
         self.service = self.app.state.service
         self.service.worker.start()

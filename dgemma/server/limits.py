@@ -1,6 +1,7 @@
 """Limits of a server: on a request, on connections and bodies, on the queue."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from dgemma.errors import UsageError
 
@@ -17,18 +18,25 @@ MAX_STEPS = 512  # per canvas; noise is made for all of them at once
 IMAGE_BODY = 32 << 20  # bytes; a photograph of 12 megapixels has 8 million in base64
 
 
+def option(default: Any, help: str) -> Any:
+    """Return a field that is an option of `dgemma serve`."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits that the operator may choose, by the names of the command's options."""
+    """Limits that the operator may choose; fields with a `help` are the command's options."""
 
-    max_batch_size: int = 8  # tasks in one pass
-    max_queue: int = 64  # waiting requests of one owner
-    max_context: int = 1 << 18  # KV cache slots of all running requests together
+    max_batch_size: int = option(8, "Most requests in one pass.")
+    max_queue: int = option(64, "Most waiting requests of a key.")
+    max_context: int = option(1 << 18, "Most tokens of all running requests together.")
     max_body: int = 4 << 20  # bytes
-    max_connections: int = 512
-    max_seconds: float = 600.0  # a request's deadline, from its arrival
-    max_pass_seconds: float = 120.0  # after which a pass counts as hung
-    drain_seconds: float = 120.0  # for running requests to finish when the server stops
+    max_connections: int = option(512, "Most open connections.")
+    max_seconds: float = option(600.0, "Deadline of a request in seconds.")
+    max_pass_seconds: float = option(
+        120.0, "Time after which a pass counts as hung, and /health is a 503."
+    )
+    drain_seconds: float = option(120.0, "Time for running requests to finish after a signal.")
     body_seconds: float = 30.0  # for a body to arrive
     header_seconds: float = 15.0  # for the head of a request to arrive
     stall_seconds: float = 60.0  # that a client may leave a reply unread

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from dgemma.config import Mode
 from dgemma.server import field_policy, limits
 from dgemma.server.field_policy import COMMON, FieldPolicy, FieldTable
 
@@ -111,7 +112,7 @@ class Extension(BaseModel):
 
     model_config = STRICT
 
-    mode: Literal["diffusion", "ar", "hybrid"] = honoured(
+    mode: Mode = honoured(
         "diffusion", "diffusion, the default; ar; or hybrid: the thought in ar, then diffusion"
     )
     rule: Literal["entropy", "confidence"] | None = honoured(

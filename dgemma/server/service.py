@@ -23,6 +23,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
+from dgemma.config import MODES
 from dgemma.server.auth import Keys
 from dgemma.server.call import Call, current_call
 from dgemma.server.errors import CLIENT_GONE, OLLAMA_PATH, ApiError, from_engine
@@ -212,7 +213,7 @@ class Service:
             owned_by="dgemma",
             context_length=config.max_position_embeddings,
             canvas_length=config.canvas_length,
-            modes=["diffusion", "ar", "hybrid"] if config.can_denoise else ["ar"],
+            modes=list(MODES) if config.can_denoise else ["ar"],
             modalities=Modalities(vision=self.engine.images is not None),
         )
 

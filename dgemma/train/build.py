@@ -38,11 +38,11 @@ from dgemma.train.recipe import (
 )
 from dgemma.train.sources import InfillSource, Source, StoreSource, puzzle_source
 from dgemma.train.tokens import TokenCache, TokenStore
+from dgemma.weights.files import OnProgress
 from dgemma.weights.load import Checkpoint, draw, fill, load_model, name_seed
 from dgemma.weights.lora import Adapter, LoRAPair, attach, new_adapter
 from dgemma.weights.lora_files import save_adapter
 from dgemma.weights.names import LAYER_SCALAR, skeleton
-from dgemma.weights.files import OnProgress
 from dgemma.weights.save import save_checkpoint
 
 CLOSING_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")

@@ -102,7 +102,9 @@ class CanvasText(NamedTuple):
 
     clean_CL: RowArray
     length_C: NDArray[np.integer]  # tokens of the text in each canvas; the rest is padding
-    lines: list[TokenSpan]  # code lines, counted from the first canvas; the first may begin before it
+    lines: list[
+        TokenSpan
+    ]  # code lines, counted from the first canvas; the first may begin before it
 
 
 class NoisyCanvases(NamedTuple):

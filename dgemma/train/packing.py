@@ -20,7 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dgemma.train.corruption import EOS_ID, NONE, CanvasText, Corruption, RowArray, TokenSpan, corrupt
+from dgemma.train.corruption import (
+    EOS_ID,
+    NONE,
+    CanvasText,
+    Corruption,
+    RowArray,
+    TokenSpan,
+    corrupt,
+)
 
 FIELDS = (
     *("token", "target", "position", "canvas", "start"),

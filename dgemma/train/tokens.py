@@ -16,7 +16,7 @@ import lzma
 import multiprocessing
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -28,8 +28,8 @@ from dgemma.errors import CheckpointError, UsageError
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.control_tokens import BOS, EOS, TURN_END
 from dgemma.text.tokenizer import Tokenizer
-from dgemma.weights.files import OnProgress
 from dgemma.train.records import FORMS, TrainingChat, read_record
+from dgemma.weights.files import OnProgress
 
 TokenPair = tuple[Sequence[int], Sequence[int]]  # prompt and reply
 

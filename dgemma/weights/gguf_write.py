@@ -23,6 +23,7 @@ from dgemma.quant.gguf_encode import BY_NAME, encode
 from dgemma.text.control_tokens import BOS, EOS
 from dgemma.weights import gguf_config as keys
 from dgemma.weights import gguf_tokenizer as words
+from dgemma.weights.files import OnProgress, TensorShape
 from dgemma.weights.gguf import DEFAULT_ALIGNMENT, MAGIC, VERSIONS
 from dgemma.weights.gguf_tokenizer import TokenizerKeys
 from dgemma.weights.load import load_model
@@ -42,7 +43,6 @@ from dgemma.weights.names import (
 from dgemma.weights.quantized_tensors import open_checkpoint
 from dgemma.weights.safetensors_io import sync
 from dgemma.weights.save import released_tensors
-from dgemma.weights.files import TensorShape, OnProgress
 from dgemma.weights.source import generation_config, load_tokenizer_keys, model_config
 
 # What llama.cpp calls each mix; Q4_K is the small one of its kind without exceptions.

@@ -6,6 +6,7 @@ calls name a directory.
 
 import os
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dgemma.errors import CheckpointError, UsageError
@@ -28,6 +29,36 @@ NANO = "nano"
 NANO_DIRECTORY = Path(__file__).resolve().parents[1] / "models" / NANO
 NEEDED_FILES = [*CONFIGS, *COMPANIONS, *ENTRY_POINTS, SHARDS, INT8_SHARDS]
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """A checkpoint and how it is loaded; the command line's options are made of these fields."""
+
+    model: str = field(
+        default=NANO,
+        metadata={
+            "short": "-m",
+            "help": "A checkpoint directory, a GGUF file, a downloaded hub id, or nano.",
+        },
+    )
+    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, cuda:N or mps."})
+    dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
+    quant: str = field(
+        default="auto",
+        metadata={"help": "Weights in memory: auto, none (16 or 32 bits), int8, fp8 or nvfp4."},
+    )
+    adapter: Path | None = field(
+        default=None,
+        metadata={"help": "A LoRA adapter to put on the model: a directory or file."},
+    )
+    template: str = field(
+        default="auto",
+        metadata={
+            "help": "Chat template of a GGUF file: auto (dgemma's for the released tokenizer) or "
+            "file."
+        },
+    )
 
 
 def find_checkpoint(name: str) -> Path:

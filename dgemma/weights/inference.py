@@ -36,6 +36,7 @@ from dgemma.roofline import (
 )
 from dgemma.weights.files import INT8_INDEX, OnProgress
 from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf, tiled_bytes
+from dgemma.weights.hub import ModelOptions
 from dgemma.weights.layer_formats import STORED_FORMATS, Quant, check_widths, layer_format
 from dgemma.weights.load import Checkpoint, Streamed, count_parameters, load_model
 from dgemma.weights.lora import Adapter, attach, merge
@@ -56,17 +57,8 @@ MAX_TIMED_OUTPUTS = 512
 TIMED_ROUNDS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """Device, dtype and quantization, as on the command line."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    quant: str = "auto"
-
-
 class LoadArgs(TypedDict, total=False):
-    """`LoadOptions` as keyword arguments."""
+    """Options of loading as keyword arguments."""
 
     device: str
     dtype: str
@@ -107,7 +99,7 @@ class Timing:
 
 def load_for_inference(
     directory: Path,
-    options: LoadOptions,
+    options: ModelOptions,
     adapter: Adapter | None = None,
     on_tensor: OnProgress | None = None,
 ) -> Checkpoint:
@@ -131,7 +123,7 @@ def load_for_inference(
     return checkpoint
 
 
-def plan_load(directory: Path, options: LoadOptions, *, adapted: bool = False) -> LoadPlan:
+def plan_load(directory: Path, options: ModelOptions, *, adapted: bool = False) -> LoadPlan:
     """Choose device, dtype and format; refuses what cannot run."""
     device = choose_device(options.device)
     dtype, is_free = choose_dtype(options.dtype, device), options.dtype == "auto"

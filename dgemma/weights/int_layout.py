@@ -30,9 +30,9 @@ from dgemma.weights.files import (
     INT8_INDEX,
     ROW_SCALE,
     StoredTensor,
+    TensorShape,
     describe,
     listing,
-    TensorShape,
 )
 from dgemma.weights.safetensors_io import MappedTensors, Tensors
 

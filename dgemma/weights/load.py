@@ -24,7 +24,14 @@ from dgemma.device import empty_cache
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.model.gemma import Gemma, Layer
 from dgemma.model.vision import ImageEncoder
-from dgemma.weights.files import IMAGE_PROJECTION, INDEX, SINGLE, listing, whole_checkpoint, OnProgress
+from dgemma.weights.files import (
+    IMAGE_PROJECTION,
+    INDEX,
+    SINGLE,
+    OnProgress,
+    listing,
+    whole_checkpoint,
+)
 from dgemma.weights.gguf_checkpoint import (
     GGUFTensors,
     dequantized_layers,
@@ -56,7 +63,6 @@ from dgemma.weights.names import (
 from dgemma.weights.quantized_tensors import QuantizedTensors, load_packed, open_checkpoint
 from dgemma.weights.safetensors_io import DTYPES, Tensors
 from dgemma.weights.source import generation_config, model_config
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

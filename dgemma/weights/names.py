@@ -21,7 +21,7 @@ from dgemma.config import Family, ModelConfig
 from dgemma.errors import CheckpointError
 from dgemma.model.gemma import Gemma
 from dgemma.model.vision import ImageEncoder
-from dgemma.weights.files import StoredTensor, describe, listing, TensorShape
+from dgemma.weights.files import StoredTensor, TensorShape, describe, listing
 from dgemma.weights.safetensors_io import Tensors
 
 TensorGroup = Literal["text", "twin", "vision", "tied"]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dgemma.config.strict_json import read_json
-from dgemma.weights.files import TensorShape
 from dgemma.errors import ConfigError
+from dgemma.weights.files import TensorShape
 
 SchemeName = Literal["nvfp4", "fp8"]
 

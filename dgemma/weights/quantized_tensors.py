@@ -22,7 +22,14 @@ from dgemma.model.gemma import Layer
 from dgemma.quant.fp8 import E4M3, Fp8Experts, Fp8Linear
 from dgemma.quant.nvfp4 import Nvfp4Experts, Nvfp4Tensor
 from dgemma.quant.qtensor import QTensor
-from dgemma.weights.files import ITEM_BYTES, StoredTensor, describe, listing, read_headers, TensorShape
+from dgemma.weights.files import (
+    ITEM_BYTES,
+    StoredTensor,
+    TensorShape,
+    describe,
+    listing,
+    read_headers,
+)
 from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf
 from dgemma.weights.int_layout import open_tensors
 from dgemma.weights.quant_schemes import (

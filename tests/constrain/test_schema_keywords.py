@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgemma.config import Mode
 from dgemma.constrain.grammar import schema_grammar
 from dgemma.constrain.matcher import Constraint, compile_constraint
 from dgemma.constrain.schema_rewrite import rewrite_schema
 from dgemma.engine import SamplingParams
-from dgemma.engine.params import Mode
 from dgemma.errors import UsageError
 from tests.constrain.languages import fits
 from tests.constrain.random_engine import TOKENIZER, VOCABULARY, random_engine, random_prompt

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dgemma.scale.replica import ModelArgs, ReplicaOptions
+from dgemma.scale.replica import ReplicaOptions
 from dgemma.server.limits import Limits
 from dgemma.server.metrics import Metrics
+from dgemma.weights.hub import ModelOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -39,7 +40,7 @@ def test_serve_configs_are_what_ray_and_the_application_read(index: int) -> None
         schema = pytest.importorskip("ray.serve.schema")
     parsed = schema.ServeDeploySchema.model_validate(config)
     (app,) = config["applications"]
-    known = {name for kind in (ModelArgs, Limits, ReplicaOptions) for name in kind.__slots__}
+    known = {name for kind in (ModelOptions, Limits, ReplicaOptions) for name in kind.__slots__}
     assert app["args"].keys() <= known | ARGS
     assert app["import_path"] == "dgemma.scale.app:build"
     names = [deployment.name for deployment in parsed.applications[0].deployments]

@@ -73,7 +73,9 @@ def counts_of(rows: Tensor, parts: int = 1) -> LossCounts:
     return LossCounts.of(RowCounts.of(rows.numpy()), torch.device("cpu"), parts)
 
 
-def losses_of(objective: Objective, rows: RowArray | Tensor, parts: int = 1, depth: int = 1) -> Losses:
+def losses_of(
+    objective: Objective, rows: RowArray | Tensor, parts: int = 1, depth: int = 1
+) -> Losses:
     """Losses of a whole batch, and their gradients in the model."""
     rows = torch.as_tensor(rows)
     counts = counts_of(rows, parts)

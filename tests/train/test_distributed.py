@@ -14,7 +14,12 @@ from torch import Tensor
 
 from dgemma.errors import UsageError
 from dgemma.train.checkpoint import MetricsFile, load_state, saved_states
-from dgemma.train.distributed import SINGLE_PROCESS, ProcessGroup, check_batch_split, init_distributed
+from dgemma.train.distributed import (
+    SINGLE_PROCESS,
+    ProcessGroup,
+    check_batch_split,
+    init_distributed,
+)
 from dgemma.weights.load import load_model
 from dgemma.weights.lora_files import load_adapter
 from tests.train.runs import save_random, save_recipe

@@ -25,8 +25,8 @@ from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.model.moe import gelu_and_mul, gelu_and_mul_cpu
 from dgemma.quant.qtensor import QTensor, quantize_int8
 from dgemma.weights.files import read_headers
-from dgemma.weights.hub import NANO_DIRECTORY
-from dgemma.weights.inference import LoadOptions, load_for_inference
+from dgemma.weights.hub import NANO_DIRECTORY, ModelOptions
+from dgemma.weights.inference import load_for_inference
 from dgemma.weights.load import load_model, random_model
 from dgemma.weights.lora import LoRALinear, attach, new_adapter
 from dgemma.weights.quantize import agreement
@@ -178,7 +178,7 @@ def test_an_adapter_stands_beside_whole_numbers() -> None:
     model = load_model(NANO_DIRECTORY).model
     adapter = new_adapter(model, ["q_proj", "down_proj"], 4, 8.0, seed=0)
     found = load_for_inference(
-        NANO_DIRECTORY, LoadOptions(device="cpu", quant="int8"), adapter
+        NANO_DIRECTORY, ModelOptions(device="cpu", quant="int8"), adapter
     ).model
     for name in adapter.targets:
         module = found.get_submodule(name)

@@ -40,8 +40,8 @@ from dgemma.weights.gguf_write import (
     header_bytes,
     tensor_types,
 )
-from dgemma.weights.hub import download, find_checkpoint
-from dgemma.weights.inference import LoadOptions, plan_load
+from dgemma.weights.hub import ModelOptions, download, find_checkpoint
+from dgemma.weights.inference import plan_load
 from dgemma.weights.load import Checkpoint, load_model
 from dgemma.weights.names import gguf_name, skeleton, text_specs
 from dgemma.weights.save import export, save_checkpoint
@@ -429,7 +429,7 @@ def test_a_file_without_a_template_takes_plain_prompts(tmp_path: Path) -> None:
 def test_small_models_are_dequantized_and_large_ones_stay_blocks(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = LoadOptions(device="cpu", dtype="float32")
+    options = ModelOptions(device="cpu", dtype="float32")
     choice = plan_load(tiny, options).choice
     assert (choice.quant, "small enough" in choice.reason) == ("none", True)
     monkeypatch.setattr("dgemma.weights.inference.MAX_DEQUANTIZED_BYTES", 1)

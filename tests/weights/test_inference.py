@@ -13,9 +13,8 @@ from dgemma.config import load_config
 from dgemma.errors import UsageError
 from dgemma.roofline import RELEASED, memory
 from dgemma.weights import inference
-from dgemma.weights.hub import NANO_DIRECTORY
+from dgemma.weights.hub import NANO_DIRECTORY, ModelOptions
 from dgemma.weights.inference import (
-    LoadOptions,
     QuantChoice,
     Timing,
     choose_quant,
@@ -52,7 +51,7 @@ def test_numbers_decide_for_the_built_in_model_on_a_cpu(monkeypatch: pytest.Monk
         assert f"{ratio:.1f} times as fast as float32" in found.reason
         # Who asks for a number type gets it.
         assert choose_quant("auto", NANO_DIRECTORY, CPU, SINGLE, exact=True).quant == "none"
-        decided = plan_load(NANO_DIRECTORY, LoadOptions(device="cpu", dtype="float32"))
+        decided = plan_load(NANO_DIRECTORY, ModelOptions(device="cpu", dtype="float32"))
         assert decided.choice.quant == "none"
 
 
@@ -128,11 +127,11 @@ def test_what_a_device_cannot_do_is_refused(
 def test_an_adapter_wants_plain_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(tmp_path / "plain", WIDE)
     with pytest.raises(UsageError, match="an adapter cannot be put on weights in fp8; merge it"):
-        plan_load(plain, LoadOptions(device="cpu", quant="fp8"), adapted=True)
+        plan_load(plain, ModelOptions(device="cpu", quant="fp8"), adapted=True)
     packed = Writer("fp8", WIDE).save(tmp_path / "packed")
     monkeypatch.setattr(inference, "unsupported_reason", lambda device: None)
-    assert plan_load(packed, LoadOptions(device="cpu")).choice.quant == "stored"
-    assert plan_load(packed, LoadOptions(device="cpu"), adapted=True).choice.quant == "none"
+    assert plan_load(packed, ModelOptions(device="cpu")).choice.quant == "stored"
+    assert plan_load(packed, ModelOptions(device="cpu"), adapted=True).choice.quant == "none"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ PROMPT_STYLES: tuple[PromptStyle, ...] = ("base", "instruct", "both")
 EFFORTS: tuple[FillEffort, ...] = ("fast", "thorough")
 NUM_PROPOSALS = 16  # texts of the causal mode that compete with the canvases'
 TYPICAL_LENGTH = 8  # tokens of a hole of unknown length, while others are searched
-# FillEffort fast: lengths tried, the longest of them, steps of a canvas, tokens shown after the hole.
+# Effort fast: lengths tried, the longest of them, steps of a canvas, tokens shown after the hole.
 FAST_LENGTHS, FAST_MAX_LENGTH, FAST_STEPS, FAST_VISIBLE_AFTER = 9, 64, 8, 32
 NUM_EDGE_CHARACTERS = 256  # characters of the text before a hole that the rules look at
 # Tokens that a scored text may have beyond its canvases: the end of the text, a token of what

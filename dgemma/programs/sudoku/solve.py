@@ -13,10 +13,11 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
+from dgemma.config import Mode
 from dgemma.diffusion.canvas import NO_PINS, Pins
 from dgemma.engine.events import Done, Draft
 from dgemma.engine.generation import FAULT, Generation
-from dgemma.engine.params import Mode, SamplingParams
+from dgemma.engine.params import SamplingParams
 from dgemma.engine.request import Program
 from dgemma.errors import UsageError, require
 from dgemma.programs.sudoku import grid
