@@ -307,7 +307,7 @@ def settle(engine: Engine, constraint: Constraint, text: str, generator: torch.G
         canvas = constrained.apply(replace(canvas, num_steps=step), view)
         if canvas.converged:
             return
-        text_L = remaining(engine, constrained.block, text)
+        text_L = remaining(engine, constrained.state.block, text)
 
 
 def remaining(engine: Engine, written: Sequence[int], text: str) -> torch.Tensor:

@@ -14,7 +14,6 @@ L canvas length, V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,106 +45,109 @@ class PinPolicy:
 POLICY = PinPolicy()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextState:
+    """A constrained text between two steps. A step replaces it, so that it can be taken back."""
+
+    completion: Completion | None  # the shortest known end of the text
+    block: tuple[int, ...] = ()  # the constrained prefix of the present canvas
+    path: tuple[int, ...] = ()  # tokens from the end of the prefix to the last pin
+    is_complete: bool = False
+    is_closing: bool = False  # no completion is shorter than the known one
+    forced_from: int | None = None  # tokens of the text before the end that a limit forced
+    stalled: int = 0  # steps without a token since the last one
+    fault: str = ""  # why the text cannot go on
+    error: Exception | None = None
+
+
 class ConstrainedCanvas:
-    """The constrained text of one request. `fault` says why it cannot go on; else it is empty."""
+    """The constrained text of one request: its budget, and the state that every step replaces."""
 
     def __init__(self, constraint: Constraint, policy: PinPolicy = POLICY) -> None:
         self.constraint, self.policy = constraint, policy
         self.matcher = constraint.matcher()
         self.vocabulary = constraint.vocabulary
-        self.completion = constraint.shortest
         self.budget = 0  # tokens the text may still take from the start of the block
-        self.block: list[int] = []  # the constrained prefix of the present canvas
-        self.is_complete = False
         self.num_tokens = 0  # of earlier blocks
-        self.forced_from: int | None = None  # tokens of the text before the end that a limit forced
-        self.fault = ""
-        self.error: Exception | None = None
-        self._first_completion = self.completion  # at the start of the block
-        self._first_forced: int | None = None
+        self.state = self._at_start = TextState(completion=constraint.shortest)
+        self._before: tuple[int, TextState] | None = None  # the last step: its number, the state
         self._pins: dict[int, int] = {}
-        self._path: list[int] = []  # tokens from the end of the prefix to the last pin
-        self._max_steps = self._stalled = 0
-        self._is_closing = False  # no completion is shorter than the known one
-        self._saved: _SavedState | None = None  # before the last step
+        self._max_steps = 0
 
     @property
     def tokens_left(self) -> int:
         """Tokens the text may still take after the prefix."""
-        return self.budget - len(self.block)
+        return self.budget - len(self.state.block)
 
     def start(self, budget: int) -> None:
         """Start the text, with a budget of tokens."""
         self.budget = budget
-        if self.completion is None:
-            self.fault = "no text of this grammar was found that comes to an end"
-        elif len(self.completion.tokens) > budget:
-            self.fault = (
-                f"the shortest text found for this grammar has {len(self.completion.tokens)} "
+        completion, fault = self.state.completion, ""
+        if completion is None:
+            fault = "no text of this grammar was found that comes to an end"
+        elif len(completion.tokens) > budget:
+            fault = (
+                f"the shortest text found for this grammar has {len(completion.tokens)} "
                 f"tokens, but {budget} are left"
             )
+        self._fail(fault or self.state.fault)
+
+    def _fail(self, fault: str) -> None:
+        self.state = replace(self.state, fault=fault)
 
     def begin_block(self, pins: Pins, max_steps: int) -> None:
         """Start a canvas, or restart it: tokens of the last attempt are rolled back."""
-        self.matcher.rollback(len(self.block))
-        self.completion, self.forced_from = self._first_completion, self._first_forced
-        self.block, self._path, self._stalled = [], [], 0
-        self.is_complete = self._is_closing = False
-        self._max_steps, self._saved = max_steps, None
+        self.matcher.rollback(len(self.state.block))
+        self.state = replace(self._at_start, fault=self.state.fault, error=self.state.error)
+        self._max_steps, self._before = max_steps, None
         pairs = dict(zip(pins.positions, pins.tokens, strict=True))
         stops = [p for p, token in pairs.items() if token in self.vocabulary.stops]
         self._pins = {p: t for p, t in pairs.items() if t not in self.vocabulary.stops}
         if stops and min(stops) < max(self._pins, default=-1):
-            self.fault = "a stop is pinned before text: a text that is held to a grammar ends there"
+            self._fail("a stop is pinned before text: constrained text ends there")
         elif stops:
             self.start(min(self.budget, *stops))
 
     def end_block(self) -> list[int]:
         """Return the tokens of the block, to be committed."""
-        block, self.block = self.block, []
+        state, block = self.state, list(self.state.block)
         self.budget -= len(block)
         self.num_tokens += len(block)
-        self._first_completion, self._first_forced = self.completion, self.forced_from
+        self.state = replace(state, block=())
+        self._at_start = TextState(completion=state.completion, forced_from=state.forced_from)
         self._pins = {}
         return block
 
     def close(self) -> list[int]:
         """Return the block with the shortest known completion of the text."""
-        if self._pins and len(self.block) + len(self._path) <= max(self._pins):
+        state = self.state
+        if self._pins and len(state.block) + len(state.path) <= max(self._pins):
             raise ConstraintFault("there was no time to find a text that holds the pinned tokens")
-        completion = () if self.is_complete else self._known_completion().tokens
-        if not self._path:
+        completion = () if state.is_complete else self._known_completion().tokens
+        if not state.path:
             self._note_forced(completion)
-        self.block += [*self._path, *completion]
-        self._path, self.is_complete = [], True
+        block = (*state.block, *state.path, *completion)
+        self.state = replace(self.state, block=block, path=(), is_complete=True)
         return self.end_block()
 
     def apply(self, canvas: Canvas, view: StepView) -> Canvas:
-        """Extend the prefix after a step, and pin it. Never raises: see `fault` and `error`.
+        """Extend the prefix after a step, and pin it; errors go to the state and are not raised.
 
         If a pass failed after this call, the same step may come again and is undone first.
         """
-        if self._saved is not None and self._saved.num_steps == canvas.num_steps:
-            self._restore(self._saved)
-        self._saved = self._save(canvas.num_steps)
+        if self._before is not None and self._before[0] == canvas.num_steps:
+            before = self._before[1]
+            self.matcher.rollback(len(self.state.block) - len(before.block))
+            self.state = before
+        self._before = canvas.num_steps, self.state
         try:
-            if not self.fault:
+            if not self.state.fault:
                 return self._apply(canvas, view)
         except ConstraintFault as fault:
-            self.fault = str(fault)
+            self._fail(str(fault))
         except Exception as error:
-            self.error = error
+            self.state = replace(self.state, error=error)
         return replace(canvas, converged=torch.ones_like(canvas.converged))
-
-    def _save(self, num_steps: int) -> "_SavedState":
-        values = {name: getattr(self, name) for name in _SavedState.NAMES}
-        return _SavedState(num_steps, len(self.block), values)
-
-    def _restore(self, saved: "_SavedState") -> None:
-        self.matcher.rollback(len(self.block) - saved.num_tokens)
-        del self.block[saved.num_tokens :]
-        for name, value in saved.values.items():
-            setattr(self, name, value)
 
     def next_token(self, logits_V: Tensor, draw: Callable[[Tensor], int]) -> int:
         """AR: draw the next token among the allowed; a stop id ends the text."""
@@ -160,7 +162,7 @@ class ConstrainedCanvas:
         for _ in range(MAX_DRAWS):
             token = draw(masked_V)
             if token in self.vocabulary.stops:
-                self.is_complete = True
+                self.state = replace(self.state, is_complete=True)
                 return token
             if self.extend(self.consume([token])):
                 return token
@@ -178,8 +180,9 @@ class ConstrainedCanvas:
 
         The others are rolled back.
         """
-        completion = self.matcher.complete(self.tokens_left - len(consumed), self.completion)
-        self.forced_from = None  # the model goes on by itself
+        known = self.state.completion
+        completion = self.matcher.complete(self.tokens_left - len(consumed), known)
+        self.state = replace(self.state, forced_from=None)  # the model goes on by itself
         if completion is not None:
             self._append(consumed, completion)
             return consumed
@@ -187,7 +190,7 @@ class ConstrainedCanvas:
         appended: list[int] = []
         for token in consumed:
             self.matcher.consume([token])
-            completion = self.matcher.complete(self.tokens_left - 1, self.completion)
+            completion = self.matcher.complete(self.tokens_left - 1, self.state.completion)
             if completion is None:
                 self.matcher.rollback(1)
                 break
@@ -196,13 +199,15 @@ class ConstrainedCanvas:
         return appended
 
     def _append(self, tokens: Sequence[int], completion: Completion) -> None:
-        self.block += tokens
-        self.completion = completion
-        self.is_complete = self.matcher.is_complete or self.tokens_left == 0
+        block = (*self.state.block, *tokens)
+        is_complete = self.matcher.is_complete or len(block) == self.budget
+        self.state = replace(
+            self.state, block=block, completion=completion, is_complete=is_complete
+        )
 
     def _known_completion(self) -> Completion:
-        assert self.completion is not None, "a text without a completion is not started"
-        return self.completion
+        assert self.state.completion is not None, "a text without a completion is not started"
+        return self.state.completion
 
     def _must_close(self) -> bool:
         """Return True if only the shortest completion fits. The known one may be longer."""
@@ -210,11 +215,13 @@ class ConstrainedCanvas:
         if not is_tight and not self.matcher.search_exhausted:
             return False
         shorter = None
-        if not self._is_closing:
+        if not self.state.is_closing:
             shorter = self.matcher.complete(self.tokens_left - 1, is_brief=True)
-        self._is_closing = shorter is None
-        self.completion = self.completion if shorter is None else shorter
-        return self._is_closing
+        if shorter is None:
+            self.state = replace(self.state, is_closing=True)
+        else:
+            self.state = replace(self.state, completion=shorter)
+        return shorter is None
 
     def _next_of_completion(self) -> int:
         """Return the next token of the known completion, or a stop where the text has ended."""
@@ -228,22 +235,24 @@ class ConstrainedCanvas:
         if self.matcher.consume(tokens) < len(tokens):
             raise ConstraintFault("the grammar refuses an end that it allowed")
         self._append(tokens, Completion(rest, tuple(self.vocabulary.split(rest))))
-        self.is_complete |= not rest
+        if not rest:
+            self.state = replace(self.state, is_complete=True)
         return list(tokens)
 
     def _note_forced(self, completion: Sequence[int]) -> None:
         """Note where a limit, and not the grammar alone, begins to decide the rest of the text."""
-        if self.forced_from is None and completion:
+        if self.state.forced_from is None and completion:
             pairs = zip(completion, forced := self.matcher.forced(), strict=False)
             num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(forced))
             if num_same < len(completion):
-                self.forced_from = self.num_tokens + len(self.block) + num_same
+                forced_from = self.num_tokens + len(self.state.block) + num_same
+                self.state = replace(self.state, forced_from=forced_from)
 
     def _apply(self, canvas: Canvas, view: StepView) -> Canvas:
         stats = _HostStats.read(view.stats)
         if math.isnan(sum(stats.entropy)):
             return replace(canvas, converged=torch.ones_like(canvas.converged))
-        begin = len(self.block)
+        begin = len(self.state.block)
         step = _PrefixStep(self, stats, view, canvas.length - begin, self._min_tokens(canvas))
         if self._pins and begin <= max(self._pins):
             self._follow_path(step)
@@ -251,7 +260,8 @@ class ConstrainedCanvas:
             self._follow_completion(canvas.length - begin)
         else:
             self._follow_model(step)
-        self._stalled = 0 if len(self.block) > begin else self._stalled + 1
+        stalled = 0 if len(self.state.block) > begin else self.state.stalled + 1
+        self.state = replace(self.state, stalled=stalled)
         return self._without_early_stops(self._pin_block(canvas, step.stop), view)
 
     def _min_tokens(self, canvas: Canvas) -> float:
@@ -260,35 +270,40 @@ class ConstrainedCanvas:
         if steps_left <= 0:
             return math.inf
         if canvas.num_steps * 2 > self._max_steps:
-            return math.ceil((canvas.length - len(self.block)) / (steps_left + 1))
-        return 1 if self._stalled >= self.policy.patience else 0
+            return math.ceil((canvas.length - len(self.state.block)) / (steps_left + 1))
+        return 1 if self.state.stalled >= self.policy.patience else 0
 
     def _follow_model(self, step: "_PrefixStep") -> None:
         step.run()
         appended = self.extend(step.consumed) if step.consumed else []
         if len(appended) < len(step.consumed):
             step.stop = None  # it followed tokens that were rolled back
-        self.is_complete |= step.stop is not None
+        if step.stop is not None:
+            self.state = replace(self.state, is_complete=True)
         if step.consumed and not appended:
             self._follow_completion(1)
 
     def _follow_path(self, step: "_PrefixStep") -> None:
         """Extend the prefix along a path through all later pins."""
-        begin, last = len(self.block), max(self._pins)
+        begin, last = len(self.state.block), max(self._pins)
         pins = [self._pins.get(position) for position in range(begin, last + 1)]
-        path = path_through_pins(self.matcher, step.tops[begin:], pins, self._path)
+        path = path_through_pins(self.matcher, step.tops[begin:], pins, list(self.state.path))
         if path is not None:
             completion = self.matcher.complete(self.tokens_left - len(path))
             self.matcher.rollback(len(path))
             if completion is not None:
-                self._path, self.completion = path, completion
-        if len(self._path) <= last - begin:
+                self.state = replace(self.state, path=tuple(path), completion=completion)
+        if len(self.state.path) <= last - begin:
             raise ConstraintFault("no text of this grammar was found that holds the pinned tokens")
-        tokens = step.confident_prefix(self._path, self._pins)
+        tokens = step.confident_prefix(self.state.path, self._pins)
         self.matcher.consume(tokens)
-        self.block += tokens
-        self._path = self._path[len(tokens) :]
-        self.is_complete = not self._path and self.matcher.is_complete
+        rest = self.state.path[len(tokens) :]
+        self.state = replace(
+            self.state,
+            block=(*self.state.block, *tokens),
+            path=rest,
+            is_complete=not rest and self.matcher.is_complete,
+        )
 
     def _without_early_stops(self, canvas: Canvas, view: StepView) -> Canvas:
         """Renoise stops where the text cannot have ended yet, and drop their self-conditioning.
@@ -296,8 +311,8 @@ class ConstrainedCanvas:
         The model would take them for its end, and condition the positions before them on it.
         """
         first_end = 0
-        if not self.is_complete:
-            first_end = len(self.block) + len(self._known_completion().tokens)
+        if not self.state.is_complete:
+            first_end = len(self.state.block) + len(self._known_completion().tokens)
         position_L = torch.arange(canvas.length, device=canvas.tokens_L.device)
         stops = torch.tensor(self.vocabulary.stops, device=canvas.tokens_L.device)
         is_stop_L = torch.isin(view.stats.top_T, stops) | torch.isin(canvas.tokens_L, stops)
@@ -311,8 +326,8 @@ class ConstrainedCanvas:
 
     def _pin_block(self, canvas: Canvas, stop: int | None) -> Canvas:
         """Pin the block, followed by stops if the text has ended."""
-        tokens = list(self.block[: canvas.length])
-        if self.is_complete:
+        tokens = list(self.state.block[: canvas.length])
+        if self.state.is_complete:
             padding = self.vocabulary.stops[0]
             tokens += [padding if stop is None else stop, *[padding] * canvas.length]
             tokens = tokens[: canvas.length]
@@ -330,19 +345,6 @@ class ConstrainedCanvas:
             entropy_L=canvas.entropy_L.masked_fill(in_block_L, 0.0),
             converged=torch.full_like(canvas.converged, has_converged),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedState:
-    """The state before a step. A step replaces these values; it only appends to the block."""
-
-    NAMES: ClassVar[tuple[str, ...]] = tuple(
-        "completion is_complete fault error forced_from _path _stalled _is_closing".split()
-    )
-
-    num_steps: int
-    num_tokens: int  # of the block
-    values: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +374,7 @@ class _PrefixStep:
         min_tokens: float,
     ) -> None:
         self.matcher, self.stops = text.matcher, text.vocabulary.stops
-        self.confident, self.begin = text.policy.confident, len(text.block)
+        self.confident, self.begin = text.policy.confident, len(text.state.block)
         self.room = min(room, text.tokens_left)
         self.tops, self.top_p = stats.tops, stats.top_p
         self.logits, self.min_tokens = view.logits, min_tokens

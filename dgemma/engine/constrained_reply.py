@@ -32,7 +32,8 @@ class ConstrainedReply:
         self.tokenizer, self.max_tokens = tokenizer, generation.limits.max_tokens
         self.opens = tokenizer.control_ids.get(CHANNEL)
         self.closes = tokenizer.control_ids.get(CHANNEL_END)
-        needed = 0 if self.text.completion is None else len(self.text.completion.tokens)
+        shortest = self.text.state.completion
+        needed = 0 if shortest is None else len(shortest.tokens)
         self.kept = max(needed, self.max_tokens // KEPT_FROM_THOUGHT)
         self.in_thought = generation.prompt.in_thought
         self.may_think = thinks(generation, tokenizer) and needed + 2 <= self.max_tokens
@@ -41,24 +42,24 @@ class ConstrainedReply:
 
     @property
     def fault(self) -> str:
-        return self.text.fault
+        return self.text.state.fault
 
     @property
     def is_complete(self) -> bool:
-        return self.text.is_complete
+        return self.text.state.is_complete
 
     @property
     def is_cut(self) -> bool:
         """True if the token limit has cut a free text, or forced the end of another."""
         is_free = self.text.constraint.grammar.is_free and self.text.tokens_left == 0
-        return is_free or self.text.forced_from is not None
+        return is_free or self.text.state.forced_from is not None
 
     def forced_from(self, ids: Sequence[int], answer: str) -> int | None:
         """Return the character of the answer at which a limit began to decide; None: nowhere."""
-        if self.text.forced_from is None:
+        if self.text.state.forced_from is None:
             return None
         before = len(ids) - self.text.num_tokens  # of a thought
-        own = self.tokenizer.decode(ids[before : before + self.text.forced_from])
+        own = self.tokenizer.decode(ids[before : before + self.text.state.forced_from])
         return min(len(own), len(answer))
 
     def begin_block(self, max_steps: int) -> tuple[ConstrainedCanvas | None, Pins]:
@@ -73,8 +74,8 @@ class ConstrainedReply:
 
     def end_block(self, ids: Sequence[int], used: int) -> list[int]:
         """Return the tokens of a canvas that are committed."""
-        if self.text.error is not None:
-            raise self.text.error
+        if self.text.state.error is not None:
+            raise self.text.state.error
         if not self.in_thought:
             self.pins = NO_PINS
             return self.text.end_block()

@@ -11,10 +11,10 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
 from dgemma.server.auth import ANONYMOUS
@@ -33,7 +33,7 @@ RECORD_END = "\x1e"  # which JSON never contains
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request, and what is known of it already."""
+    """An in-process request with owner, seed and ids preset."""
 
     path: str
     body: bytes = b""
@@ -64,16 +64,19 @@ class Call:
             "server": None,
             "client": None,
             "root_path": "",
-            "state": {"owner": self.owner, "arrived": arrived, "body_bytes": len(self.body)},
+            "state": {
+                "owner": self.owner,
+                "arrived": arrived,
+                "body_bytes": len(self.body),
+                "call": self,
+            },
         }
 
 
-_current: ContextVar[Call | None] = ContextVar("call", default=None)
-
-
-def current_call() -> Call | None:
-    """Return the call that this task serves; None: the request came through a socket."""
-    return _current.get()
+def call_of(request: Request) -> Call | None:
+    """Return the call that a request is; None: it came through a socket."""
+    call: Call | None = request.scope["state"].get("call")
+    return call
 
 
 async def run_call(app: ASGIApp, call: Call) -> AsyncIterator[Message]:
@@ -98,7 +101,6 @@ async def run_call(app: ASGIApp, call: Call) -> AsyncIterator[Message]:
         await messages.put(message)
 
     async def run() -> None:
-        _current.set(call)
         try:
             await app(scope, receive, send)
         except Exception:  # its client has the reply to an unknown error

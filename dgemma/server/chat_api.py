@@ -367,7 +367,7 @@ router = make_router()
 async def chat(request: Request, body: ChatBody, service: ServiceDep) -> Response:
     """Answer a conversation."""
     form = ChatFormat(
-        envelope=service.envelope("chatcmpl-", body),
+        envelope=service.envelope(request, "chatcmpl-", body),
         tokenizer=service.engine.tokenizer,
         with_logprobs=body.logprobs,
         one_call=not body.parallel_tool_calls,

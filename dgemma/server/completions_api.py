@@ -256,7 +256,7 @@ router = make_router()
 async def completions(request: Request, body: CompletionBody, service: ServiceDep) -> Response:
     """Continue a text."""
     form = TextFormat(
-        envelope=service.envelope("cmpl-", body),
+        envelope=service.envelope(request, "cmpl-", body),
         tokenizer=service.engine.tokenizer,
         logprobs=body.logprobs,
     )

@@ -242,7 +242,7 @@ router = make_router()
 @router.post("/v1/dgemma/edit", **whole_or_stream(EditReply))
 async def edit(request: Request, body: EditBody, service: ServiceDep) -> Response:
     """Change a text as instructed, only where it must."""
-    envelope = service.envelope("edit-", body)
+    envelope = service.envelope(request, "edit-", body)
     form = ResultFormat(envelope=envelope, kind="dgemma.edit", describe=describe_edit)
     return await answer(request, service, body, parse_edit, form)
 
@@ -250,7 +250,7 @@ async def edit(request: Request, body: EditBody, service: ServiceDep) -> Respons
 @router.post("/v1/edit/completions", **whole_or_stream(ChatCompletion))
 async def next_edit(request: Request, body: MercuryBody, service: ServiceDep) -> Response:
     """Return the next edit of a region of a file, in Mercury's form."""
-    envelope, tokenizer = service.envelope("edit-", body), service.engine.tokenizer
+    envelope, tokenizer = service.envelope(request, "edit-", body), service.engine.tokenizer
     form = ChatFormat(envelope=envelope, tokenizer=tokenizer)
     return await answer(request, service, body, parse_next_edit, form)
 
@@ -258,6 +258,6 @@ async def next_edit(request: Request, body: MercuryBody, service: ServiceDep) ->
 @router.post("/v1/apply/completions", **whole_or_stream(ChatCompletion))
 async def apply(request: Request, body: MercuryBody, service: ServiceDep) -> Response:
     """Return a file with an update applied, in Mercury's form."""
-    envelope, tokenizer = service.envelope("apply-", body), service.engine.tokenizer
+    envelope, tokenizer = service.envelope(request, "apply-", body), service.engine.tokenizer
     form = ChatFormat(envelope=envelope, tokenizer=tokenizer)
     return await answer(request, service, body, parse_apply, form)

@@ -398,14 +398,14 @@ router = make_router()
 @router.post("/v1/fim/completions", **whole_or_stream(FimCompletion))
 async def fim(request: Request, body: FimBody, service: ServiceDep) -> Response:
     """Fill the hole between a prompt and a suffix, for clients of Mistral and of Mercury."""
-    form = FimFormat(envelope=service.envelope("fim-", body))
+    form = FimFormat(envelope=service.envelope(request, "fim-", body))
     return await answer(request, service, body, parse_fim, form)
 
 
 @router.post("/infill", **whole_or_stream(InfillReply))
 async def infill(request: Request, body: InfillBody, service: ServiceDep) -> Response:
     """Fill the hole at a cursor, in llama.cpp's form."""
-    form = InfillFormat(envelope=service.envelope("infill-", body), limit=body.n_predict)
+    form = InfillFormat(envelope=service.envelope(request, "infill-", body), limit=body.n_predict)
     if body.n_predict == 0:  # an editor fills the prefix cache; nothing is to be written
         service.check_model(body.model)
         return JSONResponse(form.full([]))
@@ -415,6 +415,6 @@ async def infill(request: Request, body: InfillBody, service: ServiceDep) -> Res
 @router.post("/v1/dgemma/fill", **whole_or_stream(FillReply))
 async def fill(request: Request, body: FillBody, service: ServiceDep) -> Response:
     """Fill all holes of a text; the rest stays as it is."""
-    envelope = service.envelope("fill-", body)
+    envelope = service.envelope(request, "fill-", body)
     form = ResultFormat(envelope=envelope, kind="dgemma.fill", describe=describe_fill)
     return await answer(request, service, body, parse_fill, form)

@@ -428,7 +428,7 @@ router = make_router(AnthropicError, dependencies=[Depends(check_version)])
 async def messages(request: Request, body: MessagesBody, service: ServiceDep) -> Response:
     """Answer a conversation, in Anthropic's form."""
     form = MessagesFormat(
-        envelope=service.envelope("msg_", body),
+        envelope=service.envelope(request, "msg_", body),
         one_call=body.tool_choice.disable_parallel_tool_use,
         hides_thought=body.thinking.display == "omitted",
     )

@@ -366,7 +366,7 @@ router = make_router(OllamaError)
 @router.post("/api/chat", **whole_or_stream(OllamaReply, NDJSON))
 async def chat(request: Request, body: OllamaChatBody, service: ServiceDep) -> Response:
     """Answer a conversation, in Ollama's form."""
-    form = OllamaFormat(envelope=service.envelope("", body), is_chat=True)
+    form = OllamaFormat(envelope=service.envelope(request, "", body), is_chat=True)
     if not body.messages:
         service.check_model(body.model)
         return JSONResponse(form.loaded())
@@ -376,7 +376,7 @@ async def chat(request: Request, body: OllamaChatBody, service: ServiceDep) -> R
 @router.post("/api/generate", **whole_or_stream(OllamaReply, NDJSON))
 async def generate(request: Request, body: OllamaGenerateBody, service: ServiceDep) -> Response:
     """Answer a prompt or fill a hole, in Ollama's form."""
-    form = OllamaFormat(envelope=service.envelope("", body), is_chat=False)
+    form = OllamaFormat(envelope=service.envelope(request, "", body), is_chat=False)
     if not body.prompt and not body.suffix:
         service.check_model(body.model)
         return JSONResponse(form.loaded())

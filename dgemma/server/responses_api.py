@@ -427,7 +427,7 @@ async def responses(request: Request, body: ResponsesBody, service: ServiceDep) 
         include={"instructions", "max_output_tokens", "parallel_tool_calls", "tool_choice", "tools"}
     )
     form = ResponsesFormat(
-        envelope=service.envelope("resp_", body),
+        envelope=service.envelope(request, "resp_", body),
         tokenizer=service.engine.tokenizer,
         one_call=not body.parallel_tool_calls,
         echoed={

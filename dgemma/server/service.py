@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from dgemma.config import MODES
 from dgemma.server.auth import Keys
-from dgemma.server.call import Call, current_call
+from dgemma.server.call import Call, call_of
 from dgemma.server.errors import CLIENT_GONE, OLLAMA_PATH, ApiError, from_engine
 from dgemma.server.format import Envelope, Format
 from dgemma.server.lifecycle import Drain
@@ -191,8 +191,8 @@ class Service:
                 param="model",
             )
 
-    def envelope(self, prefix: str, body: Body) -> Envelope:
-        call = current_call()
+    def envelope(self, request: Request, prefix: str, body: Body) -> Envelope:
+        call = call_of(request)
         return Envelope(
             id=prefix + (secrets.token_hex(12) if call is None else call.reply_id),
             created=int(time.time()) if call is None else call.created,
@@ -330,9 +330,9 @@ async def answer(
     service.check_model(body.model)
     deadline = service.deadline(request, body.dgemma.max_seconds)
     service.worker.check_room(request.state.owner, 1)  # before the work of reading the prompt
-    call = current_call()
+    call = call_of(request)
     if call is not None and body.seed is None:
-        body.seed = call.seed
+        body = body.model_copy(update={"seed": call.seed})
     is_long = request.state.body_bytes > MAX_INLINE_BYTES
     if body.has_constraint or body.has_images or is_long:
         tasks = await service.on_host(request, deadline, parse, service.engine, body)
@@ -342,14 +342,14 @@ async def answer(
     if count > most:
         raise ApiError(400, f"the request asks for {count} answers; at most {most} can wait")
     if call is not None and call.is_resumable and body.stream:
-        _resume(tasks, call)
+        tasks = [_resumable(service.engine, n, task, call) for n, task in enumerate(tasks)]
     submission = Submission(service.worker, tasks, request.state.owner, deadline)
     headers = {"x-dgemma-ignored": ", ".join(body.ignored)} if body.ignored else {}
     try:
         if body.stream:
             # Errors before its start have a status of their own.
             await while_connected(request, submission.next())
-            return EventStream(Stream(submission, format, body, service), headers)
+            return EventStream(Stream(submission, format, body, service, call), headers)
         answers = await while_connected(request, _finish(service, submission, body))
     except BaseException:
         submission.close()
@@ -357,19 +357,20 @@ async def answer(
     return JSONResponse(format.full(answers), headers=headers)
 
 
-def _resume(tasks: "Tasks", call: Call) -> None:
-    """Let generations report commits, and continue those that were begun before.
+def _resumable(engine: "Engine", index: int, task: Any, call: Call) -> Any:
+    """Return a generation that reports commits, and continues those that were begun before.
 
-    A text that is held to a grammar is written again.
+    Constrained text is written again.
     """
     from dgemma.engine import Committed
     from dgemma.engine.generation import Generation
 
-    for index, task in enumerate(tasks):
-        if isinstance(task, Generation) and task.params.constraint is None:
-            raw = call.committed.get(index, ())
-            committed = [Committed(**{**fields, "ids": tuple(fields["ids"])}) for fields in raw]
-            task.params = replace(task.params, commits=True, committed=tuple(committed))
+    if not isinstance(task, Generation) or task.params.constraint is not None:
+        return task
+    raw = call.committed.get(index, ())
+    committed = tuple(Committed(**{**fields, "ids": tuple(fields["ids"])}) for fields in raw)
+    params = replace(task.params, commits=True, committed=committed)
+    return engine.generation(task.prompt, params, fit=True)
 
 
 async def _finish(service: Service, submission: Submission, body: Body) -> "list[Done]":

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from dgemma.server.call import COMMITTED, ENDED, RECORD_END, current_call
+from dgemma.server.call import COMMITTED, ENDED, RECORD_END, Call
 from dgemma.server.errors import ApiError
 from dgemma.server.format import Chunk, Format, write_json
 from dgemma.server.schemas import Body
@@ -42,7 +42,12 @@ class Stream:
     """Writes one request's answers as they come."""
 
     def __init__(
-        self, submission: "Submission", format: Format, body: Body, service: "Service"
+        self,
+        submission: "Submission",
+        format: Format,
+        body: Body,
+        service: "Service",
+        call: Call | None,
     ) -> None:
         engine = service.engine
         self.submission, self.format, self.body, self.service = submission, format, body, service
@@ -50,7 +55,6 @@ class Stream:
             DraftText(task, engine.tokenizer, engine.stop_ids) for task in submission.tasks
         ]
         self.answers: dict[int, Done] = {}
-        call = current_call()
         self.has_ids = call is not None and call.is_resumable
         committed = {} if call is None else call.committed
         # Commits of a stream that another server began: their text is old, and not paced again.

@@ -107,7 +107,7 @@ async def sudoku(request: Request, body: SudokuBody, service: ServiceDep) -> Res
 
     positions = list(reply_slots(service.engine.tokenizer).positions)
     form = ResultFormat(
-        envelope=service.envelope("sudoku-", body),
+        envelope=service.envelope(request, "sudoku-", body),
         kind="dgemma.sudoku",
         describe=describe_sudoku,
         first={"type": "layout", "positions": positions},

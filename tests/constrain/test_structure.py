@@ -272,7 +272,7 @@ def test_a_stop_where_the_text_cannot_have_ended_is_noise_again() -> None:
     canvas = replace(fresh(ends_L), num_steps=1)
     look = torch.zeros(1, TOKENIZER.vocab_size).expand
     canvas = frontier.apply(canvas, StepView(stats, noise_L, lambda places: look(len(places), -1)))
-    assert frontier.block == [] and not canvas.pinned_L.any()
+    assert frontier.state.block == () and not canvas.pinned_L.any()
     assert canvas.tokens_L.tolist() == [*range(300, 311), *[EOS] * 5]
     assert not canvas.kept_L[:11].any()
     soft_LD = torch.ones(16, engine.model.config.hidden_size)
@@ -290,7 +290,7 @@ def test_where_no_more_ends_can_be_found_the_known_one_is_taken() -> None:
         frontier.next_token(logits_V, lambda masked_V: int(masked_V.argmax())) for _ in range(5)
     ]
     frontier.matcher.search_exhausted = True  # as at llguidance's limits
-    while not frontier.is_complete:
+    while not frontier.state.is_complete:
         text.append(frontier.next_token(logits_V, lambda masked_V: int(masked_V.argmax())))
     assert TOKENIZER.decode(text) == "aaaaac"
 
@@ -378,11 +378,14 @@ def test_a_guide_is_given_once_and_to_its_own_engine() -> None:
 def test_the_shortest_end_is_looked_for_before_a_longer_known_one_is_taken() -> None:
     frontier = ConstrainedCanvas(random_engine(0).constraint(regex="x{30}|xx[a-z]*"))
     frontier.start(8)
-    assert frontier.completion is not None and len(frontier.completion.tokens) == 2
+    assert frontier.state.completion is not None
+    assert len(frontier.state.completion.tokens) == 2
     frontier.consume([TOKENIZER.encode("x")[0]] * 2)
-    frontier.block, frontier.completion = [1, 1], Completion((1,) * 7, (1,) * 7)
+    longer = Completion((1,) * 7, (1,) * 7)
+    frontier.state = replace(frontier.state, block=(1, 1), completion=longer)
     assert not frontier._must_close()
-    assert frontier.completion.tokens == ()
+    assert frontier.state.completion is not None
+    assert frontier.state.completion.tokens == ()
 
 
 def test_one_request_that_fails_leaves_the_others_alone() -> None:
