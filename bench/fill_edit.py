@@ -1,7 +1,7 @@
 """Measure `fill` and `edit`: quality, locality and cost, compared with AR.
 
     python bench/fill_edit.py [--sets humaneval prose fix rename warm correct] [--limit 20]
-        [--model DIR] [--form base] [--effort fast thorough] [--lengths known searched]
+        [--model DIR] [--prompt-style base] [--effort fast thorough] [--lengths known searched]
         [--max-tokens 64] [--strength 0.5] [--heldout DIR] [--data DIR] [--seed 0] [--device cpu]
         [--threads 1] [--samples 3]
 
@@ -508,7 +508,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
-    parser.add_argument("--form", choices=PROMPT_STYLES, help="style of a fill's prompt")
+    parser.add_argument("--prompt-style", choices=PROMPT_STYLES, help="style of a fill's prompt")
     parser.add_argument("--effort", choices=EFFORTS, nargs="+", default=["thorough"])
     parser.add_argument("--lengths", choices=LENGTHS, nargs="+", default=list(LENGTHS))
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="0: no limit")
@@ -529,7 +529,7 @@ def main() -> None:
         data=Data(given.heldout, given.data),
         limit=given.limit,
         seed=given.seed,
-        prompt_style=given.form,
+        prompt_style=given.prompt_style,
         efforts=tuple(given.effort),
         lengths=tuple(given.lengths),
         max_tokens=given.max_tokens or None,

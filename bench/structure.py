@@ -38,7 +38,7 @@ from dgemma.constrain.constrained_canvas import ConstrainedCanvas
 from dgemma.constrain.grammar import schema_grammar
 from dgemma.constrain.matcher import Constraint
 from dgemma.constrain.vocabulary import vocabulary
-from dgemma.diffusion.canvas import NO_PINS, Canvas, fresh
+from dgemma.diffusion.canvas import NO_PINS, Canvas, initial_canvas
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import StepView
 from dgemma.engine.events import Done
@@ -287,7 +287,7 @@ def settle(engine: Engine, constraint: Constraint, text: str, generator: torch.G
     size, length = engine.model.config.vocab_size, engine.model.config.canvas_length
     shuffle_L = torch.rand(length, generator=generator)
     noise_L = torch.randint(size, (length,), generator=generator)
-    canvas = replace(fresh(noise_L), soft_LD=torch.zeros(length, 1))
+    canvas = replace(initial_canvas(noise_L), soft_LD=torch.zeros(length, 1))
     constrained = ConstrainedCanvas(constraint)
     constrained.start(2 * length)
     constrained.begin_block(NO_PINS, 24)

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgemma.diffusion.canvas import NO_PINS, WORD, BlockNoise, Noise, Pins, corrupt, fresh, philox
+from dgemma.diffusion.canvas import (
+    NO_PINS,
+    WORD,
+    BlockNoise,
+    Noise,
+    Pins,
+    corrupt,
+    initial_canvas,
+    philox,
+)
 from dgemma.errors import UsageError
 from tests.tiny import CPU
 
@@ -149,7 +158,7 @@ def pinned(draw: Any) -> tuple[int, Pins]:
 def test_a_fresh_canvas_is_noise_with_its_pins_in_place(case: tuple[int, Pins]) -> None:
     length, pins = case
     noise_L = torch.arange(100, 100 + length)
-    canvas = fresh(noise_L, pins)
+    canvas = initial_canvas(noise_L, pins)
     expected = noise_L.tolist()
     for position, token in zip(pins.positions, pins.tokens, strict=True):
         expected[position] = token
@@ -160,7 +169,7 @@ def test_a_fresh_canvas_is_noise_with_its_pins_in_place(case: tuple[int, Pins]) 
 
 
 def test_a_fresh_canvas_knows_nothing_yet() -> None:
-    canvas = fresh(torch.arange(5))
+    canvas = initial_canvas(torch.arange(5))
     assert canvas.length == 5 and canvas.num_steps == 0 and canvas.soft_LD is None
     assert not canvas.converged and canvas.stable_steps == 0
     assert (canvas.guess_L == -1).all() and canvas.entropy_L.isinf().all()
@@ -180,11 +189,11 @@ def test_pins_need_one_token_for_each_position(
 @pytest.mark.parametrize("position", [-1, 5, 99])
 def test_a_pin_outside_the_canvas_is_refused(position: int) -> None:
     with pytest.raises(UsageError, match=rf"pins at \[{position}\] are outside a canvas of 5"):
-        fresh(torch.arange(5), Pins((2, position), (1, 1)))
+        initial_canvas(torch.arange(5), Pins((2, position), (1, 1)))
 
 
 def test_no_pins_are_no_pins() -> None:
-    assert not fresh(torch.arange(5), NO_PINS).pinned_L.any()
+    assert not initial_canvas(torch.arange(5), NO_PINS).pinned_L.any()
 
 
 # --- the forward process

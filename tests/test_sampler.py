@@ -20,7 +20,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from dgemma.cli.app import load_rule
 from dgemma.config import GenerationConfig, load_generation_config
-from dgemma.diffusion.canvas import Canvas, Pins, fresh
+from dgemma.diffusion.canvas import Canvas, Pins, initial_canvas
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import (
     Confidence,
@@ -123,7 +123,7 @@ def test_of_equal_entropies_the_first_positions_are_kept(length: int) -> None:
 
 
 def test_a_step_holds_what_is_kept_and_renoises_the_rest() -> None:
-    canvas = fresh(torch.tensor([50, 51, 52]))
+    canvas = initial_canvas(torch.tensor([50, 51, 52]))
     seen = stats(top=[1, 2, 3], draw=[4, 5, 6], entropy=[0.3, 0.01, 2.0])
     moved = advance(canvas, seen, torch.tensor([70, 71, 72]), EntropyBound(entropy_bound=0.1))
     assert moved.kept_L.tolist() == [True, True, False]
@@ -135,7 +135,7 @@ def test_a_step_holds_what_is_kept_and_renoises_the_rest() -> None:
 
 
 def test_a_kept_position_is_decided_anew_in_the_next_step() -> None:
-    canvas = fresh(torch.tensor([50, 51]))
+    canvas = initial_canvas(torch.tensor([50, 51]))
     rule = EntropyBound(entropy_bound=0.1)
     moved = advance(canvas, stats([1, 2], entropy=[0.0, 5.0]), torch.tensor([70, 71]), rule)
     again = advance(moved, stats([3, 4], entropy=[5.0, 0.0]), torch.tensor([80, 81]), rule)
@@ -174,7 +174,7 @@ def test_a_canvas_settles_when_the_reference_stops(
     threshold: int, tops: list[tuple[list[int], float]]
 ) -> None:
     rule = EntropyBound(stability_threshold=threshold)
-    canvas = fresh(torch.tensor([0, 0]))
+    canvas = initial_canvas(torch.tensor([0, 0]))
     verdicts = []
     for top, spread in tops:
         logits = spread * one_hot(top)
@@ -190,7 +190,7 @@ def test_a_canvas_settles_when_the_reference_stops(
 def test_a_sure_and_steady_canvas_settles_as_early_as_allowed(
     threshold: int, settled_at: list[bool]
 ) -> None:
-    canvas, verdicts = fresh(torch.tensor([0, 0])), []
+    canvas, verdicts = initial_canvas(torch.tensor([0, 0])), []
     for _ in range(4):
         rule = EntropyBound(stability_threshold=threshold)
         canvas = advance(canvas, stats([1, 2]), torch.tensor([0, 0]), rule)
@@ -202,7 +202,7 @@ def test_a_sure_and_steady_canvas_settles_as_early_as_allowed(
 def test_the_mean_entropy_must_be_strictly_below_the_bound(mean: float, settles: bool) -> None:
     rule = EntropyBound(confidence_threshold=0.005, stability_threshold=0)
     # One position unsure, the other not at all: it is the mean that counts.
-    canvas = fresh(torch.tensor([0, 0]))
+    canvas = initial_canvas(torch.tensor([0, 0]))
     canvas = advance(canvas, stats([1, 2], [0.0, 2 * mean]), torch.tensor([0, 0]), rule)
     assert bool(canvas.converged) == settles
 
@@ -241,7 +241,7 @@ RULES = [EntropyBound(entropy_bound=0.1), SpacedEntropyBound(entropy_bound=9.0),
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_pins_keep_their_token_whatever_the_step_says(rule: Any) -> None:
-    canvas = fresh(torch.tensor([50, 51, 52, 53]), PINS)
+    canvas = initial_canvas(torch.tensor([50, 51, 52, 53]), PINS)
     for entropy in ([9.0, 0.0, 9.0, 0.0], [0.0, 9.0, 0.0, 9.0]):
         seen = stats([1, 2, 3, 4], entropy, top_p=[0.95, 0.99, 0.95, 0.99], held_p=[0.0] * 4)
         canvas = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), rule)
@@ -253,14 +253,14 @@ def test_pins_keep_their_token_whatever_the_step_says(rule: Any) -> None:
 
 def test_pins_use_up_none_of_the_bound() -> None:
     """The pins are unsure here; both open positions fit the bound without them."""
-    canvas = fresh(torch.tensor([50, 51, 52, 53]), PINS)
+    canvas = initial_canvas(torch.tensor([50, 51, 52, 53]), PINS)
     seen = stats([1, 2, 3, 4], [0.2, 0.05, 0.06, 0.04])
     moved = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), EntropyBound(entropy_bound=0.07))
     assert moved.tokens_L.tolist() == [1, 7, 3, 8]
 
 
 def test_the_surest_open_position_moves_even_if_pins_are_surer() -> None:
-    canvas = fresh(torch.tensor([50, 51, 52, 53]), PINS)
+    canvas = initial_canvas(torch.tensor([50, 51, 52, 53]), PINS)
     seen = stats([1, 2, 3, 4], [6.0, 0.0, 5.0, 0.0])
     moved = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), EntropyBound(entropy_bound=0.1))
     assert moved.tokens_L.tolist() == [70, 7, 3, 8]
@@ -271,7 +271,7 @@ def test_the_test_for_settling_looks_past_the_pins(open_entropy: float, settles:
     """Unsure pins do not delay it, sure ones do not hasten it, and their top may change."""
     rule = EntropyBound(confidence_threshold=0.005, stability_threshold=1)
     for pin_entropy in (0.0, 9.0):
-        canvas = fresh(torch.tensor([50, 51, 52, 53]), PINS)
+        canvas = initial_canvas(torch.tensor([50, 51, 52, 53]), PINS)
         for pinned_top in (2, 3):
             seen = stats(
                 [1, pinned_top, 3, pinned_top],
@@ -283,7 +283,7 @@ def test_the_test_for_settling_looks_past_the_pins(open_entropy: float, settles:
 
 @pytest.mark.parametrize("rule", [*RULES, EntropyBound(stability_threshold=3)])
 def test_a_canvas_of_pins_alone_settles_at_once(rule: Any) -> None:
-    canvas = fresh(torch.tensor([50, 51]), Pins((0, 1), (7, 8)))
+    canvas = initial_canvas(torch.tensor([50, 51]), Pins((0, 1), (7, 8)))
     seen = stats([1, 2], [9.0, 9.0], top_p=[0.1, 0.1], held_p=[0.0, 0.0])
     moved = advance(canvas, seen, torch.tensor([70, 71]), rule)
     assert moved.converged and moved.guess_L.tolist() == [7, 8]
@@ -314,7 +314,7 @@ def test_a_canvas_of_pins_alone_settles_at_once(rule: Any) -> None:
 def test_what_is_in_doubt_is_decided_apart(
     draw: list[int], entropy: list[float], reach: int, kept: list[bool]
 ) -> None:
-    canvas, noise = fresh(torch.tensor([50, 51, 52])), torch.tensor([70, 71, 72])
+    canvas, noise = initial_canvas(torch.tensor([50, 51, 52])), torch.tensor([70, 71, 72])
     seen = stats(top=[4, 5, 6], draw=draw, entropy=entropy)
     moved = advance(
         canvas, seen, noise, SpacedEntropyBound(entropy_bound=9.0, min_entropy=0.1, reach=reach)
@@ -346,7 +346,7 @@ def test_the_rule_apart_takes_from_the_entropy_rule_what_is_near_a_surer_one(
         tuple(i for i, is_pinned in enumerate(pinned) if is_pinned),
         tuple(9 for is_pinned in pinned if is_pinned),
     )
-    canvas = fresh(torch.full((len(draw),), 50), pins)
+    canvas = initial_canvas(torch.full((len(draw),), 50), pins)
     seen = stats(top=draw, entropy=entropy)
     loose = EntropyBound(entropy_bound=bound).decide(canvas, seen)
     rule = SpacedEntropyBound(entropy_bound=bound, reach=reach)
@@ -374,7 +374,7 @@ def held_cases(draw: Any) -> tuple[Canvas, PositionStats]:
     def some(strategy: Any) -> list[Any]:
         return draw(st.lists(strategy, min_size=length, max_size=length))
 
-    canvas = fresh(torch.tensor(some(st.integers(0, 4))))
+    canvas = initial_canvas(torch.tensor(some(st.integers(0, 4))))
     pinned = torch.tensor(some(st.sampled_from([False, False, True])))
     kept = torch.tensor(some(st.booleans())) | pinned
     canvas = replace(canvas, pinned_L=pinned, kept_L=kept, guess_L=canvas.tokens_L, num_steps=1)
@@ -423,7 +423,7 @@ def test_the_confidence_rule_keeps_its_promises(case: tuple[Canvas, PositionStat
 
 def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
     """However unsure, each step decides one more, and one last look settles."""
-    canvas = fresh(torch.zeros(5).long())
+    canvas = initial_canvas(torch.zeros(5).long())
     steps = 0
     while not canvas.converged:
         # Any order, and never confident.

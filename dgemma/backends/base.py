@@ -75,7 +75,7 @@ class Backend(Protocol):
 
 @torch.inference_mode()
 def prefill(backend: Backend, cache: KVCache, tokens_T: Tensor, chunk: int) -> Tensor:
-    """Commit tokens after what is cached, `chunk` at a time; returns the last hidden state."""
+    """Commit tokens after the cached tokens, `chunk` at a time; returns the last hidden state."""
     hidden_TD = torch.empty(0)
     for piece_T in torch.split(tokens_T, chunk):
         batch = ForwardBatch([Segment(cache, len(piece_T), commit=True)])

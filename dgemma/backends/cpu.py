@@ -146,8 +146,8 @@ def _dequantize_(sums_TO: Tensor, output_scale: Tensor, row_scale_T: Tensor) -> 
 # --- soft embeddings
 
 
-def soft_embed(p_TV: Tensor, weight_VD: Tensor, product: Linear, error: float) -> Tensor:
-    """Return the mean of the weight's rows; `product`: p @ weight, for positions that need it.
+def soft_embed(p_TV: Tensor, weight_VD: Tensor, gemm: Linear, error: float) -> Tensor:
+    """Return the mean of the weight's rows; `gemm`: p @ weight, for positions that need it.
 
     A position whose likeliest token has all the probability but `error` takes that token's vector
     alone. Each is decided by itself, so that its result never depends on other positions.
@@ -156,12 +156,12 @@ def soft_embed(p_TV: Tensor, weight_VD: Tensor, product: Linear, error: float) -
     is_sure_T = p_TV.amax(-1) >= 1 - error  # False for NaN
     sure, unsure = is_sure_T.nonzero()[:, 0], is_sure_T.logical_not().nonzero()[:, 0]
     if not len(sure):
-        return product(p_TV.to(dtype))
+        return gemm(p_TV.to(dtype))
     top_p, top = p_TV.index_select(0, sure).max(-1)
     mean_TD = weight_VD.new_empty(len(p_TV), weight_VD.shape[1])
     mean_TD.index_copy_(0, sure, weight_VD.index_select(0, top) * top_p[:, None].to(dtype))
     if len(unsure):
-        mean_TD.index_copy_(0, unsure, product(p_TV.index_select(0, unsure).to(dtype)))
+        mean_TD.index_copy_(0, unsure, gemm(p_TV.index_select(0, unsure).to(dtype)))
     return mean_TD
 
 
@@ -250,10 +250,10 @@ class MergedLinear(nn.Module):
 
     def __init__(self, make: MakeLinear, *sources: nn.Linear) -> None:
         super().__init__()
-        self.product = make(torch.cat([source.weight for source in sources]))
+        self.gemm = make(torch.cat([source.weight for source in sources]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
+        return self.gemm(x)
 
 
 class MergedFeedForward(FeedForward):
@@ -318,16 +318,16 @@ class Int8Experts(nn.Module):
 class CpuTable(TokenTable):
     """A token table with its own GEMMs for logits and soft embeddings."""
 
-    def __init__(self, source: TokenTable, head: Linear, product: Linear, error: float) -> None:
+    def __init__(self, source: TokenTable, head: Linear, gemm: Linear, error: float) -> None:
         super().__init__(*source.weight.shape)
         self.weight = source.weight
-        self.head, self.product, self.error = head, product, error
+        self.head, self.gemm, self.error = head, gemm, error
 
     def raw_logits(self, hidden_TD: Tensor) -> Tensor:
         return self.head(hidden_TD)
 
     def soft_embed(self, p_TV: Tensor) -> Tensor:
-        return soft_embed(p_TV, self.weight, self.product, self.error) * self.scale
+        return soft_embed(p_TV, self.weight, self.gemm, self.error) * self.scale
 
 
 class PackedTable(CpuTable):
@@ -341,14 +341,12 @@ class Int8Table(CpuTable):
     def __init__(self, source: TokenTable) -> None:
         # Soft embeddings are quantized to int8 next: more precision would be lost there.
         error = SOFT_EMBED_ERROR[torch.int8]
-        super().__init__(
-            source, make_int8(source.weight), _soft_embed_product(source.weight), error
-        )
+        super().__init__(source, make_int8(source.weight), _soft_embed_gemm(source.weight), error)
 
 
-def _soft_embed_product(weight_VD: Tensor) -> Linear:
+def _soft_embed_gemm(weight_VD: Tensor) -> Linear:
     """Return p -> p @ weight, in bfloat16 where the CPU multiplies it twice as fast."""
     if has_bfloat16(weight_VD.device) and can_pack(weight_VD[:1].to(torch.bfloat16)):
-        product = packed_linear(weight_VD.T.to(torch.bfloat16))
-        return lambda p_TV: product(p_TV.to(torch.bfloat16)).to(weight_VD.dtype)
+        gemm = packed_linear(weight_VD.T.to(torch.bfloat16))
+        return lambda p_TV: gemm(p_TV.to(torch.bfloat16)).to(weight_VD.dtype)
     return packed_linear(weight_VD.T) if can_pack(weight_VD) else linear(weight_VD.T)

@@ -72,7 +72,7 @@ def _repair_streams() -> None:
 
 
 def _explain_bus_errors() -> None:
-    """End in a sentence when a mapped file is cut short by somebody else while it is read.
+    """Report SIGBUS (mapped file truncated) as one sentence.
 
     The system then sends SIGBUS to the thread that reads. A handler of Python's own would run
     later, never: the same read is tried again and again. This one runs at once, in that thread,

@@ -72,7 +72,7 @@ class ChatSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """The promised text, and the end of its generation; an interrupted answer has none."""
+    """The committed text, and the end of its generation; an interrupted answer has none."""
 
     text: str
     done: "Done | None"
@@ -154,26 +154,26 @@ class Conversation:
         )
 
     def answer(self, words: str, view: "CanvasView") -> ChatAnswer:
-        """Put a question and show the answer; an interrupt keeps what was promised so far."""
+        """Put a question and show the answer; an interrupt keeps what was committed so far."""
         from dgemma.engine import Done, Text
         from dgemma.text.chat import Message
 
         question, self.num_dropped = Message(role="user", content=words), 0
         task = self._generation(question, drafts=view.is_live)
-        self.drafts, promised, done = [], "", None
+        self.drafts, committed, done = [], "", None
         with closing(self.engine.follow(task)) as stream:
             try:
                 for event in stream:
                     if isinstance(event, Done):
                         done = event
                     elif isinstance(event, Text) and not event.is_thought:
-                        promised += event.text
+                        committed += event.text
                     self._show(event, view)
             except KeyboardInterrupt:
                 done = None
-        if promised or done is not None:
-            self.messages += [question, Message(role="assistant", content=promised)]
-        return ChatAnswer(text=promised, done=done)
+        if committed or done is not None:
+            self.messages += [question, Message(role="assistant", content=committed)]
+        return ChatAnswer(text=committed, done=done)
 
     def _show(self, event: "Event", view: "CanvasView") -> None:
         from dgemma.engine import Draft, Text
@@ -182,7 +182,7 @@ class Conversation:
             self.drafts.append(event)
             view.draw(event)
         elif isinstance(event, Text):
-            view.promise(event)
+            view.commit(event)
 
 
 def talk(conversation: Conversation, model: str = "", history: Path | None = None) -> bool:

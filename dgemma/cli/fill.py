@@ -40,7 +40,7 @@ def fill(
             "of canvases for each hole, as editors want it."
         ),
     ] = "thorough",
-    form: Annotated[
+    prompt_style: Annotated[
         str | None,
         typer.Option(
             help="Prompt style: base, the text alone; instruct, a user turn that shows the whole "
@@ -71,7 +71,7 @@ def fill(
         stop=tuple(stop or ()),
         num_candidates=candidates,
         effort=effort,  # type: ignore[arg-type]  # refused below if it is not known
-        prompt_style=form,  # type: ignore[arg-type]  # the same
+        prompt_style=prompt_style,  # type: ignore[arg-type]  # the same
         seed=seed,
         drafts=show or sys.stderr.isatty(),
     )

@@ -85,7 +85,7 @@ def generate(
     check_params(params)  # before a long load
     constraint = _read_constraint(schema, regex, grammar, choices)
     if constraint and stop:
-        raise UsageError("--stop would cut a text that is held to a grammar; leave it out")
+        raise UsageError("--stop would cut constrained text; leave it out")
     engine = load_engine(options)
     compiled = engine.constraint(**constraint) if constraint else None
     if own_rule is not None:
@@ -129,7 +129,7 @@ def _read_constraint(
         constraint["choices"] = [choice.strip() for choice in choices.split(",")]
     if len(constraint) > 1:
         names = " and ".join(f"--{name}" for name in constraint)
-        raise UsageError(f"{names} are given together; a text is held to one of them")
+        raise UsageError(f"{names} are given together; a text takes one of them")
     if constraint:
         read_constraint(constraint)
     return constraint
@@ -204,11 +204,11 @@ def _run(
     show: bool,
     is_quiet: bool,
 ) -> "Done":
-    """Print the answer as it is promised, or, with a live canvas, when it is complete."""
+    """Print the answer as it is committed, or, with a live canvas, when it is complete."""
     from dgemma.cli.show import CanvasView
     from dgemma.engine import Done, Draft, Text
 
-    events, promised = engine.stream(request, params), ""
+    events, committed = engine.stream(request, params), ""
     view = CanvasView(is_live=show)
     try:
         with view:
@@ -218,22 +218,22 @@ def _run(
                 elif isinstance(event, Draft):
                     view.draw(event)
                 elif isinstance(event, Text) and not is_quiet:
-                    view.promise(event)
-                    promised += "" if event.is_thought else event.text
+                    view.commit(event)
+                    committed += "" if event.is_thought else event.text
     except KeyboardInterrupt:
-        if promised:  # the canvas is wiped, what was promised stays
-            _print_rest(promised, view)
+        if committed:  # the canvas is wiped, what was committed stays
+            _print_rest(committed, view)
         raise
     if not is_quiet:
-        _print_rest(promised, view)
+        _print_rest(committed, view)
     return done
 
 
-def _print_rest(promised: str, view: "CanvasView") -> None:
+def _print_rest(committed: str, view: "CanvasView") -> None:
     """Print the text that a live canvas has shown and wiped, and end the line."""
     from dgemma.cli.show import print_wrapped
 
-    print_wrapped(promised if view.is_live else "")
+    print_wrapped(committed if view.is_live else "")
 
 
 def _report(done: "Done", model: str) -> dict[str, object]:

@@ -115,7 +115,7 @@ def _max_body(mib: float | None, model: str) -> int:
 
 
 def _name_of(model: str) -> str:
-    """Return the public name of a model; the path of a directory is not shown."""
+    """Return the public name of a model; hides the directory path."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
 

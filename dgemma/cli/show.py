@@ -41,14 +41,14 @@ SHADES = ((0.01, "bold bright_white"), (0.1, "white"), (0.5, "cyan"))
 
 
 class CanvasView:
-    """Draws promised text and the canvas after it, in place, while a request runs.
+    """Draws committed text and the canvas after it, in place, while a request runs.
 
-    A context manager, so that the terminal is always restored. What was promised is wiped with the
+    A context manager, so that the terminal is always restored. What was committed is wiped with the
     rest and is for the caller to print: without a terminal it is printed as it comes.
     """
 
     def __init__(self, *, is_live: bool = True) -> None:
-        self.promised = Text()
+        self.committed = Text()
         self.output = WordWrap()
         self.may_draw = is_live
         self.live = Live(
@@ -81,16 +81,16 @@ class CanvasView:
     def draw(self, draft: Draft) -> None:
         self._update(Text.assemble(self._tail(), paint(draft)))
 
-    def promise(self, text: Promised) -> None:
+    def commit(self, text: Promised) -> None:
         if not self.is_live and not text.is_thought:
             self.output.write(text.text)
-        self.promised.append(text.text, style="dim italic" if text.is_thought else "")
+        self.committed.append(text.text, style="dim italic" if text.is_thought else "")
         self._update(self._tail())
 
     def _tail(self) -> Text:
-        """Return as much of the promised text as leaves room for a canvas."""
-        lines = self.promised.wrap(self.live.console, self.live.console.width)
-        kept = lines[-max(3, self.live.console.height // 2) :] if len(self.promised) else []
+        """Return as much of the committed text as leaves room for a canvas."""
+        lines = self.committed.wrap(self.live.console, self.live.console.width)
+        kept = lines[-max(3, self.live.console.height // 2) :] if len(self.committed) else []
         return Text("\n").join([*kept, Text()]) if kept else Text()
 
     def _update(self, shown: Text) -> None:

@@ -1,4 +1,4 @@
-"""The canvas and its noise: the forward process, shared by sampler and trainer.
+"""Canvas state and counter-based noise.
 
 A canvas is a block of tokens being refined. It starts as uniform noise; pinned positions keep
 their token throughout. Randomness is counter-based (Philox): each number is keyed by (seed, choice,
@@ -131,7 +131,7 @@ class Noise:
         return (self.choice << 16) | self.retry
 
 
-def fresh(noise_L: Tensor, pins: Pins = NO_PINS) -> Canvas:
+def initial_canvas(noise_L: Tensor, pins: Pins = NO_PINS) -> Canvas:
     """Return a canvas of noise with its pins set."""
     length, device = noise_L.shape[0], noise_L.device
     outside = [position for position in pins.positions if not 0 <= position < length]

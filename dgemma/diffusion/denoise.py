@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from dgemma.diffusion.canvas import BlockNoise, Canvas, Pins, fresh
+from dgemma.diffusion.canvas import BlockNoise, Canvas, Pins, initial_canvas
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import LogitsAt, Sampler, StepView, advance
 
@@ -22,7 +22,7 @@ class CanvasConstraint(Protocol):
     """Constrains a canvas after each step: a grammar pins tokens here."""
 
     def apply(self, canvas: Canvas, view: StepView) -> Canvas:
-        """Return the canvas with added pins, and with `reopened_L` where it takes back a guess."""
+        """Return the canvas with pins added, and `reopened_L`: positions of rejected guesses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def start(
     sampler: Sampler, noise: BlockNoise, pins: Pins, constraint: CanvasConstraint | None = None
 ) -> CanvasState:
     """Return a canvas before its first step."""
-    return CanvasState(fresh(noise.tokens_NL[0], pins), sampler, noise, constraint)
+    return CanvasState(initial_canvas(noise.tokens_NL[0], pins), sampler, noise, constraint)
 
 
 class StepOps(Protocol[OpsStats]):

@@ -105,7 +105,7 @@ class SpacedEntropyBound(EntropyBound):
         entropy_L = stats.entropy_T.masked_fill(~decision.kept_L, torch.inf)
         is_uncertain_L = entropy_L > self.min_entropy
         conflicts_LL = is_uncertain_L | (decision.tokens_L == decision.tokens_L[:, None])
-        is_deferred_L = (surer_neighbours(entropy_L, self.reach) & conflicts_LL).any(1)
+        is_deferred_L = (more_certain_neighbours(entropy_L, self.reach) & conflicts_LL).any(1)
         return replace(decision, kept_L=decision.kept_L & ~(is_uncertain_L & is_deferred_L))
 
 
@@ -130,8 +130,10 @@ class Confidence:
     def decide(self, canvas: Canvas, stats: PositionStats) -> Decision:
         held_L = canvas.kept_L & ~canvas.pinned_L
         open_L = ~canvas.kept_L & ~canvas.pinned_L
-        surest_L = stats.top_p_T.masked_fill(~open_L, -1.0)
-        new_L = open_L & ((stats.top_p_T > self.threshold) | (surest_L == surest_L.max()))
+        most_certain_L = stats.top_p_T.masked_fill(~open_L, -1.0)
+        new_L = open_L & (
+            (stats.top_p_T > self.threshold) | (most_certain_L == most_certain_L.max())
+        )
         edit_L = held_L & (stats.top_T != canvas.tokens_L) & (stats.top_p_T > self.edit)
         drop_L = held_L & ~edit_L & (stats.held_p_T < self.drop)
         kept_L = (held_L & ~drop_L) | new_L
@@ -162,7 +164,7 @@ class Sampler:
         require(t_min <= t_max < inf, "t_max", t_max, "t_min or more")
 
     def temperature_at(self, steps_left: int) -> float:
-        """Return the scheduled temperature when so many steps are left, this one included."""
+        """Return the scheduled temperature with `steps_left` steps to go (inclusive)."""
         fraction = steps_left / self.max_denoising_steps
         return self.t_min + (self.t_max - self.t_min) * fraction
 
@@ -194,7 +196,7 @@ def accept_mask(entropy_L: Tensor, bound: float) -> Tensor:
     return torch.zeros_like(within_L).scatter(0, order_L, within_L)
 
 
-def surer_neighbours(entropy_L: Tensor, reach: int) -> Tensor:
+def more_certain_neighbours(entropy_L: Tensor, reach: int) -> Tensor:
     """Mark in row i, [L, L], the positions within reach of i that are more certain than i.
 
     Of equally certain positions the first counts as the more certain.

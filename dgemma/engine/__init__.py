@@ -1,4 +1,4 @@
-"""Requests in, typed events out: the only place where text and tensors meet."""
+"""Requests in, typed events out."""
 
 from dgemma.config import MODES, Mode
 from dgemma.engine.engine import Engine

@@ -122,7 +122,7 @@ class EngineCore:
         self._advance(request)
 
     def cancel(self, request: Request[Any]) -> None:
-        """Take a request out; what it has committed goes to the prefix cache."""
+        """Remove a request; what it has committed goes to the prefix cache."""
         if not request.is_over:
             request.is_over, request.is_cancelled = True, True
         self._remove(request)
@@ -324,7 +324,7 @@ class EngineCore:
         self._remove(request)
 
     def _remove(self, request: Request[Any]) -> None:
-        """Take a request and its tasks out of the engine; may be called again."""
+        """Remove a request and its tasks; idempotent."""
         running, request.running = request.running, []
         on_host, request.on_host = request.on_host, []
         self.scheduler.remove(request)

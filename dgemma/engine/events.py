@@ -8,7 +8,7 @@ from dgemma.text.reply import Reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The canvas after a step. Nothing in it is promised."""
+    """The canvas after a step. Nothing in it is final."""
 
     ids: tuple[int, ...]  # on the canvas: accepted tokens, and noise
     tokens: tuple[str, ...]  # each id's own text; a control token has none
@@ -23,7 +23,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Promised text."""
+    """Committed text."""
 
     text: str
     is_thought: bool = False
@@ -74,8 +74,8 @@ class Done:
     unconverged_blocks: int = 0  # blocks that ran out of steps
     retries: int = 0
     fault: str = ""  # of the last canvas after all retries; empty: none
-    # Character of the text from which on a limit decided and not the model: a text that is held to
-    # a grammar was brought to its shortest end. None: nowhere.
+    # Character of the text from which on a limit decided and not the model: constrained text
+    # was brought to its shortest end. None: nowhere.
     forced_from: int | None = None
     remaining_entropy: float = 0.0  # nats left on a canvas that the budget cut short
     logprobs: tuple[float, ...] = ()  # causal log-probability of each token written in AR

@@ -347,7 +347,7 @@ class Generation(Task):
         return is_late or (max_steps is not None and self.progress.steps >= max_steps)
 
     def _stop_early(self) -> None:
-        """Return the canvas as far as it is refined, and report the entropy left on it."""
+        """End now with the unconverged canvas, and report its entropy."""
         canvas = self.state.canvas if self.state and self.state.canvas.num_steps else None
         remaining = 0.0 if canvas is None else float(canvas.entropy_L.sum())
         if self.constrained is not None:  # brought to its end, so that it is a text of the grammar
@@ -363,7 +363,7 @@ class Generation(Task):
         self._finish("budget", remaining)
 
     def _fail(self, reason: str, finish: str) -> None:
-        """End without any text of this canvas; part of a text held to a grammar is no text."""
+        """End without any text of this canvas; part of a constrained text is no text."""
         self.progress.fault = reason
         if self.constrained is not None:
             self.reader = self._new_reader()

@@ -44,7 +44,7 @@ def check_params(params: SamplingParams) -> None:
     """Refuse what no model could do; can be called before one is loaded."""
     _check_mode(params)
     if params.constraint is not None and params.stop:
-        raise UsageError("a stop string would cut a text that is held to a grammar; leave it out")
+        raise UsageError("a stop string would cut constrained text; leave it out")
     StopStrings(params.stop)  # refuses what cannot be a stop string
     Noise(seed=params.seed or 0, choice=params.choice)
     limits = {
@@ -58,7 +58,7 @@ def check_params(params: SamplingParams) -> None:
     with_temperature(Sampler(), params.temperature)  # refuses what cannot be a temperature
     require(params.retries >= 0, "retries", params.retries, "0 or more")
     if params.constraint is not None and params.committed:
-        raise UsageError("a text that is held to a grammar cannot be continued; write it again")
+        raise UsageError("constrained text cannot be continued; write it again")
 
 
 def _check_mode(params: SamplingParams) -> None:

@@ -42,7 +42,7 @@ class ReplyReader:
             return []
         if self.can_stop and self._may_stop_in(ids):
             return self._feed_singly(ids)
-        texts = self._promise(self.parser.feed(ids))
+        texts = self._commit(self.parser.feed(ids))
         end = next((i for i, token in enumerate(ids) if token in self.endings), len(ids))
         self.ids += ids[:end]
         return _merged(texts)
@@ -58,19 +58,19 @@ class ReplyReader:
         for token in ids:
             if self.has_stopped or self.parser.has_ended:
                 break
-            texts += self._promise(self.parser.feed([token]))
+            texts += self._commit(self.parser.feed([token]))
             if not self.parser.has_ended:
                 self.ids.append(token)
         return _merged(texts)
 
     def close(self) -> list[Text]:
         """Return text that was withheld for a character or stop string that was not completed."""
-        texts = self._promise(self.parser.finish())
+        texts = self._commit(self.parser.finish())
         rest = self.stops.finish()
         self.events.append(AnswerText(text=rest))
         return _merged([*texts, Text(text=rest)])
 
-    def _promise(self, events: list[ReplyEvent]) -> list[Text]:
+    def _commit(self, events: list[ReplyEvent]) -> list[Text]:
         texts = []
         for event in events:
             if isinstance(event, AnswerText):

@@ -113,7 +113,7 @@ class TokenSequence:
         return self.features.rows(images, begin, self._next_end())
 
     def commit(self, count: int) -> None:
-        """Count tokens that a pass has committed; checkpoint the prompt where it can be resumed.
+        """Count committed tokens; checkpoint the prompt at a reusable prefix length.
 
         That is at its end, or in 16 bits at the last boundary before it.
         """
@@ -247,7 +247,7 @@ class Request(Generic[T]):
             self.result, self.is_over = stop.value, True
 
     def close(self) -> None:
-        """Let go of the program and of tasks whose results it will not get; may be called again."""
+        """Close the program and drop its tasks; idempotent."""
         self.waiting.clear()
         self._tasks = None
         self.program.close()

@@ -28,7 +28,7 @@ SHARE_OF_ROWS = 0.75  # of a batch that a replica has on average, when autoscali
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
-    """Routes by the opening that the front's request carries."""
+    """Ranks the replicas by prefix affinity and load."""
 
     async def choose_replicas(
         self,

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from dgemma.scale.replay import Replay, ReplayDiffers
-from dgemma.scale.replica import Ask, MetricFamily, ReplicaStats, ReplyHead, families
+from dgemma.scale.replica import MetricFamily, ReplicaRequest, ReplicaStats, ReplyHead, families
 from dgemma.server.app import add_error_handlers, add_middleware
 from dgemma.server.call import Call, opening
 from dgemma.server.errors import MESSAGES_PATH, OLLAMA_PATH, ApiError
@@ -209,7 +209,7 @@ class Front:
             sentence = f"too many requests are waiting; a key may have {most} at a time"
             raise ApiError(429, sentence, code="queue_full", retry_after=1)
 
-    async def _ask(self, request: Request, body: bytes) -> Ask:
+    async def _ask(self, request: Request, body: bytes) -> ReplicaRequest:
         find = asyncio.to_thread(_opening, body) if len(body) > MAX_INLINE_BYTES else None
         scope = request.scope
         headers = ((name, value) for name, value in scope["headers"] if name not in SECRET_HEADERS)
@@ -222,7 +222,7 @@ class Front:
             owner=request.state.owner,
             is_resumable=True,
         )
-        return Ask(call=call, opening=_opening(body) if find is None else await find)
+        return ReplicaRequest(call=call, opening=_opening(body) if find is None else await find)
 
 
 def _opening(body: bytes) -> str:
@@ -235,7 +235,7 @@ def _opening(body: bytes) -> str:
 class Relay:
     """One request, asked for again while its replicas die."""
 
-    def __init__(self, front: Front, ask: Ask, arrived: float) -> None:
+    def __init__(self, front: Front, ask: ReplicaRequest, arrived: float) -> None:
         self.front, self.ask, self.arrived = front, ask, arrived
         self.replay = Replay()
         self.pieces: Any = None  # of the present reply

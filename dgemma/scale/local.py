@@ -174,7 +174,7 @@ def _start_ray(options: ReplicaOptions, directory: Path) -> None:
 
 @contextmanager
 def private_ray(options: ReplicaOptions) -> Iterator[None]:
-    """Run a Ray of our own, gone with this process."""
+    """Run a private Ray cluster that ends with this process."""
     directory = Path(tempfile.mkdtemp(prefix="dgemma-", dir=short_directory()))
     private_environment(os.environ, directory)
     import ray

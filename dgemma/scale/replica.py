@@ -1,4 +1,4 @@
-"""A replica, one engine with the server's routes, and what is sent to it and back. No Ray here."""
+"""One replica: an engine behind the routes, and its messages. No Ray here."""
 
 import hashlib
 import os
@@ -43,7 +43,7 @@ class ReplicaOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ReplicaRequest:
     """A call, with what its replica is chosen by."""
 
     call: Call
@@ -113,7 +113,7 @@ class Model:
         self.service.worker.start()
         self.name = _replica_name()
 
-    async def ask(self, ask: Ask) -> AsyncIterator[ReplyHead | bytes]:
+    async def ask(self, ask: ReplicaRequest) -> AsyncIterator[ReplyHead | bytes]:
         """Answer a call: the head, then the body in pieces. Ray closes it if its client leaves."""
         async for message in run_call(self.app, ask.call):
             if message["type"] == "http.response.start":

@@ -1,1 +1,1 @@
-"""The engine behind HTTP, in OpenAI's shapes: routes, wire types, scheduling, limits and keys."""
+"""HTTP API: routes, request schemas, response formats, limits, authentication."""

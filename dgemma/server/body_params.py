@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dgemma.engine.generation import Generation
     from dgemma.text.chat import Prompt
 
-FORMS = ("regex", "grammar", "choices")  # of the extension, that a text can be held to
+FORMS = ("regex", "grammar", "choices")  # constraints of the extension
 
 
 def generations(
@@ -141,7 +141,7 @@ def text_constraint(
         constraints["response_format"] = {"schema": response_format.schema_body}
     if len(constraints) > 1:
         names = " and ".join(sorted(constraints))
-        raise ApiError(400, f"{names} are given; hold the text to one of them")
+        raise ApiError(400, f"{names} are given; give one of them")
     compiled = (compile_constraint(engine, form, name) for name, form in constraints.items())
     return next(compiled, None)
 
@@ -160,7 +160,7 @@ def compile_constraint(engine: "Engine", constraint: "ConstraintArgs", param: st
     size, most = _size(constraint), limits.MAX_CONSTRAINT
     if size > most:
         raise ApiError(
-            400, f"{param} has {size} characters; at most {most} can be held to", param=param
+            400, f"{param} has {size} characters; at most {most} can be compiled", param=param
         )
     try:
         compiled = engine.constraint(**constraint)

@@ -179,7 +179,7 @@ def edit_answer(
     params: "EditParams",
     show: Callable[[str], str] = str,
 ) -> "Program[Done]":
-    """Change a text in place; the new one is promised, as it is shown."""
+    """Change a text in place; emits the edited text."""
     from dgemma.engine import Text
     from dgemma.programs.edit.edit import edit_program
 
@@ -196,7 +196,7 @@ def fenced_region(region: Region, text: str) -> str:
 
 
 def rewrite_answer(engine: "Engine", task: "Generation", old: str) -> "Program[Done]":
-    """Answer a prompt from the old text; the answer is promised without a fence."""
+    """Answer a prompt from the old text; emits the answer without a fence."""
     from dgemma.engine import Text
     from dgemma.programs.edit.edit import rewrite_program, without_fence
 

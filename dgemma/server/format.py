@@ -192,7 +192,7 @@ class ResultFormat(Format):
 
 @dataclass(slots=True)
 class ReplyPart:
-    """A thought or a text of a reply, as far as it is written."""
+    """A partially streamed thought or text part."""
 
     is_thought: bool
     text: str = ""

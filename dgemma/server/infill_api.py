@@ -225,7 +225,7 @@ def fill_params(engine: "Engine", body: Body, effort: "FillEffort") -> "FillPara
 def fill_answer(
     engine: "Engine", document: "InfillDocument", params: "FillParams"
 ) -> "Program[Done]":
-    """Fill the holes of a text; a single one is promised as the text."""
+    """Fill the holes of a text; emits a single hole's text, or the whole."""
     from dgemma.engine import Text
     from dgemma.programs.infill.infill import fill_program
 

@@ -59,7 +59,7 @@ class Drain:
 
 
 class Gate:
-    """Middleware that counts requests, gives each an id, and turns them away during the drain."""
+    """Middleware that counts requests, names each, and rejects them with 503 while draining."""
 
     def __init__(self, app: ASGIApp, drain: Drain, metrics: Metrics) -> None:
         self.app, self.drain, self.metrics = app, drain, metrics

@@ -40,7 +40,7 @@ class Metrics:
         self.prefixes = self._gauge("prefixes", "Cached prefixes")
         self.steps_per_block = self._histogram("steps_per_block", "Steps of a canvas", STEPS)
         self.first_block = self._histogram(
-            "time_to_first_block_seconds", "From arrival to the first promised text", SECONDS
+            "time_to_first_block_seconds", "From arrival to the first final text", SECONDS
         )
         self.seconds = self._histogram("answer_seconds", "From arrival to the end", SECONDS)
 

@@ -83,7 +83,7 @@ class Submission:
         from dgemma.engine import Draft
 
         if isinstance(item, Draft) and self._items.qsize() > MAX_BACKLOG:
-            return  # nothing in it is promised, and the client is too slow for it
+            return  # nothing in it is final, and the client is too slow for it
         with suppress(RuntimeError):  # the event loop is closed: nobody will read it
             self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item))
 

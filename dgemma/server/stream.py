@@ -1,11 +1,11 @@
-"""Answers as server-sent events: chunks of promised text, and drafts on request.
+"""Answers as server-sent events: chunks of final text, and drafts on request.
 
 A draft is a legal chunk whose delta is empty, with the canvas in `dgemma`; a client that appends
-deltas sees promised text alone. Text may be paced: a whole block arrives at once, and people read
+deltas sees final text alone. Text may be paced: a whole block arrives at once, and people read
 word by word.
 
 A stream that must survive its server (`Call.is_resumable`) is written in records. They name each
-promised event by its answer, its number and a checksum of the text so far (`0.3-1c291ca3`), and
+final event by its answer, its number and a checksum of the text so far (`0.3-1c291ca3`), and
 report commits: the front asks another server for the same stream, and drops what was delivered.
 """
 
@@ -60,7 +60,7 @@ class Stream:
         # Commits of a stream that another server began: their text is old, and not paced again.
         self.num_old = Counter({index: len(given) for index, given in committed.items()})
         self.num_commits: Counter[int] = Counter()
-        self.num_promised: Counter[int] = Counter()  # events, by answer
+        self.num_final: Counter[int] = Counter()  # events, by answer
         self.sums: Counter[int] = Counter()
 
     async def lines(self) -> AsyncIterator[str]:
@@ -75,7 +75,7 @@ class Stream:
         try:
             for index, task in enumerate(self.submission.tasks):
                 chunks = self.format.first_chunks(index, _prompt_tokens(task))
-                for line in self._promised(index, chunks):
+                for line in self._final(index, chunks):
                     yield line
             while not self.submission.is_over:
                 found = await self.submission.next(HEARTBEAT)
@@ -120,23 +120,23 @@ class Stream:
                 done = await self.service.with_logprobs(self.submission, index, done)
             self.answers[index] = done
             chunks = [*self._corrections(index), *self.format.last_chunks(index, done)]
-            for line in self._promised(index, chunks):
+            for line in self._final(index, chunks):
                 yield line
 
     async def _text(self, index: int, text: "Text") -> AsyncIterator[str]:
         drafts, pace = self.drafts[index], self.body.dgemma.pace
         is_old = 0 < self.num_commits[index] <= self.num_old[index]
-        drafts.promise(text)
+        drafts.commit(text)
         if self.body.diffusing:
             whole = drafts.thought if text.is_thought else drafts.answer
-            for line in self._promised(
+            for line in self._final(
                 index, self.format.text_chunks(index, whole, text.is_thought), text.text
             ):
                 yield line
             return
         for piece in [text.text] if pace is None else WORD.findall(text.text):
             chunks = self.format.text_chunks(index, piece, text.is_thought)
-            for line in self._promised(index, chunks, piece):
+            for line in self._final(index, chunks, piece):
                 yield line
             async for line in self._pause(len(piece) / pace if pace and not is_old else 0.0):
                 yield line
@@ -162,7 +162,7 @@ class Stream:
         return chunks
 
     def _corrections(self, index: int) -> list[Chunk]:
-        """Return the promised text, where the last draft showed something else."""
+        """Return the final text, where the last draft showed something else."""
         drafts, chunks = self.drafts[index], list[Chunk]()
         if self.body.diffusing and drafts.shown[1] != drafts.thought:
             chunks += self.format.text_chunks(index, drafts.thought, is_thought=True)
@@ -170,17 +170,17 @@ class Stream:
             chunks += self.format.text_chunks(index, drafts.answer, is_thought=False)
         return chunks
 
-    def _promised(self, index: int, chunks: Iterable[Chunk], text: str = "") -> list[str]:
+    def _final(self, index: int, chunks: Iterable[Chunk], text: str = "") -> list[str]:
         """Write chunks that a repeated request repeats, with the text they add."""
         self.sums[index] = zlib.crc32(text.encode("utf-8", "surrogatepass"), self.sums[index])
         return [self._name(index) + self._line(chunk) for chunk in chunks]
 
     def _name(self, index: int) -> str:
-        """Return the id of the next promised event, if events have ids."""
+        """Return the id of the next final event, if events have ids."""
         if not self.has_ids:
             return ""
-        self.num_promised[index] += 1
-        return f"id: {index}.{self.num_promised[index]}-{self.sums[index]:08x}\n"
+        self.num_final[index] += 1
+        return f"id: {index}.{self.num_final[index]}-{self.sums[index]:08x}\n"
 
     def _line(self, chunk: Chunk) -> str:
         if self.body.stream_options.include_usage:
@@ -198,19 +198,19 @@ def _prompt_tokens(task: object) -> int:
 class DraftText:
     """The text of one answer as it would be if the canvas were committed now.
 
-    For clients that replace the text with each chunk. Nothing of it is promised.
+    For clients that replace the text with each chunk. Nothing of it is final.
     """
 
     def __init__(self, task: Any, tokenizer: "Tokenizer", stops: "StopIds") -> None:
         self.task: Generation = task  # of a chat or a completion: no others have such drafts
         self.tokenizer, self.stops = tokenizer, stops
-        self.answer = self.thought = ""  # promised
-        self.shown = ("", "")  # the last that was shown, or promised since
-        self._before = ("", "")  # promised before the first canvas, by the AR part of hybrid mode
+        self.answer = self.thought = ""  # final
+        self.shown = ("", "")  # the last that was shown, or final since
+        self._before = ("", "")  # final before the first canvas, by the AR part of hybrid mode
         self._blocks: list[int] = []  # tokens of finished canvases
         self._last: Draft | None = None
 
-    def promise(self, text: "Text") -> None:
+    def commit(self, text: "Text") -> None:
         if text.is_thought:
             self.thought += text.text
             self.shown = (self.shown[0], self.thought)
@@ -242,7 +242,7 @@ class DraftText:
             return
         elif self.task.params.constraint is None:
             self._blocks += last.guess
-        else:  # only part of a canvas that is held to a grammar is committed
+        else:  # only part of a constrained canvas is committed
             self._blocks = self._open_thought(last)
             self._before = (self.answer, self.thought)
 
@@ -250,7 +250,7 @@ class DraftText:
         """Return the token that opens a thought, where the last canvas seems to have left one open.
 
         Its end may have been inserted; then drafts are shown as the thought until their text is
-        promised.
+        final.
         """
         opens = self.tokenizer.control_ids.get(CHANNEL)
         was_open = bool(self._blocks) or last.guess[0] == opens
@@ -259,7 +259,7 @@ class DraftText:
 
 
 def committed_line(index: int, committed: "Committed") -> str:
-    """Write a commit for whoever relays the stream."""
+    """Write a commit record for the front."""
     data = {"index": index, **asdict(committed)}
     return COMMITTED + write_json(data)
 

@@ -112,7 +112,7 @@ class Worker:
             self._lock.notify()
 
     def cancel(self, requests: "Sequence[EngineRequest[Any]]") -> None:
-        """Drop requests that nobody waits for any more."""
+        """Cancel requests."""
         with self._lock:
             self._cancelled += requests
             self._lock.notify()

@@ -167,7 +167,7 @@ class ReplyParser:
         stray = {self._control_names[token] for token in ids if token in self._control_names}
         stray.discard(control.STRING_QUOTE)
         if stray:
-            return [self._broken(ids, f"the control token {min(stray)} stands inside it")]
+            return [self._broken(ids, f"it contains the control token {min(stray)}")]
         return [self._read_call(ids)]
 
     def _read_call(self, ids: list[int]) -> ToolCall | BrokenCall:

@@ -182,7 +182,7 @@ def is_muon_weight(name: str, weight: Tensor) -> bool:
 
 
 class CapturedStep:
-    """Runs a function a few times as it is, then as a CUDA graph; `calls` and `replay` change.
+    """Warms up a function, then replays it as a CUDA graph.
 
     The function must read and write the same memory every time, and decide nothing on the host.
     """

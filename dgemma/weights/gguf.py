@@ -178,7 +178,7 @@ class _Header:
         return value
 
     def count(self, min_bytes: int) -> int:
-        """Read a count of things that take at least so many bytes each."""
+        """Read a count, bounded by `bytes_left / min_bytes`."""
         count = int(self.number("Q"))
         if count * min_bytes > len(self.data) - self.position:
             raise CheckpointError(

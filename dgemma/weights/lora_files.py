@@ -112,7 +112,7 @@ def save_adapter(
     overwrite: bool = False,
     generation: GenerationConfig | None = None,
 ) -> None:
-    """Write the two files, with the names under which PEFT adapts transformers' model alike.
+    """Write PEFT's two files.
 
     `generation`: what `Engine.load` uses with it instead of the checkpoint's, in a third file.
     """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dgemma.backends.reference import self_conditioned
 from dgemma.constrain.constrained_canvas import ConstrainedCanvas
 from dgemma.constrain.matcher import Completion, Constraint
-from dgemma.diffusion.canvas import NO_PINS, Pins, fresh
+from dgemma.diffusion.canvas import NO_PINS, Pins, initial_canvas
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import StepView
 from dgemma.engine import Done, Draft, Engine, Mode, Retry, SamplingParams, Text
@@ -269,7 +269,7 @@ def test_a_stop_where_the_text_cannot_have_ended_is_noise_again() -> None:
     stats = PositionStats(
         draw_T=ends_L, top_T=ends_L, entropy_T=half_L, top_p_T=half_L, held_p_T=half_L
     )
-    canvas = replace(fresh(ends_L), num_steps=1)
+    canvas = replace(initial_canvas(ends_L), num_steps=1)
     look = torch.zeros(1, TOKENIZER.vocab_size).expand
     canvas = frontier.apply(canvas, StepView(stats, noise_L, lambda places: look(len(places), -1)))
     assert frontier.state.block == () and not canvas.pinned_L.any()

@@ -141,5 +141,5 @@ def test_commits_that_cannot_be_of_this_reply_are_refused() -> None:
     with pytest.raises(UsageError, match="committed token"):
         outside = Committed(ids=(TOKENIZER.vocab_size,))
         engine.generate(PROMPT, replace(DIFFUSION, committed=(outside,)))
-    with pytest.raises(UsageError, match="held to a grammar"):
+    with pytest.raises(UsageError, match="constrained text cannot be continued"):
         engine.generate(PROMPT, replace(DIFFUSION, committed=(ended,)), regex="a+")

@@ -123,7 +123,7 @@ def test_fill_options_reach_the_engine(call: Call, knowing: Path, holed: Path) -
             FILL_MARK.encode(),
             "2 lengths are given for 1 holes",
         ),
-        (["-", "--form", "other"], FILL_MARK.encode(), "style 'other' is not known"),
+        (["-", "--prompt-style", "other"], FILL_MARK.encode(), "style 'other' is not known"),
         (["-", "--effort", "slow"], FILL_MARK.encode(), "effort 'slow' is not known"),
         (["-", "--candidates", "0"], FILL_MARK.encode(), "candidates is 0"),
     ],

@@ -243,5 +243,5 @@ class Search:
 
 
 def min_visible_after(length: int) -> int:
-    """Positions that a canvas must leave to the text after the last hole, if there is so much."""
+    """Minimum visible suffix tokens."""
     return min(MIN_VISIBLE_AFTER, length // 4)

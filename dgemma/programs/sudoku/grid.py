@@ -97,7 +97,7 @@ def _clash(cells: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class GridForm:
+class GridSymmetry:
     """An equivalent form of a grid: a permutation of its cells and of its digits.
 
     Rows may move within their band and bands among each other, columns likewise, the grid may be
@@ -120,15 +120,15 @@ class GridForm:
         return str(self.digits.index(name))
 
 
-ORIGINAL = GridForm()
+ORIGINAL = GridSymmetry()
 
 
-def random_form(rng: Random) -> GridForm:
+def random_form(rng: Random) -> GridSymmetry:
     rows, columns = _shuffled_lines(rng), _shuffled_lines(rng)
     cells = [9 * row + column for row in rows for column in columns]
     if rng.random() < 0.5:
         cells = [9 * (cell % 9) + cell // 9 for cell in cells]
-    return GridForm(tuple(cells), "0" + "".join(rng.sample(DIGITS, len(DIGITS))))
+    return GridSymmetry(tuple(cells), "0" + "".join(rng.sample(DIGITS, len(DIGITS))))
 
 
 def _shuffled_lines(rng: Random) -> list[int]:

@@ -21,7 +21,7 @@ from dgemma.engine.params import SamplingParams
 from dgemma.engine.request import Program
 from dgemma.errors import UsageError, require
 from dgemma.programs.sudoku import grid
-from dgemma.programs.sudoku.grid import ORIGINAL, GridForm, random_form
+from dgemma.programs.sudoku.grid import ORIGINAL, GridSymmetry, random_form
 from dgemma.text.slots import SlotTemplate
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _has_converged(done: Done) -> bool:
     return has_ended and done.unconverged_blocks == 0
 
 
-def attempt_form(puzzle: str, seed: int, restarts: int) -> GridForm:
+def attempt_form(puzzle: str, seed: int, restarts: int) -> GridSymmetry:
     """Return the form in which an attempt writes the puzzle: the first as it is."""
     return random_form(Random(f"{seed} {puzzle} {restarts}")) if restarts else ORIGINAL
 
@@ -168,7 +168,7 @@ def givens(puzzle: str, slots: SlotTemplate) -> Pins:
     return Pins(tuple(p for p, _ in pins), tuple(t for _, t in pins))
 
 
-def original_draft(draft: Draft, form: GridForm, slots: SlotTemplate) -> Draft:
+def original_draft(draft: Draft, form: GridSymmetry, slots: SlotTemplate) -> Draft:
     """Return a canvas in the puzzle's original form; one that holds part of the grid stays."""
     if form == ORIGINAL or len(draft.ids) <= slots.positions[-1]:
         return draft
