@@ -90,10 +90,7 @@ class ConstrainedCanvas:
                 f"the shortest text found for this grammar has {len(completion.tokens)} "
                 f"tokens, but {budget} are left"
             )
-        self._fail(fault or self.state.fault)
-
-    def _fail(self, fault: str) -> None:
-        self.state = replace(self.state, fault=fault)
+        self.state = replace(self.state, fault=fault or self.state.fault)
 
     def begin_block(self, pins: Pins, max_steps: int) -> None:
         """Start a canvas, or restart it: tokens of the last attempt are rolled back."""
@@ -104,7 +101,8 @@ class ConstrainedCanvas:
         stops = [p for p, token in pairs.items() if token in self.vocabulary.stops]
         self._pins = {p: t for p, t in pairs.items() if t not in self.vocabulary.stops}
         if stops and min(stops) < max(self._pins, default=-1):
-            self._fail("a stop is pinned before text: constrained text ends there")
+            fault = "a stop is pinned before text: constrained text ends there"
+            self.state = replace(self.state, fault=fault)
         elif stops:
             self.start(min(self.budget, *stops))
 
@@ -144,7 +142,7 @@ class ConstrainedCanvas:
             if not self.state.fault:
                 return self._apply(canvas, view)
         except ConstraintFault as fault:
-            self._fail(str(fault))
+            self.state = replace(self.state, fault=str(fault))
         except Exception as error:
             self.state = replace(self.state, error=error)
         return replace(canvas, converged=torch.ones_like(canvas.converged))
