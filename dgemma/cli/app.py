@@ -196,12 +196,12 @@ def _test_rule(rule: "Rule") -> None:
     """Take two steps of a canvas with a pin by the rule; statistics are made up."""
     import torch
 
-    from dgemma.diffusion.canvas import Pins, fresh
+    from dgemma.diffusion.canvas import Pins, initial_canvas
     from dgemma.diffusion.logit_stats import PositionStats
     from dgemma.diffusion.sampler import advance
 
     noise_L = torch.arange(TEST_LENGTH)
-    canvas = fresh(noise_L, Pins((0,), (1,)))
+    canvas = initial_canvas(noise_L, Pins((0,), (1,)))
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         p_LV = torch.rand(TEST_LENGTH, TEST_VOCAB, generator=generator).softmax(-1)

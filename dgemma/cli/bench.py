@@ -3,13 +3,15 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import AsJson, Device, Dtype, Model, Quant, app, load_engine
+from dgemma.cli.app import AsJson, app, load_engine, with_options
 from dgemma.errors import UsageError
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.engine import Engine
@@ -24,12 +26,10 @@ app.add_typer(bench_app, name="bench")
 
 
 @bench_app.callback()
+@with_options
 def bench(
     context: typer.Context,
-    model: Model = "nano",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quant: Quant = "auto",
+    options: ModelOptions,
     workloads: Annotated[
         str, typer.Option(help="Names, TOML files or directories with commas between; all.")
     ] = "all",
@@ -82,7 +82,7 @@ def bench(
         warm_up=not quick,
         out=out,
     )
-    run = _run(params, model, (device, dtype, quant))
+    run = _run(params, options)
     _print(run, out, is_advice=is_advice, as_json=as_json)
 
 
@@ -92,29 +92,24 @@ def _ordered(arms: "Sequence[ArmSpec]") -> "tuple[ArmSpec, ...]":
     return tuple(sorted(arms, key=lambda arm: (arm.is_endpoint, order[arm.weights])))
 
 
-def _run(params: "object", model: str, where: tuple[str, str, str]) -> "BenchRun":
+def _run(params: "object", options: ModelOptions) -> "BenchRun":
     from dgemma.device import choose_device, choose_dtype
+    from dgemma.eval.arms import MODEL_KEYS
     from dgemma.eval.bench import BenchParams, EngineSource, run_bench
     from dgemma.eval.machine import Machine
 
     assert isinstance(params, BenchParams)
-    device, dtype, quant = where
 
     def load(spec: "ArmSpec") -> "Engine":
-        given = spec.settings
-        return load_engine(
-            given.get("model", model),
-            device,
-            given.get("dtype", dtype),
-            None,
-            given.get("quant", quant),
-        )
+        given = {name: spec.settings[name] for name in MODEL_KEYS if name in spec.settings}
+        adapter = None if "model" in given else options.adapter
+        return load_engine(replace(options, adapter=adapter, **given))
 
-    chosen = choose_device(device)
-    name = str(choose_dtype(dtype, chosen)).removeprefix("torch.")
+    chosen = choose_device(options.device)
+    name = str(choose_dtype(options.dtype, chosen)).removeprefix("torch.")
     machine = Machine(chosen, name)
     try:
-        return run_bench(EngineSource(load), model, machine, params)
+        return run_bench(EngineSource(load), options.model, machine, params)
     finally:
         machine.close()
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
+from dgemma.config import MODES, Mode
 from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler
 from dgemma.engine import Done, Draft, Engine, SamplingParams, Text
-from dgemma.engine.params import MODES, Mode
 from dgemma.engine.request import Program, Task
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.eval.workload import BenchCase, Workload
