@@ -28,6 +28,7 @@ ROWS = [
     "eval server",
     "scale",
     "cli",
+    "__main__",
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
 # May not bring in torch by being imported; what their functions import later is another matter.

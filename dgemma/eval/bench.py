@@ -180,14 +180,14 @@ def run_bench(
     return BenchRun(log.facts, log.attempts)
 
 
-Request = tuple[Workload, int, int, str]  # workload, case, round, arm
+RunStep = tuple[Workload, int, int, str]  # workload, case, round, arm
 
 
 def _group(arm: ArmSpec) -> tuple[object, ...]:
     return (arm.text,) if arm.is_endpoint else arm.weights
 
 
-def _requests(params: BenchParams, group: Sequence[ArmSpec]) -> Iterator[Request]:
+def _requests(params: BenchParams, group: Sequence[ArmSpec]) -> Iterator[RunStep]:
     """Yield requests by round; first one case of every workload. The order of arms rotates."""
     turn, most = 0, max(len(workload.cases) for workload in params.workloads)
     for round_, case in product(range(params.rounds), range(most)):
@@ -198,14 +198,14 @@ def _requests(params: BenchParams, group: Sequence[ArmSpec]) -> Iterator[Request
             turn += 1
 
 
-def _is_complete(log: RunLog, params: BenchParams, request: Request) -> bool:
+def _is_complete(log: RunLog, params: BenchParams, request: RunStep) -> bool:
     workload, case, round_, arm = request
     known = log.of_request(workload.name, case, arm, round_)
     return len(known) >= params.attempts or any(a.is_accepted or a.refused for a in known)
 
 
 def _run_request(
-    arm: Arm, request: Request, log: RunLog, params: BenchParams, tools: tuple[Machine, Clock]
+    arm: Arm, request: RunStep, log: RunLog, params: BenchParams, tools: tuple[Machine, Clock]
 ) -> None:
     """Make the attempts that a request still lacks, until one is accepted."""
     workload, case, round_, name = request
@@ -240,7 +240,7 @@ def _warm_up(arms: Sequence[Arm], params: BenchParams) -> None:
                 continue  # the same request is recorded with its error
 
 
-def _show(group: Sequence[ArmSpec], request: Request, done: int, total: int) -> None:
+def _show(group: Sequence[ArmSpec], request: RunStep, done: int, total: int) -> None:
     """Print progress on one line of stderr; nothing without a terminal."""
     if sys.stderr.isatty():
         workload, _, _, arm = request

@@ -47,7 +47,7 @@ from dgemma.quant.gguf import (
 from dgemma.quant.gguf_encode import encode
 from dgemma.quant.nvfp4 import TILE_DEPTH, TILE_ROWS, can_tile
 
-Scales = Literal["symmetric", "affine", "k", "q6"]
+BlockScales = Literal["symmetric", "affine", "k", "q6"]
 WORDS = TILE_DEPTH // 4  # of an output in a tile
 WEIGHTS_AT_ONCE = 1 << 24  # repacked together; each needs some forty bytes meanwhile
 EXPONENT = 125  # a kernel multiplies a scale by 2^(125 + bits), which bfloat16 must hold
@@ -60,7 +60,7 @@ class TileFormat:
 
     name: str
     bits: int
-    scales: Scales
+    scales: BlockScales
 
     @property
     def extra_blocks(self) -> int:

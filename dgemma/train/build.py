@@ -438,10 +438,8 @@ class MixtureBuilder:
 
     def _load_store(self, data: DataSource, file: str) -> TokenStore:
         """Tokenize a file, or find it in the cache."""
-        out, progress = self.environment.out, self.environment.progress
-        cache = TokenCache(
-            directory=out / "tokens", tokenizer=self.base.tokenizer, progress=progress
-        )
+        directory, progress = self.environment.out / "tokens", self.environment.progress
+        cache = TokenCache(directory=directory, tokenizer=self.base.tokenizer, progress=progress)
         max_tokens = self.recipe.batch.rows if data.max_tokens is None else data.max_tokens
         store, dropped = cache.load(self.environment.path(file), max_tokens)
         if dropped:
