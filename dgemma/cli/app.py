@@ -154,7 +154,7 @@ def load_rule(name: str | None) -> "Rule | None":
         return Confidence()
     if not OWN_RULE.fullmatch(name):
         raise UsageError(
-            f"rule {name!r} is not known; use entropy, confidence, or MODULE:CLASS of your own"
+            f"rule {name!r} is not known; use entropy or confidence, or MODULE:CLASS of your own"
         )
     rule: Rule = _make_rule(name)
     Sampler(rule=rule)  # refuses what cannot decide

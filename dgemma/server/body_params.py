@@ -141,7 +141,7 @@ def text_constraint(
         constraints["response_format"] = {"schema": response_format.schema_body}
     if len(constraints) > 1:
         names = " and ".join(sorted(constraints))
-        raise ApiError(400, f"{names} are given; give one of them")
+        raise ApiError(400, f"{names} are given; hold the text to one of them")
     compiled = (compile_constraint(engine, form, name) for name, form in constraints.items())
     return next(compiled, None)
 
