@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +17,9 @@ from dgemma.weights.hub import ModelOptions
 if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView
     from dgemma.constrain.grammar import ConstraintArgs
-    from dgemma.engine import Done, Engine, SamplingParams
+    from dgemma.engine import Done, Engine, Event, SamplingParams
     from dgemma.images import Image
+    from dgemma.programs.speculative import SpeculativeParams
     from dgemma.text.chat import Prompt
     from dgemma.text.messages import Part
 
@@ -60,6 +61,18 @@ def generate(
         Path | None, typer.Option(help="Answer in the language of a Lark grammar: a file.")
     ] = None,
     choices: Annotated[str | None, typer.Option(help="Answer one of these: a,b,c.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Of AR: ngram (what followed before) or canvas; the same tokens in fewer passes."
+        ),
+    ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            help="Diffusion drafts that the causal mode verifies: strict (greedy AR) or loose."
+        ),
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Watch the canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -83,6 +96,7 @@ def generate(
         drafts=show and mode != "ar",
     )
     check_params(params)  # before a long load
+    drafting = _drafting(params, draft, verify, steps)
     constraint = _read_constraint(schema, regex, grammar, choices)
     if constraint and stop:
         raise UsageError("--stop would cut constrained text; leave it out")
@@ -96,7 +110,7 @@ def generate(
     request = engine.plain_prompt(text) if plain else _chat(engine, content, system, thinking)
     for note in request.notes if isinstance(request, Prompt) else ():
         print(f"dgemma: {note}", file=sys.stderr)
-    done = _run(engine, request, params, show=show, is_quiet=as_json)
+    done = _run(_events(engine, request, params, drafting), show=show, is_quiet=as_json)
     if as_json:
         print(json.dumps(_report(done, options.model), ensure_ascii=False))
     if compiled is not None:
@@ -196,19 +210,49 @@ def _chat(
     return engine.prompt([*messages, Message(role="user", content=content)], thinking=thinking)
 
 
-def _run(
+def _drafting(
+    params: "SamplingParams", draft: str | None, verify: str | None, steps: int | None
+) -> "SpeculativeParams | None":
+    """Read --draft and --verify; refuse what they cannot be combined with."""
+    from dgemma.programs.speculative import CANVAS_DRAFT_STEPS, SpeculativeParams
+
+    if draft is None and verify is None:
+        return None
+    if draft is not None and (params.mode != "ar" or verify is not None):
+        raise UsageError("--draft speeds up AR; give it with --mode ar, and without --verify")
+    if verify is not None and params.mode != "diffusion":
+        raise UsageError("--verify checks drafts of diffusion; leave out --mode, or use --draft")
+    if params.temperature or params.drafts:
+        raise UsageError("drafts are verified greedily; leave out --temperature and --show")
+    return SpeculativeParams(
+        drafter=draft or "canvas",  # type: ignore[arg-type]  # checked there
+        accept=verify or "strict",  # type: ignore[arg-type]
+        length=params.canvas_length or 0,
+        steps=steps or CANVAS_DRAFT_STEPS,
+    )
+
+
+def _events(
     engine: "Engine",
     request: "Prompt | str",
     params: "SamplingParams",
-    *,
-    show: bool,
-    is_quiet: bool,
-) -> "Done":
+    drafting: "SpeculativeParams | None",
+) -> "Generator[Event, None, None]":
+    """Start the request; with drafts, as AR that is verified."""
+    from dgemma.programs.speculative import speculative_task
+
+    if drafting is None:
+        return engine.stream(request, params)
+    plain = replace(params, mode="ar", canvas_length=None, sampler=None)
+    return engine.follow(speculative_task(engine, request, plain, drafting))
+
+
+def _run(events: "Generator[Event, None, None]", *, show: bool, is_quiet: bool) -> "Done":
     """Print the answer as it is committed, or, with a live canvas, when it is complete."""
     from dgemma.cli.show import CanvasView
     from dgemma.engine import Done, Draft, Text
 
-    events, committed = engine.stream(request, params), ""
+    committed = ""
     view = CanvasView(is_live=show)
     try:
         with view:

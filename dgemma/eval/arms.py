@@ -17,12 +17,14 @@ from typing import Any, Protocol
 from dgemma.config import MODES, Mode
 from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler
 from dgemma.engine import Done, Draft, Engine, SamplingParams, Text
+from dgemma.engine.generation import Generation
 from dgemma.engine.request import Program, Task
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.eval.workload import BenchCase, Workload
 from dgemma.programs.edit.edit import EditParams, EditResult, edit_program
 from dgemma.programs.infill.document import InfillDocument
 from dgemma.programs.infill.infill import FillParams, FillResult, fill_program
+from dgemma.programs.speculative import CANVAS_DRAFT_STEPS, SpeculativeParams, speculative_task
 from dgemma.programs.sudoku.grid import prompt_text
 from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult, solve_program
 from dgemma.text.chat import Message, Prompt, Tool
@@ -35,9 +37,10 @@ ENGINE_KEYS: Mapping[str, type] = {
     **MODEL_KEYS,
     **SAMPLER_KEYS,
     **{"rule": str, "canvas": int, "temperature": float, "drafts": str, "effort": str},
+    **{"draft": str, "verify": str, "length": int},
 }
 ENDPOINT_KEYS: Mapping[str, type] = {"url": str, "model": str, "key": str, "mode": str}
-AR_KEYS = {*MODEL_KEYS, "temperature"}
+AR_KEYS = {*MODEL_KEYS, "temperature", "draft", "length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,20 @@ class EngineArm:
         self.spec, self.engine = spec, engine
         self.mode: Mode = spec.mode  # type: ignore[assignment]  # parse_arm allows no other
         self.drafts = self.mode != "ar" and spec.settings.get("drafts", "on") != "off"
-        self.sampler = self._sampler()
+        self.drafting = self._drafting()
+        # With a drafting, steps are those of its canvases.
+        self.sampler = None if self.drafting is not None else self._sampler()
+
+    def _drafting(self) -> SpeculativeParams | None:
+        given = self.spec.settings
+        if "verify" in given:
+            steps, length = given.get("steps", CANVAS_DRAFT_STEPS), given.get("length", 0)
+            return SpeculativeParams(
+                drafter="canvas", accept=given["verify"], steps=steps, length=length
+            )
+        if "draft" in given:
+            return SpeculativeParams(drafter=given["draft"], length=given.get("length", 0))
+        return None
 
     def _sampler(self) -> Sampler | None:
         given = {k: v for k, v in self.spec.settings.items() if k in (*SAMPLER_KEYS, "rule")}
@@ -192,16 +208,21 @@ class EngineArm:
     def _generate(self, workload: Workload, case: BenchCase, seed: int, retry: bool) -> Updates:
         params = self._params(workload, seed, retry)
         if workload.program != "fill":
-            task = self.engine.generation(self._prompt(workload, case), params)
-            return self._follow(task)
+            return self._follow(self._task(self._prompt(workload, case), params))
         document = InfillDocument.parse(case.prompt)
         if document.num_holes != 1:
             raise UsageError("AR fills one hole: it writes from left to right")
         stop = ("\n",) if workload.single_line else ()
-        task = self.engine.generation(
-            self.engine.plain_prompt(document.pieces[0]), replace(params, stop=stop)
-        )
+        prompt = self.engine.plain_prompt(document.pieces[0])
+        task = self._task(prompt, replace(params, stop=stop))
         return self._filled(document, self._follow(task))
+
+    def _task(self, prompt: Prompt, params: SamplingParams) -> Generation:
+        """Return the task of a reply; what drafts cannot do is done without them."""
+        if self.drafting is None or params.temperature or params.constraint is not None:
+            return self.engine.generation(prompt, params)
+        plain = replace(params, mode="ar", sampler=None, canvas_length=None, drafts=False)
+        return speculative_task(self.engine, prompt, plain, self.drafting)
 
     def _filled(self, document: InfillDocument, updates: Updates) -> Updates:
         answer = yield from updates

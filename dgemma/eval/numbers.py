@@ -46,6 +46,7 @@ class Cell:
     burst_p50: float | None
     taken_back: float | None
     tokens_per_second: float | None  # committed, recounted, all attempts together
+    tokens_per_pass: float | None
     steps_per_block: float | None
     blocks_per_second: float | None
     distinct_2: float | None
@@ -102,6 +103,7 @@ def make_cell(requests: Requests) -> Cell:
         burst_p50=_median(float(a.burst) for a in done),
         taken_back=_mean([a.taken_back for a in done]),
         tokens_per_second=_rate([(a.tokens, a.seconds) for a in done]),
+        tokens_per_pass=_rate([(a.tokens, a.steps) for a in done]),
         steps_per_block=_rate([(a.steps, a.blocks) for a in done]),
         blocks_per_second=_rate([(a.blocks, a.seconds) for a in done]),
         distinct_2=_mean([distinct_n(a.text) for a in done]),

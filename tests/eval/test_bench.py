@@ -131,6 +131,7 @@ def test_known_latency_and_acceptance_give_the_known_numbers(machine: Machine) -
     assert cell.seconds_p95 == pytest.approx(2.0)
     assert (cell.visible_p50, cell.usable_p50, cell.gap_p50) == pytest.approx((0.5, 1.5, 1.0))
     assert cell.steps_per_block == 4.0 and cell.blocks_per_second == pytest.approx(1.0)
+    assert cell.tokens_per_pass == pytest.approx(22 / 24)
     # Each 2 s: 1, 1 and 20 words.
     assert cell.tokens_per_second == pytest.approx(22 / 6)
     assert slow.seeds[1:] == [100 * r + n for r in range(4) for n in range(3)]

@@ -1,0 +1,105 @@
+"""Drafted AR: greedy tokens, fewer passes, a cache that stays in step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dgemma.engine import Engine, SamplingParams
+from dgemma.errors import UsageError
+from dgemma.programs.speculative import SpeculativeParams, lookup, speculative, speculative_task
+from dgemma.text.chat import ChatTemplate
+from dgemma.weights.load import random_model
+from tests.taught import GENERATION, taught_config
+from tests.text.small import TEMPLATE, small_tokenizer
+
+PROMPTS = (
+    "Rename the variable x to total.\n\ndef f(a):\n    x = 0\n    for b in a:\n        x += b\n"
+    "    return x",
+    "Write a short story about a dog.",
+)
+
+
+@pytest.fixture(scope="module")
+def nano() -> Engine:
+    return Engine.load("nano", device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("drafter", ["ngram", "canvas"])
+def test_strict_drafts_give_greedy_ar_in_fewer_passes(
+    nano: Engine, prompt: str, drafter: str
+) -> None:
+    params = SamplingParams(mode="ar", max_tokens=40, seed=3)
+    plain = nano.generate(prompt, params)
+    drafting = SpeculativeParams(drafter=drafter, steps=2)  # type: ignore[arg-type]
+    done = speculative(nano, prompt, params, drafting)
+    assert done.ids == plain.ids and done.finish == plain.finish and done.text == plain.text
+    assert done.logprobs == pytest.approx(plain.logprobs, abs=2e-3)
+    if drafter == "ngram" and prompt.startswith("Rename"):
+        assert done.steps < plain.steps / 2
+
+
+def test_several_drafted_replies_share_passes_with_others(nano: Engine) -> None:
+    params = SamplingParams(mode="ar", max_tokens=24)
+    plain = nano.generate_all(PROMPTS, [params, params])
+    tasks = [speculative_task(nano, prompt, params) for prompt in PROMPTS]
+    results = nano.run_all([*tasks, nano.generation("Hello!", params)])
+    assert [done.ids for done in results[:2]] == [done.ids for done in plain]
+    assert results[2].ids == nano.generate("Hello!", params).ids
+
+
+def test_every_limit_and_stop_cuts_where_ar_is_cut(nano: Engine) -> None:
+    for limit in range(1, 8):
+        params = SamplingParams(mode="ar", max_tokens=limit)
+        for drafter in ("ngram", "canvas"):
+            drafting = SpeculativeParams(drafter=drafter, steps=1)  # type: ignore[arg-type]
+            done = speculative(nano, PROMPTS[0], params, drafting)
+            assert done.ids == nano.generate(PROMPTS[0], params).ids
+    params = SamplingParams(mode="ar", max_tokens=40, stop=("total",))
+    plain = nano.generate(PROMPTS[0], params)
+    done = speculative(nano, PROMPTS[0], params)
+    assert (done.text, done.finish) == (plain.text, plain.finish) and done.finish == "stop_string"
+
+
+def test_a_sliding_window_is_truncated_with_the_draft() -> None:
+    """A window of 12 tokens, drafts of 8 that a random model mostly refuses."""
+    config = replace(taught_config(), max_position_embeddings=512, sliding_window=12)
+    model, tokenizer = random_model(config, seed=5), small_tokenizer()
+    engine = Engine(model, tokenizer, ChatTemplate(TEMPLATE, tokenizer), GENERATION)
+    params = SamplingParams(mode="ar", max_tokens=90)
+    plain = engine.generate("the cat sat on the mat", params)
+    assert plain.tokens > 40
+    for drafter in ("ngram", "canvas"):
+        drafting = SpeculativeParams(drafter=drafter, length=8, steps=1)  # type: ignore[arg-type]
+        done = speculative(engine, "the cat sat on the mat", params, drafting)
+        assert done.ids == plain.ids
+
+
+def test_the_loose_rule_keeps_more_of_a_draft(nano: Engine) -> None:
+    params = SamplingParams(mode="ar", max_tokens=48, seed=1)
+    passes = [
+        speculative(
+            nano, PROMPTS[1], params, SpeculativeParams(drafter="canvas", accept=rule, steps=2)
+        ).tokens_per_step
+        for rule in ("strict", "loose")
+    ]
+    assert passes[0] < passes[1]
+
+
+def test_the_last_occurrence_is_continued() -> None:
+    assert lookup([1, 2, 3, 9, 1, 2, 3, 8, 7, 1, 2, 3], 2) == (8, 7)
+    assert lookup([5, 1, 2, 6, 2], 3) == (6, 2)
+    assert lookup([1, 2, 3], 3) == () == lookup([1, 1], 0) == lookup([1], 4)
+
+
+def test_what_cannot_be_verified_is_refused(nano: Engine) -> None:
+    with pytest.raises(UsageError, match="greedy AR"):
+        speculative(nano, "a", SamplingParams(temperature=0.5))
+    with pytest.raises(UsageError, match="use ngram or canvas"):
+        SpeculativeParams(drafter="mind")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="draft length is 300"):
+        replace(SpeculativeParams(), length=300)
+    with pytest.raises(UsageError, match="0 to 128"):
+        speculative(nano, "a", None, SpeculativeParams(drafter="canvas", length=200))
+    assert torch.is_inference_mode_enabled() is False
