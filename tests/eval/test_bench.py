@@ -299,7 +299,7 @@ def test_seconds_are_written_for_people() -> None:
         ("fast", "'fast' is not known; use diffusion"),
         ("diffusion:speed=3", "'speed=3' is not known"),
         ("diffusion:steps=x", "steps is 'x'; it must be of int"),
-        ("ar:steps=3", "'steps=3' is not known; use dtype"),
+        ("ar:steps=3", "'steps=3' is not known; use draft"),
         ("endpoint:model=a", "lacks url="),
     ],
 )
