@@ -1,5 +1,7 @@
 """The bench's endpoint arm on our own server over HTTP."""
 
+import json
+
 import pytest
 import torch
 
@@ -43,12 +45,17 @@ def test_an_endpoint_s_tool_calls_are_its_answer(caller: Running) -> None:
     tool = TOOLS[0]["function"]
     arm = EndpointArm(parse_arm(f"endpoint:url={caller.url}/v1"))
     task = workload("", tools=(tool,))
-    updates = arm.answer(task, task.cases[0], 0, retry=False)
-    with pytest.raises(StopIteration) as stop:
-        while True:
-            next(updates)
-    calls = stop.value.value.text.splitlines()
-    assert len(calls) == 2 and all('"name": "the"' in call for call in calls)
+    for seed in (0, 1):  # the model closes one call, then both
+        said = caller.ask(QUESTION, tools=TOOLS, max_tokens=32, seed=seed).json()
+        calls = [call["function"] for call in said["choices"][0]["message"]["tool_calls"]]
+        updates = arm.answer(task, task.cases[0], seed, retry=False)
+        with pytest.raises(StopIteration) as stop:
+            while True:
+                next(updates)
+        found = [json.loads(line) for line in stop.value.value.text.splitlines()]
+        assert found and [(call["name"], call["arguments"]) for call in found] == [
+            (call["name"], json.loads(call["arguments"])) for call in calls
+        ]
 
 
 def test_a_refusal_of_the_server_is_an_error_in_a_sentence(shared: Running) -> None:
