@@ -30,10 +30,6 @@ class Replay:
         self._num_commits: Counter[int] = Counter()  # of the present replica
         self._tail = b""
 
-    @property
-    def has_begun(self) -> bool:
-        return bool(self._delivered)
-
     def restart(self) -> None:
         """Expect the stream from its beginning, from another replica."""
         self._missing = set(self._delivered)
