@@ -26,6 +26,7 @@ TIMEOUTS = {
     "server/test_browser.py": 300,
     "server/test_openapi.py": 300,
     "scale/test_replicas.py": 600,
+    "scale/test_cluster.py": 600,
     "train/test_distributed.py": 330,
     "test_nano.py": 300,
     "interop/": 600,

@@ -24,11 +24,17 @@ from dgemma.weights.hub import ModelOptions
 ROUTER = "dgemma.scale.app:PrefixRouter"
 MAX_ONGOING = 1 << 16  # per replica: its own queue is fair between keys, Ray's is not
 HEALTH_SECONDS = 5.0
+QUEUE_LENGTH_SECONDS = 3.0  # for a replica to tell its queue's length
 SHARE_OF_ROWS = 0.75  # of a batch that a replica has on average, when autoscaling adds one
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
     """Ranks the replicas by prefix affinity and load."""
+
+    # Ray's 0.1 s is less than a busy replica needs to tell its queue's length; its requests would
+    # go to others, which do not have their prefixes.
+    queue_len_response_deadline_s = QUEUE_LENGTH_SECONDS
+    max_queue_len_response_deadline_s = QUEUE_LENGTH_SECONDS
 
     async def choose_replicas(
         self,

@@ -11,7 +11,9 @@ from dgemma.server.call import Call, run_call
 from dgemma.server.service import Settings
 from dgemma.weights.hub import ModelOptions
 
-SLACK = 3  # requests by which the preferred replica may be busier than the least busy one
+# Requests by which the preferred replica may be busier than the least busy one: a batch, within
+# which a request waits for nobody.
+SLACK = 8
 STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
 MetricFamily = tuple[str, str, str, list[Sample]]  # name, type, documentation, samples

@@ -94,6 +94,22 @@ def test_an_image_runs_as_nobody_in_particular_and_says_when_it_is_ready(kind: s
     assert all("-c /opt/dgemma/constraints.txt" in line for line in installs)
 
 
+def test_dockerfiles_pass_their_linter() -> None:
+    run("hadolint", "Dockerfile.cpu", "Dockerfile.cuda")
+
+
+def test_the_build_context_holds_only_what_is_copied() -> None:
+    """A checkout has gigabytes of environments, and keys."""
+    kept = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"
+    ]
+    assert kept == ["dist/*.whl", "constraints.txt"]
+    for kind in ("cpu", "cuda"):
+        text = (DEPLOY / f"Dockerfile.{kind}").read_text(encoding="utf-8")
+        copied = {line.split()[1] for line in text.splitlines() if line.startswith("COPY")}
+        assert copied == {"constraints.txt", "dist/dgemma-*-py3-none-any.whl"}
+
+
 def test_the_compose_file_listens_on_loopback_and_drains() -> None:
     compose = load("compose.yaml")
     for service in compose["services"].values():

@@ -1,0 +1,703 @@
+"""Several replicas under load: kills, updates, scaling, drains, seeds, cached turns, batch, speed.
+
+    python bench/replicas.py CASE... [--model out/tiny] [--requests 320] [--clients 32]
+
+Cases: kill update shrink autoscale drain (a mixed load, while that happens to `dgemma serve
+--replicas 2`), seeds, turns, batch (a file of `--lines`, `dgemma batch` killed ten times) and
+throughput (2 replicas of one thread against 1, in alternating rounds; wants two quiet cores).
+
+The load is of eight kinds: chat whole and streamed, AR, completions, /v1/messages, /v1/responses,
+fills, JSON by schema. Every answer is compared with the one that a single engine without Ray gives
+to the same request alone, in float32. Lost: no whole answer came. Wrong: it differs. A silence is
+the longest time between two events of a stream. Prints one table; fails if something is lost or
+wrong. `python -m examples.tiny_model DIRECTORY` makes a model that answers in milliseconds.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+Body = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-c", "from dgemma.cli import main; main()"]
+EXACT = ["--device", "cpu", "--dtype", "float32", "--quant", "none"]
+NAMED = ["--name", "bench"]
+MARK = "DGEMMA_BENCH_FLEET"  # in the environment of every process of a fleet
+WORDS = "dog ball bird cat sea boat sun moon rain road house tree friend song snow lamp".split()
+QUESTIONS = ["What is a canvas?", "How is this text written?", "Write a haiku."]
+KINDS = ("chat", "chat stream", "ar stream", "text stream", "messages", "responses", "fill", "json")
+ENDS = ("data: [DONE]", '"type":"message_stop"', '"type":"response.')
+SCHEMA = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["dog", "cat", "bird"]}, "old": {"type": "boolean"}},
+    "required": ["animal", "old"],
+    "additionalProperties": False,
+}
+START_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One of the distinct requests."""
+
+    number: int
+    path: str
+    body: Body
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Got:
+    """An answer as its client saw it."""
+
+    number: int
+    status: int = 0
+    text: str = ""
+    is_whole: bool = False
+    silence: float = 0.0
+    tokens: int = 0
+    replica: str = ""
+    began: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of the table."""
+
+    case: str
+    requests: int
+    lost: int
+    wrong: int
+    result: str
+
+
+def ask_of(number: int, tokens: int) -> Ask:
+    """Return a request of the kinds in turn; a half of them sample at a temperature."""
+    rng, kind = random.Random(number), KINDS[number % len(KINDS)]
+    words = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 6)))
+    content = rng.choice([*QUESTIONS, f"Tell me a story about {words}."])
+    messages = [{"role": "user", "content": content}]
+    length = rng.choice([tokens // 4, tokens // 2, tokens])
+    body: Body = {"seed": number, "max_tokens": length, "stream": kind.endswith("stream")}
+    match kind:
+        case "messages" | "responses":  # without a seed: greedy
+            body = {"stream": True, "temperature": 0, "dgemma": {"mode": "ar"}}
+            if kind == "messages":
+                body |= {"model": "bench", "messages": messages, "max_tokens": length}
+                return Ask(number=number, path="/v1/messages", body=body)
+            body |= {"model": "bench", "input": content, "max_output_tokens": length}
+            return Ask(number=number, path="/v1/responses", body=body)
+        case "text stream":
+            return Ask(number=number, path="/v1/completions", body={**body, "prompt": content})
+        case "fill":
+            body = {"seed": number, "n_predict": 12}
+            body |= {"input_prefix": f"The {words} ", "input_suffix": " in the garden."}
+            return Ask(number=number, path="/infill", body=body)
+        case "json":
+            body |= {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+            body["response_format"]["json_schema"]["name"] = "animal"
+        case "ar stream":
+            body |= {"dgemma": {"mode": "ar"}, "temperature": 0.8}
+    if kind.startswith("chat") and number % 2:
+        body["temperature"] = 0.8
+    return Ask(number=number, path="/v1/chat/completions", body={**body, "messages": messages})
+
+
+def text_of(event: Body) -> str:
+    """Return the text of a reply or of an event of a stream."""
+    match event:
+        case {"choices": list(choices)}:
+            parts = [
+                c.get("message") or c.get("delta") or {"content": c.get("text")} for c in choices
+            ]
+            return "".join(part.get("content") or "" for part in parts)
+        case {"type": "content_block_delta", "delta": {"text": str(text)}}:
+            return text
+        case {"type": "response.output_text.delta", "delta": str(text)}:
+            return text
+        case {"content": str(text)}:
+            return text
+    return ""
+
+
+class Load:
+    """Clients of one server, and what they got."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.gots: list[Got] = []
+        self.first_seen: dict[str, float] = {}  # replicas
+        self.num_begun = 0  # requests
+        self.is_over = False
+
+    async def run(
+        self, asks: Sequence[Ask], clients: int, event: Callable[[], Awaitable[None]] | None = None
+    ) -> float:
+        """Work off the requests while `event` happens; return the seconds they took."""
+        waiting, began = list(reversed(asks)), time.perf_counter()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self.url, timeout=600, limits=limits) as client:
+
+            async def work() -> None:
+                while waiting and not self.is_over:
+                    self.gots.append(await self.one(client, waiting.pop()))
+
+            happening = None if event is None else asyncio.ensure_future(event())
+            await asyncio.gather(*(work() for _ in range(clients)))
+            seconds = time.perf_counter() - began
+            if happening is not None:
+                await happening
+        return seconds
+
+    async def one(self, client: httpx.AsyncClient, ask: Ask) -> Got:
+        self.num_begun += 1
+        got = Got(number=ask.number, began=time.monotonic())
+        try:
+            async with client.stream("POST", ask.path, json=ask.body) as reply:
+                got.status, got.replica = (
+                    reply.status_code,
+                    reply.headers.get("x-dgemma-replica", ""),
+                )
+                if got.status == 200:
+                    self.first_seen.setdefault(got.replica, time.monotonic())
+                if ask.is_stream and got.status == 200:
+                    await self._read(reply, got)
+                else:
+                    body = json.loads(await reply.aread())
+                    got.text, got.is_whole = text_of(body), got.status == 200
+                    got.tokens = (body.get("usage") or {}).get("completion_tokens", 0)
+                    got.trouble = "" if got.is_whole else str(body)[:90]
+        except (httpx.HTTPError, ValueError) as error:
+            got.trouble = f"{type(error).__name__}: {error}"
+        return got
+
+    async def _read(self, reply: httpx.Response, got: Got) -> None:
+        last = 0.0
+        async for line in reply.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            now = time.monotonic()
+            got.silence = max(got.silence, now - last if last else 0.0)
+            last = now
+            if '"error":{' in line:
+                got.trouble = line[:200]
+            elif line.startswith(ENDS[0]):
+                got.is_whole = True
+            else:
+                event = json.loads(line[5:])
+                got.text += text_of(event)
+                kind = event.get("type")
+                got.is_whole |= kind in (
+                    "message_stop",
+                    "response.completed",
+                    "response.incomplete",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A server in a process of its own, with the processes of its Ray."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+    mark: str
+
+    @property
+    def replicas(self) -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                is_replica = b"ServeReplica" in path.joinpath("cmdline").read_bytes()
+                if is_replica and self.mark.encode() in path.joinpath("environ").read_bytes():
+                    found.append(int(path.name))
+            except OSError:  # it ended meanwhile
+                continue
+        return found
+
+    def metric(self, name: str) -> float:
+        page = httpx.get(f"{self.url}/metrics", timeout=60).text
+        found = re.search(rf"^{name} ([\d.e+]+)$", page, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    async def has_replicas(self, count: int, seconds: float = START_SECONDS) -> bool:
+        """Wait until so many replicas serve and no other is left."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            serving = await asyncio.to_thread(self.metric, "dgemma_replicas")
+            if serving == count == len(self.replicas):
+                return True
+            await asyncio.sleep(0.2)
+        return False
+
+    def kill(self, count: int = 1) -> None:
+        for pid in random.sample(found := self.replicas, min(count, len(found))):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def serving(command: Sequence[str]) -> Iterator[Fleet]:
+    """Run a server on a free port, one thread per engine, until the block ends."""
+    mark = f"{MARK}={os.getpid()}-{time.monotonic_ns()}"
+    name, value = mark.split("=")
+    environment = {**os.environ, name: value, "DGEMMA_API_KEYS": "", "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    with tempfile.NamedTemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, text=True)
+        try:
+            url, end = "", time.monotonic() + START_SECONDS
+            while not url:
+                if process.poll() is not None or time.monotonic() > end:
+                    sys.exit(f"the server did not start: {Path(log.name).read_text()}")
+                found = re.search(r"http://127.0.0.1:\d+(?=/v1)", Path(log.name).read_text())
+                url = found[0] if found else ""
+                time.sleep(0.1)
+            while True:
+                with httpx.Client() as client:
+                    try:
+                        if client.get(f"{url}/ready", timeout=10).status_code == 200:
+                            break
+                    except httpx.TransportError:
+                        pass
+                time.sleep(0.2)
+            yield Fleet(process, url, mark)
+        finally:
+            process.terminate()
+            try:
+                process.wait(90)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def replicas_command(model: str, replicas: int) -> list[str]:
+    options = ["--model", str(model), "--replicas", str(replicas), "--cpus-per-replica", "1"]
+    return [*COMMAND, "serve", "--port", "0", *options, *EXACT, *NAMED, "--max-queue", "1024"]
+
+
+def scaling_command(model: str, first: int, most: int) -> list[str]:
+    """A server whose size changes: down to one replica on SIGUSR1, or by its load."""
+    return [sys.executable, __file__, "--serve", json.dumps([str(model), first, most])]
+
+
+def serve_scaling(model: str, first: int, most: int) -> None:
+    from dgemma.scale.local import Fleet as Replicas
+    from dgemma.scale.local import serve_replicas
+    from dgemma.scale.replica import ModelArgs, ReplicaOptions
+    from dgemma.server.lifecycle import bind
+    from dgemma.server.limits import Limits
+    from dgemma.server.service import Settings
+
+    options = ReplicaOptions(
+        replicas=first, max_replicas=most, upscale_seconds=2.0, downscale_seconds=4.0
+    )
+    arguments = ModelArgs(model=model, device="cpu", dtype="float32", quant="none")
+    fleet = Replicas(arguments, Settings(names=("bench",), limits=Limits(max_queue=1024)), options)
+    one = replace(options, replicas=1, max_replicas=None)
+
+    def shrink(*_: object) -> None:
+        threading.Thread(target=fleet.update, args=[one], daemon=True).start()
+
+    signal.signal(signal.SIGUSR1, shrink)
+    listening = bind("127.0.0.1", 0)
+    banner = f"at http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    serve_replicas(fleet, listening, banner, lambda count: None)
+
+
+# --- cases
+
+
+@dataclass(slots=True)
+class Bench:
+    """What all cases share."""
+
+    options: argparse.Namespace
+    rows: list[Row] = field(default_factory=list)
+    asks: list[Ask] = field(default_factory=list)
+    expected: dict[int, str] = field(default_factory=dict)
+
+    def prepare(self) -> None:
+        """Let a single engine without Ray answer every distinct request alone."""
+        self.asks = [ask_of(number, self.options.tokens) for number in range(self.options.distinct)]
+        with serving(
+            [*COMMAND, "serve", "--port", "0", "--model", self.options.model, *EXACT, *NAMED]
+        ) as one:
+            load = Load(one.url)
+            asyncio.run(load.run(self.asks, 1))
+        failed = [got for got in load.gots if not got.is_whole]
+        if failed:
+            sys.exit(f"a request fails alone: {failed[0]}")
+        self.expected = {got.number: got.text for got in load.gots}
+
+    def draw(self, count: int) -> list[Ask]:
+        asks = [self.asks[number % len(self.asks)] for number in range(count)]
+        random.Random(count).shuffle(asks)
+        return asks
+
+    def add(self, case: str, gots: Sequence[Got], result: str) -> None:
+        lost = [got for got in gots if not got.is_whole]
+        wrong = [g for g in gots if g.is_whole and g.text != self.expected[g.number]]
+        for got in [*lost[:3], *wrong[:3]]:
+            kind = KINDS[got.number % len(KINDS)]
+            print(f"  {case}: {kind} {got.number}: {got.status} {got.trouble} {got.text!r:.90}")
+        self.show(Row(case, len(gots), len(lost), len(wrong), result))
+
+    def show(self, row: Row) -> None:
+        self.rows.append(row)
+        print(f"  {row}", flush=True)
+
+
+def silence(gots: Sequence[Got]) -> str:
+    return f"longest silence {max(got.silence for got in gots):.1f} s"
+
+
+def kill(bench: Bench) -> None:
+    """A replica is killed every few seconds, without waiting for its replacement."""
+    options, times = bench.options, list[float]()
+    with serving(replicas_command(options.model, 2)) as fleet:
+        load = Load(fleet.url)
+
+        async def kills() -> None:
+            while len(times) < options.kills:
+                await asyncio.sleep(options.every)
+                if len(load.gots) >= options.requests:
+                    return
+                if fleet.replicas:
+                    fleet.kill()
+                    times.append(time.monotonic())
+
+        seconds = asyncio.run(load.run(bench.draw(options.requests), options.clients, kills))
+        seen = sorted(load.first_seen.values())
+        waits = [min((t - at for t in seen if t > at), default=0.0) for at in times]
+        waits = [wait for wait in waits if wait]
+        asyncio.run(fleet.has_replicas(2))
+        fleet.kill()
+        began = time.monotonic()
+        asyncio.run(fleet.has_replicas(2))
+        alone = time.monotonic() - began
+        replays = fleet.metric("dgemma_replays_total")
+    under = f"{median(waits):.1f} s under load" if waits else "none under load"
+    result = f"{len(times)} kills in {seconds:.0f} s, {replays:.0f} replays, {silence(load.gots)}, "
+    bench.add("kill -9", load.gots, f"{result}replacement {under}, {alone:.1f} s without")
+
+
+def update(bench: Bench) -> None:
+    """All replicas are replaced one by one, again and again while the load lasts."""
+    options, rounds = bench.options, list[float]()
+    with serving(replicas_command(options.model, 2)) as fleet:
+        load = Load(fleet.url)
+
+        async def updates() -> None:
+            while len(load.gots) < options.requests // 2:
+                old, began = set(fleet.replicas), time.monotonic()
+                fleet.process.send_signal(signal.SIGHUP)
+                while not old.isdisjoint(fleet.replicas) or len(fleet.replicas) < 2:
+                    await asyncio.sleep(0.2)
+                rounds.append(time.monotonic() - began)
+
+        asyncio.run(load.run(bench.draw(options.requests), options.clients, updates))
+    took = f"{len(rounds)} updates of 2 replicas, {median(rounds):.0f} s each"
+    bench.add("rolling update", load.gots, f"{took}, {silence(load.gots)}")
+
+
+def shrink(bench: Bench) -> None:
+    """Two replicas become one under load."""
+    options = bench.options
+    with serving(scaling_command(options.model, 2, 2)) as fleet:
+        load, took = Load(fleet.url), list[float]()
+
+        async def down() -> None:
+            while len(load.gots) < options.requests // 4:
+                await asyncio.sleep(0.1)
+            began = time.monotonic()
+            fleet.process.send_signal(signal.SIGUSR1)
+            await fleet.has_replicas(1)
+            took.append(time.monotonic() - began)
+
+        asyncio.run(load.run(bench.draw(options.requests), options.clients, down))
+    bench.add("2 replicas to 1", load.gots, f"after {took[0]:.0f} s, {silence(load.gots)}")
+
+
+def autoscale(bench: Bench) -> None:
+    """Load adds a replica; a lighter one removes it again."""
+    options, sizes = bench.options, list[int]()
+    with serving(scaling_command(options.model, 1, 2)) as fleet:
+        load = Load(fleet.url)
+
+        async def both() -> None:
+            stopping = asyncio.create_task(watch())
+            await load.run(bench.draw(options.requests), options.clients)
+            end = time.monotonic() + 90
+            while sizes[-1] != 1 and time.monotonic() < end:
+                await load.run(bench.draw(4), 1)
+            stopping.cancel()
+
+        async def watch() -> None:
+            while True:
+                size = len(fleet.replicas)
+                if not sizes or sizes[-1] != size:
+                    sizes.append(size)
+                await asyncio.sleep(0.2)
+
+        asyncio.run(both())
+    path = " to ".join(map(str, sizes))
+    bench.add("autoscaling", load.gots, f"{path} replicas, {silence(load.gots)}")
+
+
+def drain(bench: Bench) -> None:
+    """SIGTERM under load: what runs is finished, the rest is refused."""
+    options, at = bench.options, list[float]()
+    with serving(replicas_command(options.model, 2)) as fleet:
+        load = Load(fleet.url)
+
+        async def stop() -> None:
+            while len(load.gots) < options.requests // 4:
+                await asyncio.sleep(0.05)
+            fleet.process.terminate()
+            at.append(time.monotonic())
+
+        asyncio.run(load.run(bench.draw(options.requests), options.clients, stop))
+        code = fleet.process.wait(120)
+    refused = [g for g in load.gots if not g.is_whole and (g.status == 503 or g.began >= at[0])]
+    kept = [got for got in load.gots if got not in refused]
+    running = sum(got.began < at[0] for got in kept) - options.requests // 4
+    result = f"about {running} ran and were finished, {len(refused)} refused with 503, "
+    bench.add("drain", kept, f"{result}exit code {code}, {silence(kept)}")
+
+
+def seeds(bench: Bench) -> None:
+    """The same seeds on either replica, after restarts, and replayed."""
+    options, by = bench.options, defaultdict[int, set[str]](set)
+    asks = [ask for ask in bench.asks if "seed" in ask.body]
+    phases, gots = Counter[str](), list[Got]()
+    with serving(replicas_command(options.model, 2)) as fleet:
+
+        def run(phase: str, count: int, event: Callable[[], Awaitable[None]] | None = None) -> None:
+            load, drawn = Load(fleet.url), (asks * (count // len(asks) + 1))[:count]
+            random.Random(count).shuffle(drawn)
+            asyncio.run(load.run(drawn, options.clients, event))
+            gots.extend(load.gots)
+            phases[phase] += len(load.gots)
+            for got in load.gots:
+                by[got.number].add(got.replica)
+
+        async def kills() -> None:
+            for _ in range(4):
+                await asyncio.sleep(options.every)
+                fleet.kill()
+
+        part = options.seeds // 3 + 1
+        run("two replicas", part)
+        fleet.kill(2)
+        run("restarted", part)
+        run("while killed", part, kills)
+        replays = fleet.metric("dgemma_replays_total")
+    several = sum(len(replicas) > 1 for replicas in by.values())
+    parts = ", ".join(f"{count} {phase}" for phase, count in phases.items())
+    result = f"{parts}; {several} of {len(by)} requests on several replicas, {replays:.0f} replays"
+    bench.add("same seeds", gots, result)
+
+
+def turns(bench: Bench) -> None:
+    """Conversations at once: cached tokens of the prompts after each first turn."""
+    options, homes = bench.options, defaultdict[int, set[str]](set)
+    total, cached, failed = 0, 0, 0
+
+    async def talk(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal total, cached, failed
+        rng = random.Random(number)
+        system = f"You are {number}. " + " ".join(rng.choice(WORDS) for _ in range(120))
+        messages = [{"role": "system", "content": system}]
+        for turn in range(options.turns):
+            messages.append({"role": "user", "content": f"Say {rng.choice(WORDS)}."})
+            body = {"messages": messages, "seed": turn, "max_tokens": 8, "dgemma": {"mode": "ar"}}
+            reply = await client.post("/v1/chat/completions", json=body)
+            failed += reply.status_code != 200
+            usage = reply.json()["usage"]
+            if turn:
+                total += usage["prompt_tokens"]
+                cached += usage["prompt_tokens_details"]["cached_tokens"]
+            homes[number].add(reply.headers["x-dgemma-replica"])
+            messages.append(reply.json()["choices"][0]["message"])
+            await asyncio.sleep(rng.random())  # a person reads
+
+    async def talks(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+            await asyncio.gather(*(talk(client, number) for number in range(options.talks)))
+
+    with serving(replicas_command(options.model, 2)) as fleet:
+        asyncio.run(talks(fleet.url))
+    kept = sum(len(replicas) == 1 for replicas in homes.values())
+    result = f"{cached / total:.1%} of {total} prompt tokens of later turns cached, "
+    result += f"{kept} of {len(homes)} conversations on one replica"
+    bench.show(Row("prefix routing", options.talks * options.turns, failed, 0, result))
+
+
+def batch(bench: Bench) -> None:
+    """A batch file, killed ten times, against the same file in one run."""
+    options, environment = bench.options, {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    with tempfile.TemporaryDirectory() as folder:
+        source, whole, killed = (Path(folder) / f"{name}.jsonl" for name in ("in", "one", "ten"))
+        with source.open("w") as file:
+            for number in range(options.lines):
+                ask = ask_of(number, options.tokens)
+                body = {k: v for k, v in ask.body.items() if k not in ("seed", "stream")}
+                line = {"custom_id": f"line-{number}", "url": ask.path, "body": body}
+                file.write(json.dumps({**line, "method": "POST"}) + "\n")
+        command = [*COMMAND, "batch", str(source), "--model", options.model, *EXACT, "-o"]
+        subprocess.run([*command, str(whole)], env=environment, check=True, stderr=sys.stderr)
+        for number in range(10):
+            goal = (number + 1) * options.lines // 11
+            process = subprocess.Popen([*command, str(killed)], env=environment)
+            while process.poll() is None and num_lines(killed) < goal:
+                time.sleep(0.002)
+            process.kill()
+            process.wait()
+        subprocess.run([*command, str(killed)], env=environment, check=True, stderr=sys.stderr)
+        first, second = (replies(path) for path in (whole, killed))
+    counts = Counter(name for name, _ in second)
+    lost = sum(f"line-{number}" not in counts for number in range(options.lines))
+    twice = sum(count - 1 for count in counts.values())
+    texts = dict(first)
+    wrong = sum(texts[name] != text for name, text in second)
+    result = f"killed 10 times; {len(counts)} lines, {twice} of them twice"
+    bench.show(Row("batch", options.lines, lost, wrong + twice, result))
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def replies(path: Path) -> list[tuple[str, str]]:
+    """Return names and texts of a batch's output; ids, times and costs differ between runs."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for row in rows:
+        body = row["response"]["body"]
+        parts = body.get("content") if isinstance(body.get("content"), list) else None
+        parts = body["output"] if parts is None and "output" in body else parts
+        text = (
+            text_of(body)
+            if parts is None
+            else json.dumps([p.get("text", p.get("content")) for p in parts])
+        )
+        found.append((row["custom_id"], f"{row['response']['status_code']} {text}"))
+    return found
+
+
+def throughput(bench: Bench) -> None:
+    """Committed tokens per second of 2 replicas of one thread, 1, and an engine without Ray."""
+    options, speeds = bench.options, defaultdict[str, list[float]](list)
+    asks, single = [], [*COMMAND, "serve", "--port", "0", "--model", options.model, *EXACT, *NAMED]
+    for number in range(options.clients * 2):
+        content = f"Tell me a story about a {WORDS[number % len(WORDS)]} and {number}."
+        body = {"messages": [{"role": "user", "content": content}], "seed": number}
+        body |= {"max_tokens": options.tokens}
+        asks.append(Ask(number=number, path="/v1/chat/completions", body=body))
+    commands = {
+        "one engine": [*single, "--max-queue", "1024"],
+        "1 replica": replicas_command(options.model, 1),
+        "2 replicas": replicas_command(options.model, 2),
+    }
+    failed = 0
+    with (
+        serving(commands["one engine"]) as plain,
+        serving(commands["1 replica"]) as one,
+        serving(commands["2 replicas"]) as two,
+    ):
+        fleets = dict(zip(commands, (plain, one, two), strict=True))
+        for turn in range(options.rounds + 1):
+            for name, fleet in fleets.items():
+                load = Load(fleet.url)
+                seconds = asyncio.run(load.run(asks, options.clients))
+                failed += sum(not got.is_whole for got in load.gots)
+                if turn:  # the first warms up
+                    speeds[name].append(sum(got.tokens for got in load.gots) / seconds)
+    ratios = [b / a for a, b in zip(speeds["1 replica"], speeds["2 replicas"], strict=True)]
+    means = ", ".join(f"{name} {median(values):.0f}" for name, values in speeds.items())
+    result = f"{median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f}); tokens/s: {means}"
+    count = (options.rounds + 1) * len(asks) * len(fleets)
+    bench.show(
+        Row(
+            "throughput, 2 replicas to 1",
+            count,
+            failed,
+            0,
+            f"{result}; load {os.getloadavg()[0]:.1f}",
+        )
+    )
+
+
+CASES: dict[str, Callable[[Bench], None]] = {
+    "kill": kill,
+    "update": update,
+    "shrink": shrink,
+    "autoscale": autoscale,
+    "drain": drain,
+    "seeds": seeds,
+    "turns": turns,
+    "batch": batch,
+    "throughput": throughput,
+}
+COMPARED = {"kill", "update", "shrink", "autoscale", "drain", "seeds"}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        serve_scaling(*json.loads(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
+    parser.add_argument("--model", default="out/tiny", help="a folder, or nano")
+    parser.add_argument("--requests", type=int, default=320, help="of a load")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--distinct", type=int, default=48, help="different requests")
+    parser.add_argument("--tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--kills", type=int, default=12, help="most of them")
+    parser.add_argument("--every", type=float, default=4.0, help="seconds between kills")
+    parser.add_argument("--seeds", type=int, default=504, help="answers compared by `seeds`")
+    parser.add_argument("--talks", type=int, default=16, help="conversations of `turns`")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--lines", type=int, default=1000, help="of `batch`")
+    parser.add_argument("--rounds", type=int, default=5, help="of `throughput`")
+    bench = Bench(parser.parse_args())
+    if COMPARED & set(bench.options.cases):
+        bench.prepare()
+    for case in bench.options.cases:
+        CASES[case](bench)
+    print(f"\n{bench.options.model}, {date_and_load()}\n")
+    print("| case | requests | lost | wrong | result |\n|---|---:|---:|---:|---|")
+    for row in bench.rows:
+        print(f"| {row.case} | {row.requests} | {row.lost} | {row.wrong} | {row.result} |")
+    if any(row.lost or row.wrong for row in bench.rows):
+        sys.exit(1)
+
+
+def date_and_load() -> str:
+    return f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPUs, load {os.getloadavg()[1]:.1f}"
+
+
+if __name__ == "__main__":
+    main()
