@@ -304,15 +304,16 @@ def scaling_command(model: str, first: int, most: int) -> list[str]:
 def serve_scaling(model: str, first: int, most: int) -> None:
     from dgemma.scale.local import Fleet as Replicas
     from dgemma.scale.local import serve_replicas
-    from dgemma.scale.replica import ModelArgs, ReplicaOptions
+    from dgemma.scale.replica import ReplicaOptions
     from dgemma.server.lifecycle import bind
     from dgemma.server.limits import Limits
     from dgemma.server.service import Settings
+    from dgemma.weights.hub import ModelOptions
 
     options = ReplicaOptions(
         replicas=first, max_replicas=most, upscale_seconds=2.0, downscale_seconds=4.0
     )
-    arguments = ModelArgs(model=model, device="cpu", dtype="float32", quant="none")
+    arguments = ModelOptions(model=model, device="cpu", dtype="float32", quant="none")
     fleet = Replicas(arguments, Settings(names=("bench",), limits=Limits(max_queue=1024)), options)
     one = replace(options, replicas=1, max_replicas=None)
 
@@ -330,7 +331,7 @@ def serve_scaling(model: str, first: int, most: int) -> None:
 
 @dataclass(slots=True)
 class Bench:
-    """What all cases share."""
+    """State that all cases share."""
 
     options: argparse.Namespace
     rows: list[Row] = field(default_factory=list)

@@ -213,7 +213,9 @@ def serve_replicas(
         app = make_front(fleet.update(), fleet.settings)
         server = make_server(app, on_drain)
         signal.signal(signal.SIGHUP, lambda *_: fleet.update_in_background())
-        print(f"{banner}, by {fleet.options.replicas} replicas", file=sys.stderr, flush=True)
+        count = fleet.options.replicas
+        by = "1 replica" if count == 1 else f"{count} replicas"
+        print(f"{banner}, by {by}", file=sys.stderr, flush=True)
         server.run(sockets=[listening])
 
 

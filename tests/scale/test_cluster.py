@@ -56,11 +56,11 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(checkpoint: Path) -> Iterator[Cluster]:
     found = Cluster(checkpoint)
-    yield found
-    if found.process.poll() is None:
-        found.go_on()
-        found.go_on()
-    found.process.wait(120)
+    with found.process:  # which closes its pipes and waits
+        yield found
+        if found.process.poll() is None:
+            found.go_on()
+            found.go_on()
 
 
 def body_of(question: str, **fields: Any) -> dict[str, Any]:
