@@ -683,6 +683,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--lines", type=int, default=1000, help="of `batch`")
     parser.add_argument("--rounds", type=int, default=5, help="of `throughput`")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the servers, too
     bench = Bench(parser.parse_args())
     if COMPARED & set(bench.options.cases):
         bench.prepare()
