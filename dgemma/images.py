@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from io import BytesIO
@@ -107,6 +107,18 @@ class Image:
         with _decoding:
             pixels = rgb(self.source if not isinstance(self.source, bytes) else self._decode())
             return fit(pixels, self.budget(vision, *pixels.size), vision, self.name)
+
+    def squared(self) -> Image:
+        """Return the picture on a square of the colour of its corner; decodes it."""
+        from PIL import Image as Pillow
+
+        with _decoding:
+            pixels = rgb(self.source if not isinstance(self.source, bytes) else self._decode())
+        width, height = pixels.size
+        side = max(width, height)
+        square = Pillow.new("RGB", (side, side), pixels.getpixel((0, 0)))
+        square.paste(pixels, ((side - width) // 2, (side - height) // 2))
+        return replace(self, source=square)
 
     def _decode(self) -> PILImage:
         assert isinstance(self.source, bytes)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from dgemma.engine import Engine
+    from dgemma.images import Image
     from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult
 
 RULE = "──────┼───────┼──────"
@@ -32,12 +33,17 @@ MAX_SHOWN = 100  # characters of an argument that an error quotes
 @with_options
 def sudoku(
     puzzles: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="PUZZLE...",
+            metavar="[PUZZLE...]",
             help="81 characters, 0 or . for an empty cell; or a file with one a line; - is stdin.",
         ),
-    ],
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", "-a", help="A picture of a puzzle to read; may be repeated."),
+    ] = None,
+    *,
     options: ModelOptions,
     mode: Annotated[str, typer.Option(help="diffusion or ar.")] = "diffusion",
     pin: Annotated[
@@ -57,14 +63,18 @@ def sudoku(
 ) -> None:
     """Solve Sudoku; exits with 1 if any puzzle is left unsolved.
 
-    The model alone solves: replies are checked only when all is over. Grids are printed as they are
-    solved, in the puzzles' order; Ctrl-C prints those that are ready.
+    The model alone reads pictures and solves: replies are checked only when all is over. Grids are
+    printed as they are solved, in the puzzles' order; Ctrl-C prints those that are ready.
     """
+    from dgemma.images import Image
     from dgemma.programs.sudoku.solve import SudokuParams
 
     if mode == "ar":
         _check_ar({"--pin": pin, "--restarts": restarts is not None, "--show": show})
-    cells = [cell for argument in puzzles for cell in _read(argument)]
+    cells = [cell for argument in puzzles or () for cell in _read(argument)]
+    images = [Image.open(path) for path in image or ()]
+    if not cells and not images:
+        raise UsageError("there is no PUZZLE; give 81 characters, a file of puzzles, or --image")
     params = SudokuParams(
         mode=mode,  # type: ignore[arg-type]  # refused there if it is not known
         pinned=mode != "ar" if pin is None else pin,
@@ -73,16 +83,16 @@ def sudoku(
         drafts=show,
     )
     engine = load_engine(options)
-    report = SudokuReport(params, len(cells), as_json)
+    report = SudokuReport(params, len(cells) + len(images), as_json)
     try:
-        for index, result in _solve(engine, cells, params):
+        for index, result in _solve(engine, cells, images, params):
             report.add(index, result)
     except KeyboardInterrupt:
         report.finish()
         print(f"dgemma: interrupted after {report.summary}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     report.finish()
-    if report.solved < len(cells):
+    if report.solved < report.count:
         raise typer.Exit(FAILED)
 
 
@@ -131,13 +141,16 @@ def _read_lines(text: str, name: str) -> list[str]:
 
 
 def _solve(
-    engine: "Engine", puzzles: list[str], params: "SudokuParams"
+    engine: "Engine", puzzles: list[str], images: "list[Image]", params: "SudokuParams"
 ) -> "Iterator[tuple[int, SudokuResult]]":
     """Solve all puzzles at once, or one after the other where their canvases are shown."""
     from dgemma.cli.show import run_program
-    from dgemma.programs.sudoku.solve import solve_program
+    from dgemma.programs.sudoku.solve import picture_program, reading_task, solve_program
 
-    programs = (solve_program(engine, puzzle, params) for puzzle in puzzles)
+    programs = [solve_program(engine, puzzle, params) for puzzle in puzzles]
+    for image in images:
+        reading = reading_task(engine, image, params)
+        programs.append(picture_program(engine, reading, image.name, params))
     if not params.drafts:
         yield from engine.as_completed(programs)
         return

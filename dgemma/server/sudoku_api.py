@@ -25,13 +25,18 @@ class SudokuBody(Body):
     )
     unhonoured: ClassVar[FieldTable] = {}
 
-    puzzle: str = honoured(
-        ..., "81 cells row by row, 0 or . where one is empty", min_length=81, max_length=400
+    puzzle: str | None = honoured(
+        None, "81 cells row by row, 0 or . where one is empty", min_length=81, max_length=400
     )
+    image: str | None = honoured(None, "instead of a puzzle: its picture, as a data: URL")
     pinned: bool | None = honoured(None, "true: givens are pinned; the default, but not in AR")
     restarts: int = honoured(
         0, "most new attempts at a canvas that does not converge, 0 to 16", ge=0, le=16
     )
+
+    @property
+    def has_images(self) -> bool:
+        return self.image is not None
 
 
 class SudokuReply(ResultReply):
@@ -44,10 +49,20 @@ class SudokuReply(ResultReply):
 
 
 def parse_sudoku(engine: "Engine", body: SudokuBody) -> "list[Program[Done]]":
+    from dgemma.images import Image
     from dgemma.programs.sudoku.grid import parse
-    from dgemma.programs.sudoku.solve import SudokuParams, sudoku_task
+    from dgemma.programs.sudoku.solve import (
+        SudokuParams,
+        picture_program,
+        reading_task,
+        solve_program,
+        sudoku_task,
+    )
+    from dgemma.text.messages import image_data
 
-    puzzle, mode = parse(body.puzzle), body.dgemma.mode
+    if (body.puzzle is None) == (body.image is None):
+        raise ApiError(400, "give either a puzzle of 81 cells or an image of one")
+    mode = body.dgemma.mode
     check_unconstrained(body.dgemma)
     check_streamed(body)
     if mode == "ar" and body.pinned:
@@ -59,17 +74,24 @@ def parse_sudoku(engine: "Engine", body: SudokuBody) -> "list[Program[Done]]":
         seed=new_seed(body.seed),
         drafts=body.dgemma.drafts and mode != "ar",
     )
-    sudoku_task(engine, puzzle, 0, params)  # refuses what cannot be
-    return [sudoku_answer(engine, puzzle, params)]
+    if body.image is not None:
+        image = Image.from_base64(image_data(body.image))
+        reading = reading_task(engine, image, params)  # decodes, and refuses what cannot be
+        program = picture_program(engine, reading, image.name, params)
+        return [sudoku_answer(engine, program, params)]
+    puzzle = parse(body.puzzle or "")
+    sudoku_task(engine, puzzle, 0, params)
+    return [sudoku_answer(engine, solve_program(engine, puzzle, params), params)]
 
 
-def sudoku_answer(engine: "Engine", puzzle: str, params: "SudokuParams") -> "Program[Done]":
+def sudoku_answer(
+    engine: "Engine", program: "Program[SudokuResult]", params: "SudokuParams"
+) -> "Program[Done]":
     """Solve a puzzle; the text is the grid, if the reply has one."""
     from dgemma.engine import Done, Text
-    from dgemma.programs.sudoku.solve import solve_program
     from dgemma.text.reply import Reply
 
-    result = yield from solve_program(engine, puzzle, params)
+    result = yield from program
     text = result.solution or ""
     yield Text(text=text)
     return Done(

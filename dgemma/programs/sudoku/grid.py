@@ -15,6 +15,7 @@ from dgemma.text.tokenizer import Tokenizer
 
 CELLS = 81
 TASK = "Solve this Sudoku."
+READ_TASK = "Read this Sudoku."  # about a picture
 DIGITS = "123456789"
 
 
@@ -58,6 +59,13 @@ def read_reply(text: str) -> str | None:
     """Return the 81 digits of a reply that is a full grid in the agreed form, else None."""
     cells = "".join(text.split())
     is_full = len(cells) == CELLS and set(cells) <= set(DIGITS)
+    return cells if is_full and grid_text(cells) == text.strip() else None
+
+
+def read_givens(text: str) -> str | None:
+    """Return the 81 digits of a grid in the agreed form, 0 for an empty cell, else None."""
+    cells = "".join(text.split())
+    is_full = len(cells) == CELLS and set(cells) <= set("0" + DIGITS)
     return cells if is_full and grid_text(cells) == text.strip() else None
 
 

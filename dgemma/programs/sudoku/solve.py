@@ -13,6 +13,9 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
+import torch
+import torch.nn.functional as F
+
 from dgemma.config import Mode
 from dgemma.diffusion.canvas import NO_PINS, Pins
 from dgemma.engine.events import Done, Draft
@@ -20,8 +23,10 @@ from dgemma.engine.generation import FAULT, Generation
 from dgemma.engine.params import SamplingParams
 from dgemma.engine.request import Program
 from dgemma.errors import UsageError, require
+from dgemma.images import Image, Picture
 from dgemma.programs.sudoku import grid
 from dgemma.programs.sudoku.grid import ORIGINAL, GridSymmetry, random_form
+from dgemma.text.messages import Message
 from dgemma.text.slots import SlotTemplate
 
 if TYPE_CHECKING:
@@ -32,6 +37,7 @@ CANVAS_MULTIPLE = 32  # of the canvas that holds the reply
 # Nearly all canvases that converge do so within a dozen steps: a new attempt brings more than to
 # wait for the others. After the last attempt there is none.
 MAX_STEPS, MAX_LAST_STEPS = 16, 32
+MIN_COSINE = 0.4  # of a soft token and the embedding it spells; unrelated ones have about 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +109,72 @@ def solve_program(engine: "Engine", puzzle: str, params: SudokuParams) -> Progra
         prompt_tokens=prompt_tokens,
         reply=done.text,
     )
+
+
+def picture_program(
+    engine: "Engine", reading: Generation, name: str, params: SudokuParams
+) -> Program[SudokuResult]:
+    """Let the model read a puzzle from the picture of this name, and solve what it read.
+
+    Nano's tower is trained to give the embeddings of the grid's text, which then spell the puzzle.
+    Where they do not, as with other towers, the model is asked for it.
+    """
+    steps, seconds = 0, 0.0
+    cells = spelled_givens(engine, reading.prompt.images[0].picture)
+    if cells is None:
+        (done,) = yield [reading]
+        cells, steps, seconds = grid.read_givens(done.text), done.steps, done.seconds
+    if cells is None:
+        raise UsageError(
+            f"no Sudoku was read from {name}; show one grid, upright, that fills the picture"
+        )
+    try:
+        puzzle = grid.parse(cells)
+    except UsageError as error:
+        raise UsageError(
+            f"{name} was read as {cells}, and {error}; show a sharper picture, or type it"
+        ) from None
+    result = yield from solve_program(engine, puzzle, params)
+    return replace(result, steps=result.steps + steps, seconds=result.seconds + seconds)
+
+
+def spelled_givens(engine: "Engine", picture: Picture) -> str | None:
+    """Return the puzzle that the soft tokens of a picture spell; None if they spell no grid.
+
+    A soft token spells the token of a grid whose embedding has its direction, if any has. Runs the
+    tower, and therefore in the engine's thread: inside a program.
+    """
+    slots = grid.reply_slots(engine.tokenizer)
+    text = engine.tokenizer.encode(grid.grid_text("0" * grid.CELLS))
+    blanks = [text[place] for place in slots.positions]
+    assert engine.images is not None
+    features_SD = engine.images.features(picture)[: len(text)].float()
+    if len(features_SD) < len(text):
+        return None
+    device = features_SD.device
+    known = torch.tensor(sorted({*text, *(t for digits in slots.tokens for t in digits)}))
+    table_KD = F.normalize(engine.model.embed(known.to(device)).float(), dim=-1)
+    cosine_S, index_S = (F.normalize(features_SD, dim=-1) @ table_KD.T).max(-1)
+    if cosine_S.min() < MIN_COSINE:
+        return None
+    ids = known[index_S.cpu()].tolist()
+    cells = []
+    for place, digits, blank in zip(slots.positions, slots.tokens, blanks, strict=True):
+        if ids[place] not in (blank, *digits):
+            return None
+        cells.append(0 if ids[place] == blank else 1 + digits.index(ids[place]))
+    return "".join(map(str, cells))
+
+
+def reading_task(engine: "Engine", image: Image, params: SudokuParams) -> Generation:
+    """Return the generation that reads the givens of a picture, which is padded to a square."""
+    message = Message(role="user", content=(grid.READ_TASK, image.squared()))
+    length = canvas_length(grid.reply_slots(engine.tokenizer))
+    canvas = None if params.mode == "ar" else min(length, engine.model.config.canvas_length)
+    reading = SamplingParams(
+        mode=params.mode, seed=params.seed, max_tokens=length, canvas_length=canvas, retries=0
+    )
+    return engine.generation(engine.prompt([message]), reading)
 
 
 def _has_converged(done: Done) -> bool:

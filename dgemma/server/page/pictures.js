@@ -36,7 +36,10 @@ export function buildPictures() {
 export function allowPictures(isVision) {
   isAllowed = isVision;
   $("picture").hidden = !isVision;
+  $("sudoku-picture").hidden = !isVision;
 }
+
+export const readsPictures = () => isAllowed;
 
 // The pictures of the next question, which leave the field with it.
 export function takePictures() {
@@ -69,7 +72,7 @@ async function take(files) {
 }
 
 // A data URL of the picture, upright and at most MAX_SIDE wide and high.
-async function encode(file) {
+export async function encode(file) {
   const picture = await createImageBitmap(file);
   const scale = Math.min(1, MAX_SIDE / Math.max(picture.width, picture.height));
   if (scale === 1 && AS_THEY_ARE.includes(file.type)) return dataUrl(file);

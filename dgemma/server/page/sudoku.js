@@ -1,6 +1,7 @@
 // A grid whose cells converge together.
 import { stream } from "./api.js";
 import { $, button, h, plural, seconds } from "./dom.js";
+import { encode, readsPictures } from "./pictures.js";
 import { Recording, Scrubber } from "./recording.js";
 import { announce, Clock, dismiss, notify, Runner, stepsAndTime } from "./run.js";
 import { setting } from "./settings.js";
@@ -32,7 +33,16 @@ export function buildSudoku() {
     $("puzzles").append(button(name, () => set(puzzle)));
   }
   $("puzzles").append(button("Empty", () => set("0".repeat(81))));
-  $("sudoku-go").addEventListener("click", go);
+  $("sudoku-go").addEventListener("click", () => go());
+  const file = $("sudoku-file");
+  $("sudoku-picture").addEventListener("click", () => file.click());
+  file.addEventListener("change", () => {
+    read(file.files[0]);
+    file.value = "";
+  });
+  addEventListener("drop", (event) => {
+    if (!$("sudoku").hidden && event.dataTransfer?.files.length) read(event.dataTransfer.files[0]);
+  });
   document.addEventListener("paste", (event) => {
     const isElsewhere = event.target.closest?.("input, textarea") && !$("grid").contains(event.target);
     if (!$("sudoku").hidden && !isElsewhere) paste(event);
@@ -72,6 +82,11 @@ function set(puzzle) {
 
 // A puzzle of 81 cells in any usual form: a line or nine, 0 . _ * or - for empty, with or without rules.
 function paste(event) {
+  if (event.clipboardData.files.length) {
+    event.preventDefault();
+    read(event.clipboardData.files[0]);
+    return;
+  }
   const text = event.clipboardData.getData("text/plain");
   const lines = text.split("\n").filter((line) => !/^[-+=|\s]{9,}$/.test(line) || /^-{9}$/.test(line.trim()));
   const cellsText = lines.join("").replace(/[\s|,;]/g, "").replace(/[._*xX?-]/g, "0");
@@ -85,20 +100,36 @@ function paste(event) {
   } else notify("sudoku", `What was pasted has ${plural(cellsText.replace(/\D/g, "").length, "cell")}; a Sudoku has 81, each a digit, with 0 or a dot for an empty one.`);
 }
 
+// The picture of a puzzle, which the model reads and solves.
+async function read(file) {
+  if (!readsPictures()) notify("sudoku", "This model reads no pictures; it has no vision tower. Type the puzzle, or paste its digits.");
+  else if (runner.isRunning) notify("sudoku", "A puzzle is being solved; stop it before you show another.");
+  else {
+    const url = await encode(file).catch(() => null);
+    if (!url) notify("sudoku", `The browser cannot read ${file.name || "this file"} as a picture; PNG, JPEG and WebP are known.`);
+    else {
+      dismiss("sudoku");
+      set("0".repeat(81));
+      announce("The picture is being read.");
+      await go(url);
+    }
+  }
+}
+
 // What was given, whatever stands in the other cells by now.
 function givens() {
   return cells.map((input) => (input.classList.contains("given") ? input.value : "0")).join("");
 }
 
-async function go() {
-  const puzzle = givens(), mode = $("sudoku-mode").value;
+async function go(image = null) {
+  const puzzle = givens(), mode = image ? "diffusion" : $("sudoku-mode").value;
   set(puzzle);
   recording = new Recording();
   if (runner.isRunning) return;
   clock = new Clock($("verdict"));
   let finish = null;
   const end = await runner.run(async (signal) => {
-    finish = await (mode === "ar" ? oneByOne(puzzle, signal) : together(puzzle, signal));
+    finish = await (mode === "ar" ? oneByOne(puzzle, signal) : together(puzzle, signal, image));
   });
   clock.end();
   finish?.();
@@ -106,18 +137,19 @@ async function go() {
 }
 
 // Both return what is to be shown in the end.
-async function together(puzzle, signal) {
+async function together(puzzle, signal, image) {
   let finish = null;
-  const body = { puzzle, restarts: Number($("sudoku-restarts").value) || 0, dgemma: { drafts: true } };
+  const body = { ...(image ? { image } : { puzzle }), restarts: Number($("sudoku-restarts").value) || 0, dgemma: { drafts: true } };
   if (setting("seed") !== undefined) body.seed = setting("seed");
   for await (const event of stream("/v1/dgemma/sudoku", body, signal)) {
     const note = event.dgemma;
     if (note.type === "layout") positions = note.positions;
     else if (note.type === "draft") {
+      if (image) puzzle = pinned(note);
       recording.add(note);
       clock.draft(note);
       draw(note, puzzle);
-    } else if (event.object === "dgemma.sudoku") finish = () => show(event, puzzle);
+    } else if (event.object === "dgemma.sudoku") finish = () => show(event, event.puzzle);
   }
   return finish;
 }
@@ -142,6 +174,11 @@ async function oneByOne(puzzle, signal) {
     }
   }
   return finish;
+}
+
+// The givens that were read from a picture: what a canvas pins.
+function pinned(draft) {
+  return positions.map((place) => (draft.pinned[place] ? draft.tokens[place].trim() : "0")).join("");
 }
 
 function draw(draft, puzzle) {

@@ -26,7 +26,7 @@ from dgemma.train.packing import Batch
 from dgemma.weights.load import Checkpoint
 from recipes.nano.pictures.compose import COLOURS, FORMS
 
-READ, SAY, WHAT = "Read this Sudoku.", "What does it say?", "What is in the picture?"
+SAY, WHAT = "What does it say?", "What is in the picture?"
 SUDOKU_CANVAS, TEXT_CANVAS = 96, 64
 MAX_OBJECTS = 4
 NUMBERS = ("no", "one", "two", "three", "four")

@@ -5,8 +5,9 @@
 
 Two phases, by shares of the time. In both, soft token j learns the embedding of token j of the
 transcription, and three linear heads after the fourth layer, dropped afterwards, learn what each
-patch shows and where. In the second the frozen model is asked about the picture, and its losses
-count too. Writes `tower.safetensors` (the integer layout, under the released names),
+patch shows and where. In the second the frozen model is asked about lines and shapes, and its
+losses count too; grids are read off the soft tokens, since a frozen nano that sees a grid solves it
+(LOG.md). Writes `tower.safetensors` (the integer layout, under the released names),
 `state.safetensors` (float32, to go on from) and `results.json` of pictures in held-out fonts.
 
 B pictures, S soft tokens, P patches, D width.
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dgemma.programs.sudoku.grid import TASK
+from dgemma.programs.sudoku.grid import READ_TASK, TASK
 from dgemma.weights.hub import NANO_DIRECTORY
 from dgemma.weights.int_layout import to_int_layout
 from dgemma.weights.load import load_model
@@ -112,7 +113,7 @@ class Trainer:
         self.filler = self.source.tokenizer.encode(task.FILLER)[0]
         self.asked = {
             (question, first): task.Asked.of(question, checkpoint, first=first)
-            for question in (task.READ, task.SAY, TASK, task.WHAT)
+            for question in (READ_TASK, task.SAY, TASK, task.WHAT)
             for first in (False, True)
         }
         self.optimizers = self._optimizers()
@@ -160,7 +161,7 @@ class Trainer:
         return metrics
 
     def _draw(self, name: str, count: int, asks: int) -> Sample:
-        solved = {"solved": True} if name == "sudoku" and asks else {}
+        solved = {"solved": True} if name == "sudoku" and asks and self.options.ask_sudoku else {}
         sample: Sample = getattr(self.source, name)(count, **solved)
         return sample
 
@@ -180,7 +181,7 @@ class Trainer:
         options = self.options
         loss = (options.near_later if asks else options.near) * near + 0.5 * patches
         asks = min(asks, len(features)) // 2 * 2
-        if not asks:
+        if not asks or (name == "sudoku" and not options.ask_sudoku):
             return loss
         for question, answer in questions(name, sample):
             leaf = features[:asks].detach().requires_grad_()
@@ -222,7 +223,7 @@ class Trainer:
 def questions(name: str, sample: Sample) -> Iterator[tuple[str, Tensor]]:
     """Return what is asked about a picture, and the answers' tokens."""
     if name == "sudoku":
-        yield task.READ, sample.tokens
+        yield READ_TASK, sample.tokens
         assert sample.solution is not None
         yield TASK, sample.solution
     else:
@@ -319,7 +320,8 @@ def main() -> None:
     add("--asks", type=int, default=48, help="pictures of a kind that the frozen model is asked")
     add("--ask-from", type=float, default=0.5, help="share of the time before the second phase")
     add("--near", type=float, default=1.0, help="weight of imitating embeddings")
-    add("--near-later", type=float, default=0.3, help="the same in the second phase")
+    add("--near-later", type=float, default=1.0, help="the same in the second phase")
+    add("--ask-sudoku", action="store_true", help="ask the frozen model about grids too")
     add("--lm", type=float, default=1.0, help="weight of the frozen model's losses")
     add("--rate", type=float, default=2e-3)
     add("--hold", type=float, default=0.3, help="share of the time before the rate falls")
