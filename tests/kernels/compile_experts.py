@@ -8,7 +8,7 @@ from typing import Any
 
 from compile_card import FLOAT, HALF, INNER, INT, LONG, TOP_K, WIDTH, Card, Case, Types
 
-from dgemma.backends.cuda.configs import MOE_DECODE, MoeConfig, MoeTable, moe_table
+from dgemma.backends.cuda.configs import MOE_DECODE, MoeConfig, MoeTable, for_bits, moe_table
 from dgemma.backends.cuda.kernels import moe, moe_decode, moe_packed
 from dgemma.quant.gguf_tiles import TILE_FORMATS
 
@@ -26,6 +26,7 @@ SIZES = {
     "gate_up": {"GATED": True, "K": WIDTH, "N": INNER, "TOP_K": TOP_K, "E": 128, "P": 128},
     "down": {"GATED": False, "K": INNER, "N": WIDTH, "TOP_K": 1, "E": 128, "P": 128},
 }
+LARGE = ("Q4_K", "Q5_0", "Q6_K")  # compiled for many rows too
 
 
 def entries(bits: int, *, everything: bool) -> MoeTable:
@@ -65,7 +66,7 @@ def packed_cases(*, everything: bool = True) -> list[Case]:
             limit = f"<= {entry.max_rows:g} rows"
             found.append(_packed(f"moe {part} nvfp4 {limit}", part, config, NVFP4))
             for name in BLOCKS[part]:
-                if everything or entry.max_rows == 24 or name in ("Q4_K", "Q5_0"):
+                if entry.max_rows == 24 or (everything and name in LARGE):
                     found.append(_packed(f"moe {part} {name} {limit}", part, config, _form(name)))
     return found
 
@@ -76,6 +77,7 @@ def _form(name: str) -> dict[str, Any]:
 
 
 def _packed(name: str, part: str, config: MoeConfig, form: dict[str, Any]) -> Case:
+    config = for_bits(config, form["BITS"])
     constants = {**_constants(part, moe_packed._kwargs(config)), **form}
     del constants["PDL"]
     types = {"x": HALF, **PLANES, **BUCKETS, "words": _word(form)}

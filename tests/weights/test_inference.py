@@ -18,6 +18,8 @@ from dgemma.weights.inference import (
     QuantChoice,
     Timing,
     choose_quant,
+    gguf_bytes,
+    gguf_choice,
     needed_bytes,
     plan_load,
     time_int8,
@@ -204,3 +206,37 @@ def test_info_says_which_form_and_why(
         with pytest.raises(SystemExit):
             main()
         assert want in json.loads(capsys.readouterr().out)["weights"]
+
+
+# --- GGUF files on a GPU
+
+
+SIZES = [555_000_000, 460_000_000] * 15  # of the experts of a Q4_K_M, by layer
+
+
+@pytest.mark.parametrize(
+    ("free", "has_fp8", "quant", "num_streamed"),
+    [
+        (24e9, True, "gguf", 0),
+        (21e9, True, "gguf_fp8", 0),
+        (21e9, False, "gguf", 5),
+        (15.5e9, True, "gguf_fp8", 12),
+        (11.5e9, True, "gguf_fp8", 20),
+    ],
+)
+def test_a_gguf_file_is_held_as_the_memory_of_a_gpu_allows(
+    free: float, has_fp8: bool, quant: str, num_streamed: int
+) -> None:
+    choice = gguf_choice(RELEASED, SIZES, free, has_fp8=has_fp8)
+    assert choice.quant == quant
+    assert abs(len(choice.streamed) - num_streamed) <= 1
+    assert ("streamed from host memory" in choice.reason) == bool(num_streamed)
+    resident = sum(size for layer, size in enumerate(SIZES) if layer not in choice.streamed)
+    staged = 2 * max((SIZES[layer] for layer in choice.streamed), default=0)
+    others = gguf_bytes(RELEASED, SIZES, choice.quant) - sum(SIZES)
+    assert others + resident + staged <= free
+
+
+def test_a_gpu_too_small_even_for_streaming_is_refused() -> None:
+    with pytest.raises(UsageError, match="with the experts of all layers in host memory"):
+        gguf_choice(RELEASED, SIZES, 4e9, has_fp8=True)

@@ -192,7 +192,7 @@ MOE_4: MoeTable = (
         max_rows=96,
     ),
     MoeConfigs(
-        MoeConfig(rows=128, columns=64, depth=64, stages=4),
+        MoeConfig(rows=128, columns=64, depth=64, stages=4, share_scales=False),
         MoeConfig(rows=128, columns=128, depth=64),
     ),
 )
@@ -232,6 +232,15 @@ def moe_config(num_assignments: int, num_experts: int, bits: int = 16) -> MoeCon
     """Choose by the rows per expert under even routing."""
     rows = num_assignments / num_experts
     return next(configs for configs in moe_table(bits) if rows <= configs.max_rows)
+
+
+def for_bits(config: MoeConfig, bits: int) -> MoeConfig:
+    """Give large tiles of five- and six-bit weights more warps and fewer stages.
+
+    Their registers would not do; and two blocks of five bits, which share bytes, are unrolled.
+    """
+    is_large = config.rows >= 128
+    return replace(config, warps=8, stages=2) if bits in (5, 6) and is_large else config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

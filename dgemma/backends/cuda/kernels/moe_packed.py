@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.backends.cuda.configs import MoeConfig, moe_config
+from dgemma.backends.cuda.configs import MoeConfig, for_bits, moe_config
 from dgemma.backends.cuda.kernels.common import gdc_wait, gelu_mul, launch, pdl_kwargs
 from dgemma.backends.cuda.kernels.moe import Buckets, row_block, sort_by_expert
 from dgemma.backends.cuda.kernels.unpack import (
@@ -55,7 +55,7 @@ def gate_up(
 ) -> Tensor:
     """gelu(gate) * up of every assignment, [A, I]; the gate half comes first."""
     out_AI = x_TD.new_empty(len(x_TD) * top_k, weight.outputs // 2)
-    kwargs = {"GATED": True, "TOP_K": top_k, **_kwargs(config), **packed_kwargs(weight, ptx=ptx)}
+    kwargs = {"GATED": True, "TOP_K": top_k, **packed_kwargs(weight, ptx=ptx)}
     return _launch(x_TD, weight, out_AI, buckets, config, kwargs)
 
 
@@ -69,7 +69,7 @@ def down(
 ) -> Tensor:
     """Output of every assignment, [A, D], not yet weighted."""
     out_AD = hidden_AI.new_empty(len(hidden_AI), weight.outputs)
-    kwargs = {"GATED": False, "TOP_K": 1, **_kwargs(config), **packed_kwargs(weight, ptx=ptx)}
+    kwargs = {"GATED": False, "TOP_K": 1, **packed_kwargs(weight, ptx=ptx)}
     return _launch(hidden_AI, weight, out_AD, buckets, config, kwargs)
 
 
@@ -92,6 +92,7 @@ def _launch(
         N=outputs,
         **buckets.kwargs,
         **kwargs,
+        **_kwargs(for_bits(config, kwargs["BITS"])),
     )
     return out_AN
 
