@@ -15,6 +15,7 @@ are spelled byte by byte. Exits 1 if a part or a check fails; a missed target is
 
 import argparse
 import dataclasses
+import os
 import random
 import sys
 import time
@@ -39,6 +40,7 @@ from _paths_common import (
 from _paths_http import http_table
 
 from dgemma import fill
+from dgemma.server.lifecycle import bound_kernel_cache
 
 COLUMNS = ("request", "ms a step or token", "ratio", "tokens/s in all", "at most")
 SINGLE_MS = {"none": 15.4, "fp8": 9.2, "nvfp4": 8.3}
@@ -367,6 +369,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
+    bound_kernel_cache(os.environ)  # as the server does; without it a CPU's memory grows for long
     bench, report = Bench(arguments), Report(arguments.out)
     begin = time.perf_counter()
     report.write(*bench.header())

@@ -12,6 +12,7 @@ L canvas length, V vocabulary.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,11 +28,12 @@ from dgemma.constrain.matcher import (
     path_through_pins,
 )
 from dgemma.diffusion.canvas import Canvas, Pins
-from dgemma.diffusion.logit_stats import PositionStats
+from dgemma.diffusion.logit_stats import HostStats
 from dgemma.diffusion.sampler import StepView
 
 MAX_DRAWS = 8  # AR: tokens without a completion that fits, before the known completion is followed
 LOGIT_POSITIONS = 16  # read together when a canvas must be finished
+EXPECTED_SECONDS = 0.02  # of a first step, of which nothing is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class ConstrainedCanvas:
         self.vocabulary = constraint.vocabulary
         self.budget = 0  # tokens the text may still take from the start of the block
         self.num_tokens = 0  # of earlier blocks
+        self.seconds = EXPECTED_SECONDS  # of the last step
         self.state = self._at_start = TextState(completion=constraint.shortest)
         self._before: tuple[int, TextState] | None = None  # the last step: its number, the state
         self._pins: dict[int, int] = {}
@@ -137,7 +140,7 @@ class ConstrainedCanvas:
             before = self._before[1]
             self.matcher.rollback(len(self.state.block) - len(before.block))
             self.state = before
-        self._before = canvas.num_steps, self.state
+        self._before, begin = (canvas.num_steps, self.state), time.perf_counter()
         try:
             if not self.state.fault:
                 return self._apply(canvas, view)
@@ -145,11 +148,15 @@ class ConstrainedCanvas:
             self.state = replace(self.state, fault=str(fault))
         except Exception as error:
             self.state = replace(self.state, error=error)
+        finally:
+            self.seconds = time.perf_counter() - begin
         return replace(canvas, converged=torch.ones_like(canvas.converged))
 
     def next_token(self, logits_V: Tensor, draw: Callable[[Tensor], int]) -> int:
         """AR: draw the next token among the allowed; a stop id ends the text."""
+        begin = time.perf_counter()
         token = self._next_token(logits_V, draw)
+        self.seconds = time.perf_counter() - begin
         self.end_block()
         return token
 
@@ -232,7 +239,8 @@ class ConstrainedCanvas:
         self._note_forced(completion)
         if self.matcher.consume(tokens) < len(tokens):
             raise ConstraintFault("the grammar refuses an end that it allowed")
-        self._append(tokens, Completion(rest, tuple(self.vocabulary.split(rest))))
+        begin = self._known_completion().begin + len(self.vocabulary.split(tokens))
+        self._append(tokens, Completion(rest, tuple(self.vocabulary.split(rest)), begin))
         if not rest:
             self.state = replace(self.state, is_complete=True)
         return list(tokens)
@@ -247,7 +255,7 @@ class ConstrainedCanvas:
                 self.state = replace(self.state, forced_from=forced_from)
 
     def _apply(self, canvas: Canvas, view: StepView) -> Canvas:
-        stats = _HostStats.read(view.stats)
+        stats = HostStats.read(view.stats)
         if math.isnan(sum(stats.entropy)):
             return replace(canvas, converged=torch.ones_like(canvas.converged))
         begin = len(self.state.block)
@@ -345,28 +353,13 @@ class ConstrainedCanvas:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _HostStats:
-    """Top token, its probability and the entropy of each position."""
-
-    tops: list[int]
-    top_p: list[float]
-    entropy: list[float]
-
-    @classmethod
-    def read(cls, stats: PositionStats) -> "_HostStats":
-        columns = (stats.top_T.double(), stats.top_p_T.double(), stats.entropy_T.double())
-        tops, top_p, entropy = torch.stack(columns).tolist()  # one device synchronization
-        return cls([int(token) for token in tops], top_p, entropy)
-
-
 class _PrefixStep:
     """Extends the prefix by one step: `consumed` tokens, and the `stop` id it reached, if any."""
 
     def __init__(
         self,
         text: ConstrainedCanvas,
-        stats: _HostStats,
+        stats: HostStats,
         view: StepView,
         room: int,
         min_tokens: float,

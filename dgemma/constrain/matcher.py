@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgemma.constrain.grammar import Grammar, refuse
-from dgemma.constrain.shortest_completion import CompletionSearch, TokenMask
+from dgemma.constrain.shortest_completion import CompletionSearch, KnownCompletion, TokenMask
 from dgemma.constrain.unique_items import UniqueItems, UniqueState
 from dgemma.constrain.vocabulary import Vocabulary
 from dgemma.errors import DgemmaError
@@ -37,10 +37,11 @@ class ConstraintFault(DgemmaError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Tokens that end a text, and the same in single bytes."""
+    """Tokens that end a text, and the same in single bytes, of which `begin` come before."""
 
     tokens: tuple[int, ...]
     byte_tokens: tuple[int, ...]
+    begin: int
 
 
 class Constraint:
@@ -181,11 +182,11 @@ class Matcher:
             return None
         is_brief |= known is not None
         max_bytes = min(MAX_COMPLETION_BYTES, MAX_BYTES_PER_TOKEN * limit)
-        known_bytes = () if known is None else known.byte_tokens
+        begin, earlier = sum(self._byte_counts), None
+        if known is not None:
+            earlier = KnownCompletion(known.byte_tokens, begin - known.begin)
         unique = self._unique[-1]
-        ending = self._search.run(
-            self._bytes, max_bytes, known_bytes, is_brief=is_brief, unique=unique
-        )
+        ending = self._search.run(self._bytes, max_bytes, earlier, is_brief=is_brief, unique=unique)
         completion = None if ending is None else self._in_tokens(ending)
         if completion is None or len(completion.tokens) <= limit:
             return completion
@@ -194,7 +195,7 @@ class Matcher:
     def _in_tokens(self, byte_tokens: list[int]) -> Completion:
         for tokens in (self.vocabulary.merge(byte_tokens), byte_tokens):
             if self._tokens.validate_tokens(tokens) == len(tokens):
-                return Completion(tuple(tokens), tuple(byte_tokens))
+                return Completion(tuple(tokens), tuple(byte_tokens), sum(self._byte_counts))
         raise ConstraintFault("the grammar reads a text differently as bytes and as tokens")
 
     def _catch_up(self) -> None:

@@ -54,6 +54,7 @@ class SearchLimits:
 
 
 MAX_SECONDS = 5.0  # of a search that is not brief: some grammars make each state expensive
+MAX_TAIL_WORK = (1 << 14, 1 << 15, 1 << 15)  # bytes that one search tests in known completions
 BRIEF = SearchLimits(width=8, branches=12, states=1_000)
 QUICK = SearchLimits(width=12, branches=16, states=8_000)
 THOROUGH = SearchLimits(width=24, branches=256, states=8_000)
@@ -94,15 +95,15 @@ class CompletionSearch:
         self,
         matcher: "LLMatcher",
         limit: int,
-        known: Sequence[int] = (),
+        known: "KnownCompletion | None" = None,
         *,
         is_brief: bool = False,
         unique: UniqueState | None = None,
     ) -> list[int] | None:
         """Return bytes that complete the matcher's text; None: none found up to `limit`.
 
-        `known` completes an earlier state: a tail of it often does here. A brief search may miss
-        completions, or return longer ones. `unique` is the state of `uniqueItems` in the text.
+        A brief search may miss completions, or return longer ones. `unique` is the state of
+        `uniqueItems` in the text.
         """
         if matcher.is_accepting():
             return []
@@ -110,9 +111,10 @@ class CompletionSearch:
         tail = self._tail(start, known)
         if tail is not None and len(tail) <= limit:
             return tail
-        path = self._descend(start, limit, known, prefer_literals=False)
+        limits = BRIEF if is_brief else QUICK
+        path = self._descend(start, limit, known, limits.states)
         if path is None:
-            path = self._descend(start, limit, known, prefer_literals=True)
+            path = self._descend(start, limit, known, limits.states, prefer_literals=True)
         if is_brief:
             return path or self._search(start, limit, known, BRIEF)
         deadline = time.monotonic() + MAX_SECONDS
@@ -124,11 +126,16 @@ class CompletionSearch:
         )
 
     def _descend(
-        self, state: _State, limit: int, known: Sequence[int], *, prefer_literals: bool
+        self,
+        state: _State,
+        limit: int,
+        known: "KnownCompletion | None",
+        max_states: int,
+        prefer_literals: bool = False,
     ) -> list[int] | None:
         """Follow the first child greedily: the path is long, but no width limit cuts it off."""
         visited = 0
-        while len(state.path) <= limit and visited < QUICK.states:
+        while len(state.path) <= limit and visited < max_states:
             if state.matcher.is_accepting():
                 return list(state.path)
             tail = self._tail(state, known)
@@ -146,7 +153,7 @@ class CompletionSearch:
         self,
         start: _State,
         limit: int,
-        known: Sequence[int],
+        known: "KnownCompletion | None",
         limits: SearchLimits,
         deadline: float = inf,
     ) -> list[int] | None:
@@ -199,8 +206,8 @@ class CompletionSearch:
         is_idle = step[0] in self._idle or child.key == state.key
         return replace(child, idle=child.idle + 1) if is_idle else child
 
-    def _tail(self, state: _State, known: Sequence[int]) -> list[int] | None:
-        tail = completing_tail(state.matcher, known)
+    def _tail(self, state: _State, known: "KnownCompletion | None") -> list[int] | None:
+        tail = None if known is None else known.tail(state.matcher, len(state.path))
         unique = self._feed(state.unique, tail or ())
         return None if unique is not None and unique.is_violated else tail
 
@@ -220,15 +227,42 @@ class CompletionSearch:
         return _State(matcher, path, allowed, idle, unique)
 
 
-def completing_tail(matcher: "LLMatcher", known: Sequence[int]) -> list[int] | None:
-    """Return the shortest tail of a known completion that completes this text too."""
-    for start in range(len(known) - 1, -1, -1):
-        tail = list(known[start:])
-        if matcher.validate_tokens(tail) == len(tail):
-            probe = matcher.deep_copy()
-            if probe.try_consume_tokens(tail) == len(tail) and probe.is_accepting():
-                return tail
-    return None
+class KnownCompletion:
+    """A completion of an earlier state of the same text, for one search: a tail may do here.
+
+    `offset` is the number of bytes that the text has grown by since.
+    """
+
+    def __init__(self, byte_tokens: Sequence[int], offset: int) -> None:
+        self.byte_tokens, self.offset = list(byte_tokens), offset
+        self._work = list(MAX_TAIL_WORK)  # that is left, of each order of tails
+
+    def tail(self, matcher: "LLMatcher", num_more: int) -> list[int] | None:
+        """Return a tail that completes a text which has grown by `num_more` bytes more.
+
+        It is the shortest, unless that takes too much work: testing all takes the square of their
+        length. Then it is one that lacks no more bytes than the text has grown by, the shortest of
+        these if it is found soon, else the longest.
+        """
+        grown, length = self.offset + num_more, len(self.byte_tokens)
+        orders = range(length - 1, -1, -1), range(grown, -1, -1), range(min(grown, length))
+        for number, starts in enumerate(orders):
+            for start in starts:
+                if self._work[number] <= 0:
+                    break
+                if self._completes(matcher, self.byte_tokens[start:], number):
+                    return self.byte_tokens[start:]
+            else:
+                return None  # the rest would repeat what was tested
+        return None
+
+    def _completes(self, matcher: "LLMatcher", tail: list[int], number: int) -> bool:
+        num_valid = matcher.validate_tokens(tail)
+        self._work[number] -= num_valid + len(tail) // 16 + 1
+        if not 0 < num_valid == len(tail):
+            return False
+        probe = matcher.deep_copy()
+        return probe.try_consume_tokens(tail) == len(tail) and probe.is_accepting()
 
 
 # --- literals

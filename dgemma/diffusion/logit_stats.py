@@ -53,6 +53,21 @@ class PositionStats:
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
+@dataclass(frozen=True, slots=True)
+class HostStats:
+    """Top token, its probability and the entropy of each position, for work on the host."""
+
+    tops: list[int]
+    top_p: list[float]
+    entropy: list[float]
+
+    @classmethod
+    def read(cls, stats: PositionStats) -> "HostStats":
+        columns = (stats.top_T.double(), stats.top_p_T.double(), stats.entropy_T.double())
+        tops, top_p, entropy = torch.stack(columns).tolist()  # one device synchronization
+        return cls([int(token) for token in tops], top_p, entropy)
+
+
 def position_stats(
     raw_TV: Tensor, softcap: float | None, query: Query
 ) -> tuple[PositionStats, Tensor]:

@@ -135,12 +135,15 @@ class Engine(EngineCore):
     def constraint(self, **constraint: Unpack[ConstraintArgs]) -> Constraint:
         """Compile a constraint: one of schema, regex, grammar, choices and tools.
 
-        It may be used for any number of requests, as `SamplingParams.constraint`. With `tools`,
+        It may be used for any number of requests, as `SamplingParams.constraint`. Its shortest
+        text is searched here: in the step loop all other requests would wait for it. With `tools`,
         `tool_choice` may be `required` (the default: one call of any of them), the name of the one
         to call, or `auto`: free text, and calls if the model makes them.
         """
         grammar = grammar_of(constraint, self.tokenizer)
-        return compile_constraint(grammar, vocabulary(self.tokenizer, self.stop_ids.ids))
+        compiled = compile_constraint(grammar, vocabulary(self.tokenizer, self.stop_ids.ids))
+        _ = compiled.shortest
+        return compiled
 
     def generation(
         self,

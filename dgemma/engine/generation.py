@@ -96,6 +96,10 @@ class Generation(Task):
         return self.sequence.has_long_commit
 
     @property
+    def host_seconds(self) -> float:
+        return 0.0 if self.constrained is None else self.constrained.text.seconds
+
+    @property
     def is_ar(self) -> bool:
         """True if the next token is drawn in AR: in hybrid mode the first, and a thought's."""
         if self.params.mode != "hybrid":

@@ -152,6 +152,11 @@ class Task(ABC):
         """True while its next input is a long commit, such as a chunk of a prompt."""
         return False
 
+    @property
+    def host_seconds(self) -> float:
+        """Seconds that its constraint takes of a pass, by its last one."""
+        return 0.0
+
     @abstractmethod
     def start(self, engine: "EngineCore", deadline: float) -> None:
         """Allocate KV caches. Called once, before the first pass.

@@ -18,6 +18,7 @@ MAX_PREFILLS_WITH_CANVASES = 1  # ...and in one that canvases or AR tokens wait 
 MAX_HOST_TASKS = 4  # threads for encoding and grammars...
 MAX_HOST_TASKS_PER_OWNER = 2  # ...of which one owner may hold so many
 OVERCOMMIT = 2  # tasks admitted per task of a full pass, at most
+MAX_HOST_SECONDS = 0.2  # of a pass for its constraints, unless a single one takes longer
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +145,10 @@ class Scheduler:
     # --- passes
 
     def batch(self) -> list[AdmittedTask]:
-        """Return the tasks of the next pass, at most `max_batch_size`, and few long commits."""
+        """Return the tasks of the next pass: at most `max_batch_size`, and few slow ones.
+
+        Slow are long commits, and constraints: their time on the host is that of all.
+        """
         self.num_passes += 1
         num_chunks = sum(item.task.has_long_commit for item in self.admitted)
         is_mixed = num_chunks < len(self.admitted)
@@ -156,6 +160,7 @@ class Scheduler:
             return counts[item.request.owner], by_request[id(item.request)], item.last_pass
 
         chosen: list[AdmittedTask] = []
+        seconds = 0.0
         waiting = list(self.admitted)
         while waiting and len(chosen) < self.max_batch_size:
             item = min(waiting, key=turn)
@@ -164,6 +169,10 @@ class Scheduler:
                 if chunks_left == 0:
                     continue
                 chunks_left -= 1
+            if item.task.host_seconds > 0:
+                if seconds > 0 and seconds + item.task.host_seconds > MAX_HOST_SECONDS:
+                    continue
+                seconds += item.task.host_seconds
             counts[item.request.owner] += 1
             by_request[id(item.request)] += 1
             item.last_pass = self.num_passes

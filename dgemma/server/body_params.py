@@ -166,7 +166,7 @@ def compile_constraint(engine: "Engine", constraint: "ConstraintArgs", param: st
         compiled = engine.constraint(**constraint)
     except UsageError as error:
         raise ApiError(400, str(error), param=param) from None
-    if compiled.shortest is None:  # searched here, once, and not by the engine's thread
+    if compiled.shortest is None:
         sentence = (
             f"no text that fits {param} was found: texts of up to {MAX_COMPLETION_BYTES} bytes are "
             f"searched, for at most {MAX_SECONDS:g} seconds; allow shorter texts"

@@ -3,6 +3,7 @@
 The models are random: nothing they want has to do with what they may. Judges are jsonschema and re.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from dgemma.backends.reference import self_conditioned
 from dgemma.constrain.constrained_canvas import ConstrainedCanvas
 from dgemma.constrain.matcher import Completion, Constraint
+from dgemma.constrain.shortest_completion import CompletionSearch
 from dgemma.diffusion.canvas import NO_PINS, Pins, initial_canvas
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import StepView
@@ -381,11 +383,33 @@ def test_the_shortest_end_is_looked_for_before_a_longer_known_one_is_taken() -> 
     assert frontier.state.completion is not None
     assert len(frontier.state.completion.tokens) == 2
     frontier.consume([TOKENIZER.encode("x")[0]] * 2)
-    longer = Completion((1,) * 7, (1,) * 7)
+    longer = Completion((1,) * 7, (1,) * 7, 0)
     frontier.state = replace(frontier.state, block=(1, 1), completion=longer)
     assert not frontier._must_close()
     assert frontier.state.completion is not None
     assert frontier.state.completion.tokens == ()
+
+
+@pytest.mark.parametrize("mode", ["diffusion", "ar"])
+def test_the_step_loop_searches_briefly_and_begins_without_a_search(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, searches = random_engine(0), list[bool]()
+    constraint = engine.constraint(regex="[a-c]{7,30}(, [a-c]{2})*!")
+    run = CompletionSearch.run
+
+    def counted(self: Any, *args: Any, is_brief: bool = False, **more: Any) -> Any:
+        searches.append(is_brief)
+        return run(self, *args, is_brief=is_brief, **more)
+
+    monkeypatch.setattr(CompletionSearch, "run", counted)
+    params = SamplingParams(mode=mode, max_tokens=20, seed=1, constraint=constraint)
+    task = engine.generation(random_prompt(0), params)
+    task.start(engine, math.inf)
+    assert not searches, "all other requests would wait for it"
+    task.close(engine)
+    assert not engine.generate(random_prompt(0), params).fault
+    assert searches and all(searches)
 
 
 def test_one_request_that_fails_leaves_the_others_alone() -> None:

@@ -19,8 +19,9 @@ from dgemma.constrain.grammar import (
 )
 from dgemma.constrain.matcher import Constraint, compile_constraint
 from dgemma.constrain.shortest_completion import (
+    MAX_TAIL_WORK,
     CompletionSearch,
-    completing_tail,
+    KnownCompletion,
     lark_literals,
     schema_literals,
     shortest_match,
@@ -225,8 +226,36 @@ def test_a_tail_of_a_known_end_is_the_shortest_that_fits() -> None:
     known = VOCABULARY.byte_tokens('b","c"]')
     spelled = guide(schema={"type": "array", "items": {"type": "string"}})._bytes.deep_copy()
     spelled.try_consume_tokens(VOCABULARY.byte_tokens('["a'))
-    assert text_of(completing_tail(spelled, known) or []) == '"]'
-    assert CompletionSearch(VOCABULARY).run(spelled, 10, known) == VOCABULARY.byte_tokens('"]')
+    ending = VOCABULARY.byte_tokens('"]')
+    assert KnownCompletion(known, 0).tail(spelled, 0) == ending
+    assert CompletionSearch(VOCABULARY).run(spelled, 10, KnownCompletion(known, 0)) == ending
+
+
+def test_of_a_long_known_end_the_tail_that_follows_the_text_is_found_with_little_work() -> None:
+    """No shorter tail ends this text, and to test them all takes the square of its length."""
+    compiled = guide(regex="[a-z]{900}!")
+    known, spelled = compiled.shortest, compiled._bytes.deep_copy()
+    assert known is not None and len(known.byte_tokens) == 901
+    spelled.try_consume_tokens(VOCABULARY.byte_tokens("two"))
+    tested = list[int]()
+
+    class Counted:
+        """A matcher that counts the bytes it is asked about."""
+
+        def validate_tokens(self, tokens: list[int]) -> int:
+            tested.append(len(tokens))
+            return spelled.validate_tokens(tokens)
+
+        def deep_copy(self) -> Any:
+            return spelled.deep_copy()
+
+    found = KnownCompletion(known.byte_tokens, 1).tail(Counted(), 2)  # type: ignore[arg-type]
+    assert found == list(known.byte_tokens[3:])
+    assert sum(tested) < 2 * sum(MAX_TAIL_WORK)
+    spelled.try_consume_tokens(VOCABULARY.byte_tokens("x"))
+    for grown in (9, 200):  # from the end of these, and from their beginning
+        found = KnownCompletion(known.byte_tokens, grown).tail(spelled, 0)
+        assert found == list(known.byte_tokens[4:])
 
 
 @some

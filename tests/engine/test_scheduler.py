@@ -24,6 +24,7 @@ from dgemma.engine import Done, Engine, SamplingParams
 from dgemma.engine.prefix_cache import PrefixStore
 from dgemma.engine.request import HostTask, Program, Request, Task
 from dgemma.engine.scheduler import (
+    MAX_HOST_SECONDS,
     MAX_HOST_TASKS,
     MAX_HOST_TASKS_PER_OWNER,
     MAX_PREFILLS_WITH_CANVASES,
@@ -390,6 +391,32 @@ def test_every_admitted_task_has_its_turn() -> None:
     )
     chunks = [sum(item.task.has_long_commit for item in batch) for batch in passes]
     assert max(chunks) <= MAX_PREFILLS_WITH_CANVASES
+
+
+def test_slow_constraints_share_the_time_of_a_pass_and_take_turns() -> None:
+    scheduler = Scheduler(max_batch_size=8, max_tokens=10_000)
+    scheduler.add(ready("a", *prefills(6)))
+    scheduler.add(ready("b", *prefills(1)))
+    list(scheduler.admit())
+    for item in scheduler.admitted:
+        item.task = SlowTask(0.4 * MAX_HOST_SECONDS if item.request.owner == "a" else 0.0)
+    passes = [scheduler.batch() for _ in range(6)]
+    owners = [Counter(item.request.owner for item in batch) for batch in passes]
+    assert owners == [{"a": 2, "b": 1}] * 6
+    assert set(Counter(id(item) for batch in passes for item in batch).values()) == {2, 6}
+    for item in scheduler.admitted:
+        item.task = SlowTask(5 * MAX_HOST_SECONDS)
+    assert len(scheduler.batch()) == 1, "one is never too slow"
+
+
+class SlowTask(Prefill):
+    """A task whose constraint takes a stated time of each pass."""
+
+    has_long_commit, host_seconds = False, 0.0
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(range(40, 45))
+        self.host_seconds = seconds
 
 
 def test_memory_counts_the_prefixes_of_tasks_that_wait() -> None:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parent / "corpus"
-SLOW = 2.0  # seconds
+SLOW = 2.0  # seconds of the processor
+HUNG = 300  # seconds of the clock: a busy machine may stop the process for a while
 MAX_BYTES = 1 << 16  # of an input
 KEPT_BYTES = 4096  # of an input in the repository
 KEPT_FILES = 40  # of a target
@@ -115,7 +116,7 @@ def fuzz(name: str, seconds: int, out: Path) -> None:
     (out / "words.txt").write_text("".join(f'"{word}"\n' for word in escaped))
     options = [
         f"-dict={out / 'words.txt'}",
-        "-timeout=0",
+        f"-timeout={HUNG}",
         f"-max_len={MAX_BYTES}",
         "-rss_limit_mb=0",
     ]

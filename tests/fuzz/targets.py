@@ -55,7 +55,11 @@ def safetensors(data: bytes) -> None:
 
 
 def index(data: bytes) -> None:
+    """Read bytes as an index beside the shard that the seed names."""
     directory = write("index/model.safetensors.index.json", data).parent
+    (shard,) = set(json.loads(next(_index_seeds()))["weight_map"].values())
+    if not (directory / shard).exists():
+        (directory / shard).write_bytes(next(_safetensors_seeds()))
     read_headers(directory)
 
 

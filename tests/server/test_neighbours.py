@@ -65,6 +65,18 @@ HEAVY: dict[str, list[tuple[str, dict[str, Any]]]] = {
         )
         for n in range(24)
     ],
+    "24 regexes with long ends": [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": SHORT}],
+                "max_tokens": 2000,
+                "dgemma": {"mode": mode, "regex": f"[a-z ]{{{600 + n}}}b"},
+            },
+        )
+        for n in range(12)
+        for mode in ("ar", "diffusion")
+    ],
     "fim of 4 MB": [("/v1/fim/completions", {"prompt": PROSE, "suffix": "end."})],
     "next edit of 4 MB": [
         (
