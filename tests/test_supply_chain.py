@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -46,6 +47,17 @@ def test_every_dependency_is_pinned_within_its_range(chain: ModuleType) -> None:
         assert name in pins, f"{name} is not in constraints.txt"
         assert requirement.specifier.contains(pins[name][0]), line
         assert any(part.operator == ">=" for part in requirement.specifier), line
+
+
+def test_the_workflow_runs_targets_that_there_are() -> None:
+    """Lint, tests, lowest versions, locked versions, packages and advisories: each is run."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    (matrix,) = re.findall(r"make: \[(.*)\]", workflow)
+    named = {*re.findall(r"[a-z-]+", matrix), *re.findall(r"run: make ([a-z-]+)", workflow)}
+    assert named <= targets
+    assert {"lint", "test-lowest", "locked", "dist", "audit"} <= named
+    assert "run: .ci/run" in workflow and "make test" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_an_advisory_is_found_by_version_and_by_range(chain: ModuleType, tmp_path: Path) -> None:
