@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -80,6 +81,22 @@ def test_a_served_directory_answers_and_drains_on_a_signal(checkpoint: Path) -> 
         assert process.wait(timeout=30) == 0
         assert process.stderr is not None
         assert "finishing" in process.stderr.read()
+
+
+def test_a_server_whose_weights_are_cut_short_ends_in_a_sentence(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """The system ends a thread that reads mapped bytes which are gone."""
+    mine = tmp_path / "mine"
+    shutil.copytree(checkpoint, mine)
+    with serving("--model", str(mine), "--device", "cpu", "--dtype", "float32") as (process, url):
+        os.truncate(mine / "model.safetensors", 4096)
+        body = {"messages": [{"role": "user", "content": LONG}]}
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert process.wait(timeout=30) == 1
+        assert process.stderr is not None
+        assert process.stderr.read().startswith("dgemma: a file of weights was cut short")
 
 
 def test_half_sent_heads_neither_stop_a_server_nor_fill_its_log(checkpoint: Path) -> None:
