@@ -15,8 +15,6 @@ import pytest
 from dgemma.engine import Done, Engine, SamplingParams
 from dgemma.programs.edit.edit import without_fence
 from dgemma.programs.infill.infill import FillParams
-from dgemma.programs.sudoku import grid
-from dgemma.programs.sudoku.solve import SudokuParams, solve_program
 from dgemma.server import infill_api
 from dgemma.server.completions_api import CompletionBody, parse_completion
 from dgemma.server.edit_api import rewrite_answer
@@ -31,7 +29,6 @@ from dgemma.server.infill_api import (
 )
 from dgemma.server.schemas import Body
 from dgemma.server.sentinels import HoleContext, find_hole, read_region, read_update
-from dgemma.server.sudoku_api import sudoku_answer
 from tests.server.conftest import MODEL, Running, wait_for
 from tests.server.test_scheduling import Brake
 from tests.taught import ANSWERS, LONG, SHORT, ask
@@ -289,15 +286,6 @@ def test_infill_says_if_its_limit_was_reached(shared: Running) -> None:
 
     assert stop_types(1) == {"limit"}
     assert stop_types(-1) == {"eos"}
-
-
-def test_a_sudoku_counts_the_tokens_of_its_prompts() -> None:
-    engine = Engine.load("nano", device="cpu")
-    puzzle = "0" * 81
-    result = engine.run(solve_program(engine, puzzle, SudokuParams(mode="ar")))
-    prompt = engine.user_prompt(grid.prompt_text(puzzle))
-    done = engine.run(sudoku_answer(engine, puzzle, SudokuParams(mode="ar")))
-    assert result.prompt_tokens == done.prompt_tokens == len(prompt.ids)
 
 
 def test_a_next_edit_is_a_fenced_region_or_none(shared: Running) -> None:

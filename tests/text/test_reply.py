@@ -112,7 +112,11 @@ def test_a_quote_token_spelled_in_a_string_is_content(tokenizer: Tokenizer) -> N
     [
         ("<|tool_call>call:f{x:1", "call:f{x:1", "not closed"),
         ("<|tool_call>call:f{x:1<turn|>", "call:f{x:1", "not closed"),
-        ("<|tool_call>call:f{x:<pad>1}<tool_call|>", "call:f{x:<pad>1}", "<pad> stands inside"),
+        (
+            "<|tool_call>call:f{x:<pad>1}<tool_call|>",
+            "call:f{x:<pad>1}",
+            "contains the control token <pad>",
+        ),
         ("<|tool_call>call:f{x:word}<tool_call|>", "call:f{x:word}", "expected a number, true"),
         ('<|tool_call>call:f{x:<|"|>a}<tool_call|>', 'call:f{x:<|"|>a}', 'a closing <|"|>'),
         ('<|tool_call>call:f<|"|>{}<tool_call|>', 'call:f<|"|>{}', "call:NAME{"),

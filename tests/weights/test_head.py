@@ -23,6 +23,7 @@ from dgemma.quant.fp8 import quantize
 from dgemma.quant.head import CHUNK, quantize_head, soft_embed_reference
 from dgemma.roofline import RELEASED
 from dgemma.weights import inference
+from dgemma.weights.hub import ModelOptions
 from dgemma.weights.inference import choose_quant
 from dgemma.weights.layer_formats import Quant
 from dgemma.weights.load import Checkpoint, load_model, random_model
@@ -214,10 +215,10 @@ def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.Mo
         assert found.fp8_head and found.fp8_soft_embed
     monkeypatch.setattr(inference, "choose_device", lambda name: GPU)
     said = "fp8, head and soft embeddings in 8 bits (asked for)"
-    assert _weights(str(plain), "auto", "bfloat16", "fp8") == said
+    assert _weights(ModelOptions(model=str(plain), dtype="bfloat16", quant="fp8")) == said
     uneven = make(tmp_path / "uneven", replace(WIDE, vocab_size=72))
     said = "fp8, head in 8 bits (asked for)"
-    assert _weights(str(uneven), "auto", "bfloat16", "fp8") == said
+    assert _weights(ModelOptions(model=str(uneven), dtype="bfloat16", quant="fp8")) == said
     for quant, directory in (("none", plain), ("auto", plain), ("auto", packed), ("fp8", packed)):
         assert not choose_quant(quant, directory, GPU, half).fp8_head
     monkeypatch.setattr(inference, "unsupported_reason", lambda *_: "there are none")
