@@ -40,7 +40,7 @@ from _paths_common import (
 from _paths_http import http_table
 
 from dgemma import fill
-from dgemma.server.lifecycle import bound_kernel_cache
+from dgemma.device import bound_kernel_cache
 
 COLUMNS = ("request", "ms a step or token", "ratio", "tokens/s in all", "at most")
 SINGLE_MS = {"none": 15.4, "fp8": 9.2, "nvfp4": 8.3}

@@ -1,11 +1,14 @@
 """Choice of the device and dtype to run on, by what the machine has."""
 
+from collections.abc import MutableMapping
+
 import torch
 
 from dgemma.errors import UsageError
 
 DEVICES = "auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_KERNELS = 128  # of different shapes, in the CPU matrix library's cache
 
 
 def choose_device(name: str) -> torch.device:
@@ -60,3 +63,13 @@ def empty_cache(device: torch.device | str) -> None:
     """Release cached GPU memory that nothing uses: it is fragmented, and larger blocks need it."""
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
+
+
+def bound_kernel_cache(environment: MutableMapping[str, str]) -> None:
+    """Bound the CPU matrix library's kernel cache, which holds 1024 kernels by default.
+
+    It compiles one for each shape, and a server meets many: they come to half a GiB and save
+    nothing. Works until the library's first use, after torch is imported too.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        environment.setdefault(name, str(MAX_KERNELS))

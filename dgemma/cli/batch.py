@@ -53,9 +53,9 @@ def batch(
         sender = url_sender(url, read_key(api_key_file, os.environ))
         counts = _run(lines, output, sender, num_parallel)
     else:
+        from dgemma.device import bound_kernel_cache
         from dgemma.server.app import make_routes
         from dgemma.server.batch import engine_sender
-        from dgemma.server.lifecycle import bound_kernel_cache
         from dgemma.server.service import Settings
 
         bound_kernel_cache(os.environ)

@@ -66,7 +66,7 @@ def serve(
     require_extra()
     from dgemma.server.app import make_app
     from dgemma.server.auth import check_listening, names_of, read_keys
-    from dgemma.server.lifecycle import bind, bound_kernel_cache, make_server
+    from dgemma.server.lifecycle import bind, make_server
     from dgemma.server.service import Settings
 
     keys = read_keys(api_key_file, os.environ)
@@ -78,7 +78,6 @@ def serve(
         hosts=names_of(host, allow_host or ()),
         cors_origins=tuple(cors_origin or ()),
     )
-    bound_kernel_cache(os.environ)
     listening = bind(host, port)  # before a long load
     url = _url(listening)
     banner = f"dgemma: {settings.names[0]} is at {url}/v1, its web page at {url}"
@@ -92,6 +91,9 @@ def serve(
         return
     if any(option is not None for option in (max_replicas, gpus_per_replica, cpus_per_replica)):
         raise UsageError("--max-replicas and sizes of replicas need --replicas; give it too")
+    from dgemma.device import bound_kernel_cache
+
+    bound_kernel_cache(os.environ)
     engine = load_engine(options)
     server = make_server(make_app(engine, settings), _print_drain)
     print(banner, file=sys.stderr, flush=True)

@@ -101,14 +101,13 @@ class Model:
     def __init__(
         self, arguments: ModelOptions, settings: Settings, *, is_on_loopback: bool = False
     ) -> None:
-        from dgemma.server.lifecycle import bound_kernel_cache
-
         if is_on_loopback:
             bind_to_loopback()
-        bound_kernel_cache(os.environ)  # before torch is loaded
+        from dgemma.device import bound_kernel_cache
         from dgemma.engine import Engine
         from dgemma.server.app import make_routes
 
+        bound_kernel_cache(os.environ)
         engine = Engine.load(**asdict(arguments))
         self.app = make_routes(engine, settings)
         self.service = self.app.state.service

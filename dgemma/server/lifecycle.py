@@ -28,7 +28,6 @@ ALWAYS_OPEN = frozenset({"/health", "/ready", "/metrics"})
 REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 GRACEFUL_SECONDS = 5  # for what is left when the drain's time is over
 MAX_HEADERS = 32 << 10  # bytes
-MAX_KERNELS = 128  # of different shapes
 ACCEPT_BATCH = 32  # connections accepted at a time, before the first of them is counted
 RESERVED_DESCRIPTORS = 64 + 2 * ACCEPT_BATCH  # of the process's limit, for all but connections
 BACKLOG = 1024  # connections that wait in the kernel
@@ -297,16 +296,6 @@ def make_server(app: Starlette, on_drain: Callable[[int], None] = lambda count: 
         timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
     return Server(config, service.drain, service.abandon, on_drain)
-
-
-def bound_kernel_cache(environment: MutableMapping[str, str]) -> None:
-    """Bound the CPU matrix library's kernel cache, which holds 1024 kernels by default.
-
-    It compiles one for each shape, and a server meets many: they come to half a GiB and save
-    nothing. Works before the library's first use.
-    """
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        environment.setdefault(name, str(MAX_KERNELS))
 
 
 def _request_id(given: bytes) -> str:
