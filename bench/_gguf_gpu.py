@@ -95,16 +95,19 @@ def run(model: Gemma, name: str) -> Facts:
 
     device = model.embed_tokens.weight.device
     begin = time.perf_counter()
+    torch.cuda.reset_peak_memory_stats(device)
     backend = choose_backend(model)
     wait(device)
     facts: Facts = {"backend": backend.name, "start_s": round(time.perf_counter() - begin, 1)}
+    facts["start"] = gpu_memory(device)
     show(name, facts)
+    torch.cuda.reset_peak_memory_stats(device)
     requests = Requests(backend, CONTEXT, 1)
     facts["step"] = requests.steps(STEPS).facts()
     facts["token"] = requests.tokens(STEPS).facts()
     facts["commit"] = requests.commits().facts()
-    facts["memory"] = gpu_memory(device)
-    for key in ("step", "token", "commit", "memory"):
+    facts["running"] = gpu_memory(device)
+    for key in ("step", "token", "commit", "running"):
         show(f"{name} {key}", facts[key])
     return facts
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from _step_peer import transformers_model
 from common import EXAMPLE, MAX_STEPS, Facts, finish, head, in_turn, new_state
-from peer import transformers_model
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -806,7 +806,7 @@ def canvas_logits(
 
 
 def transformers_logits(model: Gemma, prompt_T: Tensor, canvas_L: Tensor) -> Tensor:
-    from peer import transformers_model
+    from _step_peer import transformers_model
     from transformers import DynamicCache
 
     peer = transformers_model(model)

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgemma.device import empty_cache
 from dgemma.errors import UsageError
 from dgemma.model.gemma import Experts
 from dgemma.model.moe import GroupedLinear, Linear, moe_forward, per_expert
@@ -215,6 +216,8 @@ def tile_blocks(weight: BlockWeight, device: torch.device | str) -> TiledBlocks:
         parts = [_expert_bytes(tensor, some).to(device) for tensor in weight.tensors]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         exact |= tiled.write(rows.reshape(-1, block.num_bytes), some)
+        del parts, rows
+    empty_cache(device)  # or the next weight would be cut out of this one's work memory
     return replace(tiled, is_exact=bool(exact))
 
 
