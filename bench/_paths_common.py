@@ -1,6 +1,7 @@
 """Shared parts of `bench/paths.py`: the engine on random weights, timed runs, the report.
 
-Imports from inside the package are in this file and in `common.py`, except the server's.
+Imports from inside the package are here, in `common.py` and in `_paths_image.py`; those of the
+server, which may not be installed, are inside functions.
 """
 
 import argparse

@@ -6,11 +6,12 @@
 
 One process and one model of the released shapes: a single request, the same with temperature,
 drafts, pins and an old version, a JSON schema, requests at once, AR, a long prompt and a schema
-arriving, a hole filled. A fixed number of steps is taken on each canvas, since random weights never
-converge: times are valid for a step and say nothing about the number of steps. `at most` is the
-target of a row. Ratios are to the single plain request, those of AR to a single AR request. With
-`--tokenizer` grammars run on the released vocabulary instead of one in which most words of a schema
-are spelled byte by byte. Exits 1 if a part or a check fails; a missed target is no failure.
+arriving, a hole filled, an image tower and requests with a picture. A fixed number of steps is
+taken on each canvas, since random weights never converge: times are valid for a step and say
+nothing about the number of steps. `at most` is the target of a row. Ratios are to the single plain
+request, those of AR to a single AR request. With `--tokenizer` grammars run on the released
+vocabulary instead of one in which most words of a schema are spelled byte by byte. Exits 1 if a
+part or a check fails; a missed target is no failure.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from _paths_common import (
     median,
 )
 from _paths_http import http_table
+from _paths_image import images
 
 from dgemma import fill
 from dgemma.device import bound_kernel_cache
@@ -322,6 +324,7 @@ PARTS: dict[str, Callable[[Bench, Report], None]] = {
     "prefill": long_prompt,
     "arrival": arrival,
     "fill": fills,
+    "image": images,
 }
 # Sizes of a run on a GPU, and of one that only proves that the script works.
 SIZES = {
@@ -336,6 +339,7 @@ SIZES = {
     "runs": (3, 1),
     "fills": (5, 1),
     "fill_steps": (8, 2),
+    "image_text": (32, 8),  # tokens after a picture
 }
 
 

@@ -1,6 +1,8 @@
 """`bench/paths.py` and `bench/step.py` on tiny shapes and the CPU."""
 
 import json
+import os
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +31,27 @@ def test_a_request_takes_every_step_and_all_its_tokens(
     assert "40 tokens in 6 steps of 3 canvases" in text
     for name in ("diffusion, 1 request", "AR, 16 requests", "prefill of 30 tokens"):
         assert f"| {name} |" in text
+
+
+def test_a_tower_and_a_first_block_with_a_picture_are_timed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = "--tiny --layers 2 --device cpu --only image --steps 1"
+    assert import_module("paths").main(where.split()) == 0
+    out = capsys.readouterr().out
+    for name in ("tower, a picture of at most 1120 tokens", "tower, 3 frames of a video"):
+        assert f"| {name} (" in out
+    for name in ("no picture", "a new picture", "a picture seen lately"):
+        assert f"| first block, {name} of at most 280 tokens (14 prompt tokens" in out
+
+
+def test_it_needs_neither_a_server_nor_grammars() -> None:
+    """A GPU machine may have torch and little else."""
+    code = "import paths, sys; print({'uvicorn', 'fastapi', 'llguidance', 'PIL'} & {*sys.modules})"
+    path = os.pathsep.join([str(BENCH), str(BENCH.parent)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert found.stdout.decode().strip() == "set()", found.stderr.decode()
 
 
 def test_steps_commits_and_tokens_are_timed_by_context_and_batch(
