@@ -1,4 +1,4 @@
-"""The GPU part of `gguf.py`: packed experts beside NVFP4, kernel by kernel, and streamed."""
+"""The GPU part of `quant.py gguf`: packed experts beside NVFP4, kernel by kernel, and streamed."""
 
 import gc
 import time

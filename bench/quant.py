@@ -4,6 +4,8 @@
         [--heldout DIR] [--texts 8] [--puzzles 16] [--calls 24] [--skip 0] [--rounds 9]
     python bench/quant.py load [--layers 2] [--vocab 32768] [--directory DIR] [--device cuda]
         [--small]
+    python bench/quant.py gguf FILE.gguf [--make] [--tiny] [--dtype bfloat16] [--device cuda]
+        [--only resident nvfp4 kernels streamed]
 
 quality  The built-in model on a CPU, each form compared with the first. KL divergence (nats) and
          equal argmax are of held-out stories: a prompt of 256 tokens read causally, and after it a
@@ -20,6 +22,8 @@ load     A checkpoint of the released widths with few layers and random weights,
          in both released layouts, and loaded in each form it can have: seconds, peak and held
          memory, and KL divergence from bfloat16 (of packed files, from the same numbers
          dequantized).
+gguf     A GGUF file of the released size: load time, a step, an AR token, memory; on a GPU each
+         kernel and streaming too. `--make` writes random blocks first: 16.8 GB, some minutes.
 """
 
 import argparse
@@ -33,6 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import _gguf
 import torch
 from common import RELEASED, TINY, Facts, finish, head, in_turn, new_state, reset_memory, wait
 from torch import Tensor
@@ -362,6 +367,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("--small", action="store_true", help="narrow, for a CPU")
     one.add_argument("--directory", type=Path)
     one.add_argument("--device", default="cuda")
+    one = commands.add_parser("gguf", help="a GGUF file: load, step, token, memory")
+    one.set_defaults(run=_gguf.measure_file)
+    _gguf.add_arguments(one)
     return parser.parse_args(given)
 
 

@@ -1,19 +1,14 @@
-"""A GGUF file of the released size: loading, a step, an AR token, memory; on a GPU, kernels too.
-
-    python bench/gguf.py FILE.gguf --make      # writes random blocks first: 16.8 GB, some minutes
-    python bench/gguf.py FILE.gguf [--dtype bfloat16] [--tiny]
-    python bench/gguf.py FILE.gguf --make --device cuda [--only resident nvfp4 kernels streamed]
+"""`quant.py gguf`: a GGUF file of the released size is loaded, steps and draws a token.
 
 On a CPU wall time is that of a machine as busy as it is; CPU time counts all threads and does not
 depend on it. Resident memory includes pages of the file, which the system may drop.
 
 On a GPU the experts are repacked (`_gguf_gpu.py`): a step and an AR token beside NVFP4 in the same
 run, errors and times of each kernel, and streaming within 16 and 12 GB. A part that fails prints
-its traceback, and the others run. The last line is JSON.
+its traceback, and the others run.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,15 +132,16 @@ def measure(path: Path, dtype: str) -> Facts:
     return facts | {name: memory(key) for name, key in keys.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--make", action="store_true", help="write the file first")
     parser.add_argument("--tiny", action="store_true", help="of the example's shapes")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts on a GPU")
-    options = parser.parse_args()
+
+
+def measure_file(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     config = replace(EXAMPLE if options.tiny else RELEASED, vision=None, media_ids={})
     facts = head("gguf", device) | {"dtype": options.dtype}
@@ -158,7 +154,3 @@ def main() -> None:
     facts |= measure(options.file, options.dtype)
     print(f"memory: peak {facts['peak_gb']:.2f} GB, file {facts['file_gb']:.2f} GB")
     finish(facts)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
