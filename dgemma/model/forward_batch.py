@@ -73,6 +73,20 @@ class ForwardBatch:
         segment.cache.buffers[layer].write(start, k_LMH, v_LMH)
         return attention(q_LNH, self._visible(index, layer))
 
+    def attend_written(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """Attend as `attend` does, where a kernel has already written the keys and values."""
+        queries = torch.split(q_TNH, [segment.count for segment in self.segments])
+        return torch.cat(
+            [attention(q_LNH, self._visible(i, layer)) for i, q_LNH in enumerate(queries)]
+        )
+
+    def has_images(self, layer: int) -> bool:
+        """True if tokens of a picture see each other in this layer."""
+        windows = ((s, s.cache.config.attention(layer).window) for s in self.segments)
+        return any(
+            segment.images and _is_bidirectional(segment, window) for segment, window in windows
+        )
+
     def kv_table(self) -> NDArray[np.int64] | None:
         """KV pointers of all segments and layers, [segments, layers, 6]; see `KVCache.kv_table`."""
         pairs = zip(self.segments, self.starts, strict=True)
@@ -110,21 +124,24 @@ class ForwardBatch:
             mask_LS = key_1S <= query_L1
             if window is not None:
                 mask_LS &= query_L1 - key_1S < window
-            if segment.images:
+            if segment.images and _is_bidirectional(segment, window):
                 mask_LS |= _image_mask(segment, query_L1, key_1S, window)
             self.masks[index, window] = mask_LS
         return self.masks[index, window]
 
 
-def _image_mask(segment: Segment, query_L1: Tensor, key_1S: Tensor, window: int | None) -> Tensor:
-    """Pairs of tokens of one picture that see each other by the model's rule (decision 040)."""
+def _is_bidirectional(segment: Segment, window: int | None) -> bool:
+    """True if a picture's tokens see each other in such a layer (decision 040)."""
     rule = segment.cache.config.image_attention
+    return rule == "all" or (rule == "sliding" and window is not None)
+
+
+def _image_mask(segment: Segment, query_L1: Tensor, key_1S: Tensor, window: int | None) -> Tensor:
+    """Pairs of tokens of one picture, within the window."""
     mask_LS = torch.zeros(len(query_L1), key_1S.shape[1], dtype=torch.bool, device=key_1S.device)
-    if rule == "causal" or (rule == "sliding" and window is None):
-        return mask_LS
     for begin, end in segment.images:
         inside_L1 = (query_L1 >= begin) & (query_L1 < end)
         mask_LS |= inside_L1 & (key_1S >= begin) & (key_1S < end)
-    if rule == "sliding" and window is not None:
+    if window is not None and segment.cache.config.image_attention == "sliding":
         mask_LS &= (query_L1 - key_1S).abs() < window
     return mask_LS

@@ -340,7 +340,7 @@ def test_encoded_texts_give_the_reference_s_hidden_states(
 
 
 @pytest.mark.parametrize("kind", ["canvas", "draw", "chunk"])
-def test_pictures_are_committed_by_the_reference_and_the_rest_by_kernels(
+def test_pictures_are_committed_as_by_the_reference(
     mine: CudaBackend, want: ReferenceBackend, kind: str
 ) -> None:
     generator = torch.Generator().manual_seed(3)

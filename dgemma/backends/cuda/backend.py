@@ -27,7 +27,7 @@ from dgemma.backends.cuda.passes import (
     has_plain_self_conditioning,
     run_segments,
 )
-from dgemma.backends.reference import ReferenceBackend, score
+from dgemma.backends.reference import ReferenceBackend, ReferenceStep, commit_segment, score
 from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.denoise import CanvasState, update_canvas
 from dgemma.diffusion.logit_stats import PositionStats
@@ -142,7 +142,7 @@ class CudaBackend:
         return prefix is None or prefix.shared_prefix is None
 
     def _commit_images(self, item: ForwardInput) -> ForwardInput:
-        """Commit up to the last picture by the reference; return what is left for kernels.
+        """Commit up to the last picture by an eager pass; return what is left for captured ones.
 
         Tokens of a picture see each other, and captured passes know causal commits alone.
         """
@@ -150,7 +150,9 @@ class CudaBackend:
             return item
         end = item.images[-1].end
         seen = ForwardInput(cache=item.cache, tokens=item.tokens[:end], images=item.images)
-        self.reference.run([seen])
+        batch = ForwardBatch([commit_segment(seen)])
+        self.forward(ReferenceStep(self.model, batch, [seen], []).embed(), batch)
+        batch.close()
         return replace(item, tokens=item.tokens[end:], images=())
 
     def _run_by_reference(self, item: ForwardInput) -> list[ForwardOutput]:

@@ -43,6 +43,7 @@ from dgemma.backends.cuda.merge import (
 )
 from dgemma.backends.cuda.streaming import ExpertStream, StreamedExperts
 from dgemma.config import LayerType
+from dgemma.model.forward_batch import ForwardBatch
 from dgemma.model.gemma import Gemma, Layer
 from dgemma.model.norm_rope import CosSin
 from dgemma.quant.fp8 import LinearWeight
@@ -81,6 +82,9 @@ class AttnBatch:
 
     segments: Segments
     table_EX6: Tensor  # int64: entries, layers
+    images: ForwardBatch | None = (
+        None  # layers where their tokens see each other attend by its masks
+    )
 
 
 class FusedModel:
@@ -133,6 +137,9 @@ class FusedModel:
         table_E6, segments = batch.table_EX6[:, layer.index], batch.segments
         rope = cos_sin[layer.layer_type]
         q_TNH = qk_norm_rope(qkv_TX, layer.heads, rope, table_E6, segments, self.eps)
+        if batch.images is not None and batch.images.has_images(layer.index):
+            attended_TX = batch.images.attend_written(layer.index, q_TNH).flatten(1)
+            return quantize_rows(attended_TX) if accepts_fp8(qkv_TX, layer.out) else attended_TX
         splits = attention.attend(q_TNH, table_E6, segments, layer.heads.keys, layer.window)
         if accepts_fp8(qkv_TX, layer.out):
             return QTensor(*attention.reduce_splits_fp8(*splits, q_TNH.dtype))

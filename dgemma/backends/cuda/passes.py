@@ -269,8 +269,11 @@ def run_segments(
     )
     table_EX6 = torch.from_numpy(table_IX6).to(device)
     cos_sin = rope_cos_sin(model.model.config, batch.positions_T)
+    has_images = any(segment.images for segment in batch.segments)
+    assert not has_images or index_P is None, "segments with pictures are not padded"
     if index_P is None:
-        return model.fused.forward(embeds_TD, cos_sin, AttnBatch(segments, table_EX6))
+        images = batch if has_images else None
+        return model.fused.forward(embeds_TD, cos_sin, AttnBatch(segments, table_EX6, images))
     padded = {k: (c[index_P], s[index_P]) for k, (c, s) in cos_sin.items()}
     hidden_PD = model.fused.forward(embeds_TD[index_P], padded, AttnBatch(segments, table_EX6))
     return hidden_PD[back_T]
