@@ -17,9 +17,9 @@ from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import KVCache
 
-# Logits computed at once, [T, V]: a canvas of the released model on a GPU; on a CPU, what stays in
-# its caches.
-LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22, "mps": 1 << 24}
+# Logits computed at once, [T, V]: on a GPU 64 positions of the released model, whose float32 copies
+# fit beside the weights of a small card; on a CPU, what stays in its caches.
+LOGIT_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 22, "mps": 1 << 24}
 SCORED_POSITIONS = 512
 
 
