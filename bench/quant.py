@@ -16,8 +16,9 @@ quality  The built-in model on a CPU, each form compared with the first. KL dive
          bfloat16 and int8 are timed, in rounds that alternate. Below the table: the change of each
          form's steps from the first form's, case by case, with 95 % intervals. nvfp4 has experts in
          four bits and the dense part in fp8. `fp8+head` has the LM head in fp8 too, `fp8+soft` head
-         and soft embeddings; `bits:4,6` stores experts in 4 bits and the rest in 6. `--skip` takes
-         other cases; `--puzzles 0 --calls 0` leaves the tasks out. The last line is JSON.
+         and soft embeddings; `bits:4,6` stores experts in 4 bits and the rest in 6; `gguf:Q4_K_M`
+         is the model exported so and read back. `--skip` takes other cases; `--puzzles 0 --calls 0`
+         leaves the tasks out. The last line is JSON.
 load     A checkpoint of the released widths with few layers and random weights, written plain and
          in both released layouts, and loaded in each form it can have: seconds, peak and held
          memory, and KL divergence from bfloat16 (of packed files, from the same numbers
@@ -58,6 +59,7 @@ from dgemma.programs.infill.infill import end_id
 from dgemma.programs.sudoku.solve import SudokuParams, solve
 from dgemma.quant.head import quantize_head
 from dgemma.quant.qtensor import quantize_int8
+from dgemma.weights.gguf_write import export_gguf
 from dgemma.weights.hub import find_checkpoint
 from dgemma.weights.int_layout import Bits, quantize_groups
 from dgemma.weights.layer_formats import LayerFormat, Quant, quantize_model
@@ -68,7 +70,7 @@ from dgemma.weights.save import save_checkpoint
 
 PROMPT, CANVAS, LEVEL = 256, 128, 0.5
 CPU = torch.device("cpu")
-HEAD, SOFT, BITS = "+head", "+soft", "bits:"
+HEAD, SOFT, BITS, GGUF = "+head", "+soft", "bits:", "gguf:"
 TIMED = ("float32", "bfloat16", "int8")
 EACH = ", steps of each"
 
@@ -99,6 +101,11 @@ def load_form(form: str, model: str) -> Engine:
         return Engine.load(model, device="cpu", quant="int8")
     if form == "fp8":
         return Engine.load(model, device="cpu", dtype="float32", quant="fp8")
+    if form.startswith(GGUF):
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / f"{form.removeprefix(GGUF)}.gguf"
+            export_gguf(find_checkpoint(model), path, path.stem)
+            return Engine.load(path, device="cpu", dtype="float32", quant="none")
     engine = Engine.load(model, device="cpu", dtype="float32", quant="none")
     if form.startswith(BITS):
         plain = load_model(find_checkpoint(model), dtype=torch.float32).model
