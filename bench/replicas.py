@@ -344,7 +344,7 @@ def throughput(bench: Bench) -> None:
     """Committed tokens per second of 2 replicas of one thread, 1, and an engine without Ray."""
     options, speeds = bench.options, defaultdict[str, list[float]](list)
     asks, single = [], [*COMMAND, "serve", "--port", "0", "--model", options.model, *EXACT, *NAMED]
-    for number in range(options.clients * 2):
+    for number in range(options.clients * 4):  # the last ones run alone: few in many
         content = f"Tell me a story about a {WORDS[number % len(WORDS)]} and {number}."
         body = {"messages": [{"role": "user", "content": content}], "seed": number}
         body |= {"max_tokens": options.tokens}
