@@ -407,6 +407,7 @@ class MixtureBuilder:
             noise_level_power=data.noise_level_power,
             repeat_noise_fraction=data.repeat_noise_fraction,
             line_hole_fraction=data.line_hole_fraction,
+            ordered_fraction=data.ordered_fraction,
             canvas_loss_weight=data.canvas_loss_weight,
             hole_loss_weight=data.hole_loss_weight,
             lines=LineTokens.of(Tokenizer.load(self.base.tokenizer)) if has_lines else None,

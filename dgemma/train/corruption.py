@@ -22,6 +22,7 @@ NONE = -1  # no target, no canvas, no example, no rng key
 EOS_ID = 1  # ends a text, and pads its last canvas
 MAX_OPEN_LINES = 2 / 3  # fraction of a canvas's lines
 MAX_REPEAT_DISTANCE = 4  # positions
+MAX_RAMP, LEFT_LEVEL = 48, 0.02  # positions from clean to noise; the level of what is clean
 
 MIN_LINE_TOKENS = 3
 # Beginnings of lines that name something new, which cannot be predicted, or that say nothing.
@@ -81,6 +82,7 @@ class Corruption:
     In most canvases every token is replaced with the same probability, the noise level, drawn from
     U(0, 1). In some only spans (holes) are noised, at levels that are mostly high, and all other
     tokens are pinned, as in a text to infill. Pinned tokens have no target: no sampler reads them.
+    In others the level rises from left to right, as a sampler that accepts in that order has them.
     """
 
     vocab_size: int
@@ -89,6 +91,7 @@ class Corruption:
     noise_level_power: float = 1.0  # exponent of the level; below 1, high levels are more frequent
     hole_fraction: float = 0.2  # of the canvases
     line_hole_fraction: float = 0.0  # of the canvases with holes: those whose holes are code lines
+    ordered_fraction: float = 0.0  # of the canvases without holes: clean on the left, then noise
     lines: LineTokens | None = None  # needed for holes of lines
     repeat_noise_fraction: float = 0.0  # of the noise: copies of a clean token nearby
     canvas_loss_weight: int = 1
@@ -156,7 +159,19 @@ def _noise_levels(
         # A hole starts as pure noise, so high levels matter more than in a whole canvas.
         level_CL[canvas] = np.where(is_hole_L, np.sqrt(level_C[canvas]), 0.0)
         pinned_CL[canvas] = ~is_hole_L
+    if corruption.ordered_fraction > 0:
+        is_ordered_C = ~pinned_CL.any(1) & (rng.random(count) < corruption.ordered_fraction)
+        for canvas in np.flatnonzero(is_ordered_C):
+            level_CL[canvas] = _rising_levels(length, int(text.length_C[canvas]), rng)
     return level_CL, pinned_CL
+
+
+def _rising_levels(length: int, text_length: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw levels that rise to 1 within a few positions, from a random one of the text on."""
+    ramp = np.exp(rng.uniform(0, np.log(MAX_RAMP)))
+    start = rng.uniform(-ramp, text_length)
+    level_L: NDArray[np.float64] = (np.arange(length) - start) / ramp
+    return level_L.clip(LEFT_LEVEL, 1.0)
 
 
 def canvas_lines(text: CanvasText, canvas: int) -> list[TokenSpan]:

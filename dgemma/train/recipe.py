@@ -115,6 +115,9 @@ class DataSource:
     # fraction of its canvases with holes whose holes are whole code lines, one to two thirds of
     # them, without docstrings, headers and comments. Half of its texts are split at a line then
     line_hole_fraction: float = 0.0
+    # fraction of its canvases without holes that are clean on the left and noise on the right, with
+    # up to 48 positions between: what a sampler leaves that accepts from left to right
+    ordered_fraction: float = 0.0
     # weight of its canvas rows in the loss, against other sources' that are further from learned
     canvas_loss_weight: int = 1
     # further weight of canvases with holes, which have few targets

@@ -313,6 +313,20 @@ def test_a_fraction_of_the_noise_repeats_a_clean_token_nearby() -> None:
         assert is_echo[light].sum() / is_noise[light].sum() == pytest.approx(fraction, abs=0.12)
 
 
+def test_ordered_canvases_are_clean_on_the_left_and_noise_on_the_right() -> None:
+    text, copies = np.arange(100, 200), 400
+    corruption = Corruption(vocab_size=1_000_000, hole_fraction=0.0, ordered_fraction=1.0)
+    example = Example(ids(2), ids(*text))
+    made = pack(example, corruption, canvas_length=100, max_rows=99_999, copies=copies)
+    canvases = made[:, made[CANVAS] > NONE]
+    is_noise = (canvases[TOKEN] != canvases[TARGET]).reshape(copies, 100)
+    assert not canvases[PINNED].any()
+    by_position = is_noise.mean(0)
+    assert by_position[:3].mean() < 0.2 and by_position[-3:].mean() > 0.9
+    halves = is_noise.reshape(copies, 2, 50).mean(2)
+    assert (halves[:, 0] <= halves[:, 1]).mean() > 0.97
+
+
 def test_a_fraction_of_the_examples_has_causal_targets() -> None:
     made = component(RandomTexts(), causal_fraction=0.25)
     batch = mixture(components=[made], sequences=64).batch(0).reshape(len(FIELDS), -1)
