@@ -42,6 +42,11 @@ SamplerRule = Annotated[
     ),
 ]
 
+PresetOption = Annotated[
+    str | None,
+    typer.Option("--preset", help="Of the sampler: quality, balanced or fast (docs/python.md)."),
+]
+
 R = TypeVar("R")
 app = typer.Typer(
     name="dgemma",
@@ -119,12 +124,15 @@ def _options(kind: Any) -> list[Parameter]:
     return options
 
 
-def load_engine(options: ModelOptions) -> "Engine":
+def load_engine(options: ModelOptions, preset: str | None = None) -> "Engine":
     """Load a checkpoint; a large one shows its progress on stderr if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from dgemma.engine import Engine
+    from dgemma.engine.params import check_preset
+
+    check_preset(preset)
 
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(file=sys.stderr)
@@ -135,7 +143,10 @@ def load_engine(options: ModelOptions) -> "Engine":
         def on_tensor(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total, visible=total > MIN_SHOWN_BYTES)
 
-        return Engine.load(**asdict(options), progress=on_tensor)
+        engine = Engine.load(**asdict(options), progress=on_tensor)
+    if preset is not None:
+        engine.set_preset(preset)
+    return engine
 
 
 # --- rules

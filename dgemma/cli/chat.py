@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, app, load_engine, with_options
+from dgemma.cli.app import FAILED, PresetOption, app, load_engine, with_options
 from dgemma.config import MODES
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.weights.hub import ModelOptions
@@ -409,6 +409,7 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(help="Of draws; AR is greedy without it.")
     ] = None,
+    preset: PresetOption = None,
     drop_oldest: Annotated[
         bool,
         typer.Option("--drop-oldest", help="Forget the oldest questions when the context is full."),
@@ -432,6 +433,6 @@ def chat(
         drops_oldest=drop_oldest,
     )
     check_params(settings.params())  # before a long load
-    engine = load_engine(options)
+    engine = load_engine(options, preset)
     if not talk(Conversation(engine, settings, system), options.model, history):
         raise typer.Exit(FAILED)

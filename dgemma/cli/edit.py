@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import AsJson, app, load_engine, with_options
+from dgemma.cli.app import AsJson, PresetOption, app, load_engine, with_options
 from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
 from dgemma.weights.hub import ModelOptions
@@ -46,6 +46,7 @@ def edit(
     apply: Annotated[
         bool, typer.Option("--apply/--diff", help="Write the file, or print a diff.")
     ] = False,
+    preset: PresetOption = None,
     show: Annotated[bool, typer.Option("--show", help="Watch a canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +67,7 @@ def edit(
     check_edit(params)  # before a long load
     if params.lines is not None:
         line_span(text, *params.lines)
-    engine = load_engine(options)
+    engine = load_engine(options, preset)
     edited = _run(engine, text, do, params, show=show)
     name = "stdin" if file == STDIN else Path(file).as_posix().lstrip("/")
     if apply and not (as_json and file == STDIN):

@@ -9,6 +9,7 @@ import typer
 from dgemma.cli.app import (
     AsJson,
     HeldOut,
+    PresetOption,
     SamplerRule,
     Shared,
     app,
@@ -30,6 +31,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Most cases of each set.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same answers.")] = 0,
     rule: SamplerRule = None,
+    preset: PresetOption = None,
     batch_size: Annotated[int | None, typer.Option(help="Requests in one pass.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write JSON here after each task.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a markdown table here.")] = None,
@@ -57,7 +59,7 @@ def evaluate(
         markdown=markdown,
     )
     own_rule = load_rule(rule)  # before a long load
-    engine = load_engine(options)
+    engine = load_engine(options, preset)
     if own_rule is not None:
         engine.set_rule(own_rule)
     report = run(engine, options.model, params)

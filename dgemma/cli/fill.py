@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import AsJson, app, load_engine, with_options
+from dgemma.cli.app import AsJson, PresetOption, app, load_engine, with_options
 from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
 from dgemma.weights.hub import ModelOptions
@@ -51,6 +51,7 @@ def fill(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Write the file instead of stdout.")
     ] = False,
+    preset: PresetOption = None,
     show: Annotated[bool, typer.Option("--show", help="Watch a canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +77,7 @@ def fill(
         drafts=show or sys.stderr.isatty(),
     )
     check_fill(params)  # before a long load
-    engine = load_engine(options)
+    engine = load_engine(options, preset)
     filled = _run(engine, document, params, show=show)
     if in_place:
         write_text(file, filled.text, text)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import AsJson, SamplerRule, app, load_engine, load_rule, with_options
+from dgemma.cli.app import (
+    AsJson,
+    PresetOption,
+    SamplerRule,
+    app,
+    load_engine,
+    load_rule,
+    with_options,
+)
 from dgemma.config import MODES
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.weights.hub import ModelOptions
@@ -50,6 +58,7 @@ def generate(
     canvas: Annotated[int | None, typer.Option(help="Canvas length, up to the model's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Most steps per canvas.")] = None,
     rule: SamplerRule = None,
+    preset: PresetOption = None,
     schema: Annotated[
         str | None,
         typer.Option(help="Answer in JSON of this schema: a file, or the schema itself."),
@@ -92,6 +101,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
         canvas_length=canvas,
+        preset=preset,  # type: ignore[arg-type]  # the same
         stop=tuple(stop or ()),
         drafts=show and mode != "ar",
     )
@@ -104,7 +114,9 @@ def generate(
     compiled = engine.constraint(**constraint) if constraint else None
     if own_rule is not None:
         engine.set_rule(own_rule)
-    sampler = None if steps is None else replace(engine.sampler, max_denoising_steps=steps)
+    sampler = None
+    if steps is not None:
+        sampler = replace(engine.sampler_of(preset), max_denoising_steps=steps)
     params = replace(params, sampler=sampler, constraint=compiled)
     content: str | tuple[Part, ...] = (*pictures, text) if pictures else text
     request = engine.plain_prompt(text) if plain else _chat(engine, content, system, thinking)
@@ -243,7 +255,7 @@ def _events(
 
     if drafting is None:
         return engine.stream(request, params)
-    plain = replace(params, mode="ar", canvas_length=None, sampler=None)
+    plain = replace(params, mode="ar", canvas_length=None, sampler=None, preset=None)
     return engine.follow(speculative_task(engine, request, plain, drafting))
 
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, INTERRUPTED, AsJson, app, load_engine, with_options
+from dgemma.cli.app import (
+    FAILED,
+    INTERRUPTED,
+    AsJson,
+    PresetOption,
+    app,
+    load_engine,
+    with_options,
+)
 from dgemma.errors import UsageError
 from dgemma.programs.sudoku.grid import CELLS, parse
 from dgemma.weights.hub import ModelOptions
@@ -58,6 +66,7 @@ def sudoku(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same solution.")] = None,
+    preset: PresetOption = None,
     show: Annotated[bool, typer.Option("--show", help="Watch the canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -70,7 +79,14 @@ def sudoku(
     from dgemma.programs.sudoku.solve import SudokuParams
 
     if mode == "ar":
-        _check_ar({"--pin": pin, "--restarts": restarts is not None, "--show": show})
+        _check_ar(
+            {
+                "--pin": pin,
+                "--restarts": restarts is not None,
+                "--show": show,
+                "--preset": preset is not None,
+            }
+        )
     cells = [cell for argument in puzzles or () for cell in _read(argument)]
     images = [Image.open(path) for path in image or ()]
     if not cells and not images:
@@ -82,7 +98,7 @@ def sudoku(
         seed=secrets.randbits(32) if seed is None else seed,
         drafts=show,
     )
-    engine = load_engine(options)
+    engine = load_engine(options, preset)
     report = SudokuReport(params, len(cells) + len(images), as_json)
     try:
         for index, result in _solve(engine, cells, images, params):

@@ -7,12 +7,15 @@ from dgemma.config.json_files import (
     load_config,
     load_config_file,
     load_generation_config,
+    own_generation_to_json,
     read_config,
     read_generation_config,
+    read_own_generation,
 )
 from dgemma.config.model_config import (
     FULL,
     MODES,
+    PRESETS,
     SLIDING,
     WHOLE_MODES,
     AttentionShape,
@@ -22,6 +25,7 @@ from dgemma.config.model_config import (
     LongReply,
     Mode,
     ModelConfig,
+    Preset,
 )
 from dgemma.config.vision_config import IMAGE_BUDGETS, VisionConfig
 
@@ -30,6 +34,7 @@ __all__ = [
     "GENERATION_CONFIG",
     "IMAGE_BUDGETS",
     "MODES",
+    "PRESETS",
     "SLIDING",
     "WHOLE_MODES",
     "AttentionShape",
@@ -39,12 +44,15 @@ __all__ = [
     "LongReply",
     "Mode",
     "ModelConfig",
+    "Preset",
     "VisionConfig",
     "config_to_json",
     "generation_config_to_json",
     "load_config",
     "load_config_file",
     "load_generation_config",
+    "own_generation_to_json",
     "read_config",
     "read_generation_config",
+    "read_own_generation",
 ]

@@ -5,13 +5,14 @@ ignored with the reason. Anything else is refused by name: a new architecture fl
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from dgemma.config.model_config import (
     ARCHITECTURES,
     FULL,
+    PRESETS,
     SLIDING,
     Family,
     GenerationConfig,
@@ -78,6 +79,11 @@ TEXT_KEYS = frozenset(
 TOP_KEYS = frozenset(
     """boi_token_id canvas_length dtype eoi_token_id image_token_id long_reply model_type
     text_config tie_word_embeddings vision_config""".split()
+)
+OWN_GENERATION = ("long_reply", "presets")  # keys that other programs keep and do not use
+PRESET_KEYS = frozenset(
+    """max_denoising_steps t_max t_min entropy_bound stability_threshold confidence_threshold
+    long_reply""".split()
 )
 IGNORED_GENERATION: dict[str, str] = {
     "transformers_version": "the writer of the file",
@@ -253,10 +259,11 @@ def _read_rope(rope: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
 
 def read_generation_config(raw: Mapping[str, Any], source: str = "config") -> GenerationConfig:
     """Read the released generation defaults; null means "not set", so our default holds."""
-    plain = set(GenerationConfig.__slots__) - {"entropy_bound", "stop_ids"}
-    known = plain | {"sampler_config", "eos_token_id"} | IGNORED_GENERATION.keys()
+    plain = set(GenerationConfig.__slots__) - {"entropy_bound", "stop_ids", *OWN_GENERATION}
+    known = plain | {"sampler_config", "eos_token_id", *OWN_GENERATION} | IGNORED_GENERATION.keys()
     _refuse_unknown(raw, known, source)
     values = {key: raw[key] for key in plain if raw.get(key) is not None}
+    values |= read_own_generation(raw, source)
     sampler = raw.get("sampler_config")
     if sampler is not None:
         _refuse_unknown(sampler, frozenset({"_cls_name", "entropy_bound"}), source)
@@ -267,6 +274,40 @@ def read_generation_config(raw: Mapping[str, Any], source: str = "config") -> Ge
     if stops is not None:
         values["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
     return GenerationConfig(**values)
+
+
+def read_own_generation(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Read the keys of generation defaults that only this package has."""
+    values: dict[str, Any] = {}
+    if raw.get("long_reply") is not None:
+        values["long_reply"] = _long_reply(raw["long_reply"], source)
+    if raw.get("presets") is not None:
+        _refuse_unknown(raw["presets"], frozenset(PRESETS), f"{source}: presets")
+        presets = raw["presets"].items()
+        values["presets"] = {k: _preset(v, f"{source}: preset {k}") for k, v in presets}
+    return values
+
+
+def _preset(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    _refuse_unknown(raw, PRESET_KEYS, source)
+    if not raw:
+        raise ConfigError(f"{source} is empty; it must have {', '.join(sorted(PRESET_KEYS))}")
+    if "long_reply" not in raw:
+        return dict(raw)
+    return {**raw, "long_reply": _long_reply(raw["long_reply"], source)}
+
+
+def own_generation_to_json(config: GenerationConfig) -> dict[str, Any]:
+    """Return those keys as they are read, where they are set."""
+    found: dict[str, Any] = {}
+    if config.long_reply is not None:
+        found["long_reply"] = asdict(config.long_reply)
+    if config.presets:
+        found["presets"] = {
+            name: {k: asdict(v) if is_dataclass(v) else v for k, v in values.items()}  # type: ignore[arg-type]
+            for name, values in config.presets.items()
+        }
+    return found
 
 
 def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str] | set[str], source: str) -> None:
@@ -359,7 +400,8 @@ def _text_to_json(config: ModelConfig) -> dict[str, Any]:
 
 def generation_config_to_json(config: GenerationConfig) -> dict[str, Any]:
     """The generation defaults as `generation_config.json` spells them."""
-    raw = {name: getattr(config, name) for name in GenerationConfig.__slots__}
+    names = (name for name in GenerationConfig.__slots__ if name not in OWN_GENERATION)
+    raw = {name: getattr(config, name) for name in names} | own_generation_to_json(config)
     raw["eos_token_id"] = list(raw.pop("stop_ids"))
     bound = raw.pop("entropy_bound")
     raw["sampler_config"] = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dgemma.config.vision_config import MAX_SIZE, VisionConfig
 from dgemma.errors import ConfigError
@@ -19,6 +19,10 @@ FULL: LayerType = "full_attention"
 Mode = Literal["diffusion", "ar", "hybrid"]  # of a reply
 MODES: tuple[Mode, ...] = get_args(Mode)
 WHOLE_MODES = MODES[:2]  # one mode for all of a reply
+Preset = Literal["quality", "balanced", "fast"]  # a name for values of the sampler
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+# Where a checkpoint does not define a preset: its steps by this factor, its entropy bound times it.
+PRESET_FACTORS: dict[str, int] = {"quality": 1, "balanced": 2, "fast": 4}
 ARCHITECTURES: dict[Family, str] = {
     "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
     "gemma4": "Gemma4ForConditionalGeneration",
@@ -252,6 +256,8 @@ class GenerationConfig:
     max_new_tokens: int = 256
     stop_ids: tuple[int, ...] = (1,)
     pad_token_id: int = 0
+    long_reply: LongReply | None = None  # None: that of config.json
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # changes by name
 
     def __post_init__(self) -> None:
         limits = {
@@ -276,6 +282,21 @@ class GenerationConfig:
             raise ConfigError(
                 f"eos_token_id is {str(self.stop_ids)[:80]}; it must be one id or a list of ids"
             )
+        if self.long_reply is not None:
+            self.long_reply.check(MAX_SIZES["canvas_length"])
+        for name in self.presets:
+            self.with_preset(name)
+
+    def with_preset(self, name: str) -> "GenerationConfig":
+        """Return these defaults with the values of a preset, which has no others."""
+        if name not in PRESETS:
+            raise ConfigError(f"preset {name!r} is not known; use {', '.join(PRESETS)}")
+        factor = PRESET_FACTORS[name]
+        values = self.presets.get(name) or {
+            "max_denoising_steps": max(1, self.max_denoising_steps // factor),
+            "entropy_bound": self.entropy_bound * factor,
+        }
+        return replace(self, **{**values, "presets": {}})
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse stop and padding ids that a vocabulary does not have."""

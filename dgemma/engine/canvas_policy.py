@@ -72,9 +72,12 @@ def canvas_policy(
 ) -> CanvasPolicy:
     """Return the policy of a request; one that sets its canvases has no preset for long replies.
 
-    `rule`: instead of the one of the preset for long replies.
+    `sampler` is that of the request's preset; `rule`: instead of the one for long replies.
     """
-    length, long = params.canvas_length or config.canvas_length, config.long_reply
+    if params.preset is not None:
+        generation = generation.with_preset(params.preset)
+    length = params.canvas_length or config.canvas_length
+    long = generation.long_reply or config.long_reply
     sampler = with_temperature(params.sampler or sampler, params.temperature)
     usual = CanvasPreset(length, sampler)
     is_set = params.canvas_length or params.initial_canvas or params.constraint is not None

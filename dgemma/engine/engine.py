@@ -15,12 +15,12 @@ from dgemma.constrain.grammar import ConstraintArgs
 from dgemma.constrain.matcher import Constraint, compile_constraint
 from dgemma.constrain.tool_grammar import grammar_of
 from dgemma.constrain.vocabulary import vocabulary
-from dgemma.diffusion.sampler import Rule, released_sampler
+from dgemma.diffusion.sampler import Rule, Sampler, released_sampler
 from dgemma.engine.core import MAX_BATCH_SIZE, EngineCore
 from dgemma.engine.events import Done, Event
 from dgemma.engine.generation import DraftMap, Generation
 from dgemma.engine.image_features import image_features
-from dgemma.engine.params import SamplingParams, check_params, reply_limits
+from dgemma.engine.params import SamplingParams, check_params, check_preset, reply_limits
 from dgemma.engine.request import Prefix, Program
 from dgemma.engine.scoring import Prefill, Score, Scoring, label_probabilities
 from dgemma.errors import CheckpointError, UsageError
@@ -98,6 +98,20 @@ class Engine(EngineCore):
     def set_rule(self, rule: Rule) -> None:
         """Use a rule for all canvases of requests without a sampler of their own."""
         self.rule, self.sampler = rule, replace(self.sampler, rule=rule)
+
+    def set_preset(self, preset: str) -> None:
+        """Use a preset for all canvases of requests without one of their own."""
+        check_preset(preset)
+        self.sampler = self.sampler_of(preset)
+        self.generation_config = self.generation_config.with_preset(preset)
+
+    def sampler_of(self, preset: str | None) -> Sampler:
+        """Return the sampler of a preset with the engine's rule; None: the engine's own."""
+        check_preset(preset)
+        if preset is None:
+            return self.sampler
+        sampler = released_sampler(self.generation_config.with_preset(preset))
+        return sampler if self.rule is None else replace(sampler, rule=self.rule)
 
     # --- prompts and tasks
 

@@ -79,9 +79,8 @@ class Generation(Task):
         self.prompt, self.params, self.limits, self.map_draft = prompt, params, limits, map_draft
         self.tokenizer, self.stops = engine.tokenizer, engine.stop_ids
         config = engine.model.config
-        self.policy = canvas_policy(
-            params, engine.sampler, config, engine.generation_config, engine.rule
-        )
+        sampler = engine.sampler_of(params.preset)
+        self.policy = canvas_policy(params, sampler, config, engine.generation_config, engine.rule)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         self.noise = Noise(seed=seed, choice=params.choice)
         self.reader, self.sequence = self._new_reader(), TokenSequence(prompt)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from dgemma.config import MODES, Mode, ModelConfig
+from dgemma.config import MODES, PRESETS, Mode, ModelConfig, Preset
 from dgemma.constrain.matcher import Constraint
 from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
 from dgemma.diffusion.sampler import Sampler
@@ -15,13 +15,14 @@ from dgemma.text.detokenizer import StopStrings
 class SamplingParams:
     """Parameters of one generated reply. None means the checkpoint's value, or no limit.
 
-    Pins, canvas length, sampler and drafts need a canvas; a mode without one refuses them.
+    Pins, canvas length, preset, sampler and drafts need a canvas; a mode without one refuses them.
     """
 
     mode: Mode = "diffusion"  # hybrid: the thought in AR, the answer in diffusion
     max_tokens: int | None = None
     seed: int | None = None  # None draws one, reported in Done
     choice: int = 0  # index among several replies to the same prompt and seed
+    preset: Preset | None = None  # sampler values by name; `sampler` goes before them
     sampler: Sampler | None = None
     # Of draws, in every mode. None: 0 for AR tokens (greedy), the sampler's own on canvases.
     temperature: float | None = None
@@ -43,6 +44,7 @@ class SamplingParams:
 def check_params(params: SamplingParams) -> None:
     """Refuse what no model could do; can be called before one is loaded."""
     _check_mode(params)
+    check_preset(params.preset)
     if params.constraint is not None and params.stop:
         raise UsageError("a stop string would cut constrained text; leave it out")
     StopStrings(params.stop)  # refuses what cannot be a stop string
@@ -61,6 +63,12 @@ def check_params(params: SamplingParams) -> None:
         raise UsageError("constrained text cannot be continued; write it again")
 
 
+def check_preset(preset: str | None) -> None:
+    """Refuse a preset that no checkpoint has."""
+    if preset not in (None, *PRESETS):
+        raise UsageError(f"preset {preset!r} is not known; use {', '.join(PRESETS)}")
+
+
 def _check_mode(params: SamplingParams) -> None:
     mode = params.mode
     if mode not in MODES:
@@ -74,6 +82,7 @@ def _check_mode(params: SamplingParams) -> None:
         "a first canvas": bool(params.initial_canvas),
         "canvas length": params.canvas_length is not None,
         "a sampler": params.sampler is not None,
+        "a preset": params.preset is not None,
         "drafts": params.drafts,
     }
     names = [name for name, is_set in of_canvases.items() if is_set]

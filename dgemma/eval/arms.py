@@ -36,7 +36,8 @@ SAMPLER_KEYS = {"steps": int, "bound": float, "confidence": float, "t_max": floa
 ENGINE_KEYS: Mapping[str, type] = {
     **MODEL_KEYS,
     **SAMPLER_KEYS,
-    **{"rule": str, "canvas": int, "temperature": float, "drafts": str, "effort": str},
+    **{"preset": str, "rule": str, "canvas": int, "temperature": float},
+    **{"drafts": str, "effort": str},
     **{"draft": str, "verify": str, "length": int},
 }
 ENDPOINT_KEYS: Mapping[str, type] = {"url": str, "model": str, "key": str, "mode": str}
@@ -131,7 +132,7 @@ class EngineArm:
         self.spec, self.engine = spec, engine
         self.mode: Mode = spec.mode  # type: ignore[assignment]  # parse_arm allows no other
         self.drafts = self.mode != "ar" and spec.settings.get("drafts", "on") != "off"
-        self.drafting = self._drafting()
+        self.drafting, self.preset = self._drafting(), spec.settings.get("preset")
         # With a drafting, steps are those of its canvases.
         self.sampler = None if self.drafting is not None else self._sampler()
 
@@ -150,7 +151,7 @@ class EngineArm:
         given = {k: v for k, v in self.spec.settings.items() if k in (*SAMPLER_KEYS, "rule")}
         if not given:
             return None
-        sampler = self.engine.sampler
+        sampler = self.engine.sampler_of(self.preset)
         if given.get("rule") == "confidence":
             rule: Confidence | EntropyBound = Confidence()
         elif isinstance(sampler.rule, EntropyBound) and given.get("rule", "entropy") == "entropy":
@@ -173,17 +174,20 @@ class EngineArm:
         if workload.program == "sudoku":
             params = SudokuParams(mode=self.mode, seed=seed, drafts=self.drafts)
             return self._follow(solve_program(self.engine, case.prompt, params))
+        sampler = self.sampler
+        if sampler is None and self.preset is not None:
+            sampler = self.engine.sampler_of(self.preset)
         if workload.program == "fill":
             fill = FillParams(
                 max_tokens=workload.max_tokens,
                 single_line=workload.single_line,
                 effort=self.spec.settings.get("effort", "fast"),  # as editors ask
                 seed=seed,
-                sampler=self.sampler,
+                sampler=sampler,
                 drafts=self.drafts,
             )
             return self._follow(fill_program(self.engine, case.prompt, fill))
-        edit = EditParams(seed=seed, sampler=self.sampler, drafts=self.drafts)
+        edit = EditParams(seed=seed, sampler=sampler, drafts=self.drafts)
         return self._follow(edit_program(self.engine, case.prompt, case.instruction, edit))
 
     def _params(self, workload: Workload, seed: int, retry: bool) -> SamplingParams:
@@ -199,6 +203,7 @@ class EngineArm:
             max_tokens=workload.max_tokens,
             seed=seed,
             temperature=temperature,
+            preset=self.preset,
             sampler=self.sampler,
             canvas_length=settings.get("canvas"),
             constraint=constraint,
@@ -221,7 +226,9 @@ class EngineArm:
         """Return the task of a reply; what drafts cannot do is done without them."""
         if self.drafting is None or params.temperature or params.constraint is not None:
             return self.engine.generation(prompt, params)
-        plain = replace(params, mode="ar", sampler=None, canvas_length=None, drafts=False)
+        plain = replace(
+            params, mode="ar", sampler=None, preset=None, canvas_length=None, drafts=False
+        )
         return speculative_task(self.engine, prompt, plain, self.drafting)
 
     def _filled(self, document: InfillDocument, updates: Updates) -> Updates:

@@ -38,6 +38,7 @@ def generations(
         raise ApiError(400, "text that is replaced cannot be paced; leave out pace", param="dgemma")
     params = SamplingParams(
         mode=extension.mode,
+        preset=extension.preset,
         max_tokens=max_tokens,
         seed=new_seed(body.seed),
         stop=tuple(body.stop),
@@ -91,23 +92,26 @@ def new_seed(seed: int | None) -> int:
 
 def sampler_for(engine: "Engine", body: Body) -> "Sampler | None":
     """Return the checkpoint's sampler with the body's changes; None if there are none."""
-    chosen, temperature = _chosen_sampler(engine, body.dgemma), body.temperature
-    if temperature is None:
-        return chosen
-    return replace(chosen or engine.sampler, temperature=temperature)
+    preset, temperature = body.dgemma.preset, body.temperature
+    chosen = _chosen_sampler(engine, body.dgemma)
+    if chosen is None and preset is None and temperature is None:
+        return None
+    chosen = chosen or engine.sampler_of(preset)
+    return chosen if temperature is None else replace(chosen, temperature=temperature)
 
 
 def _chosen_sampler(engine: "Engine", extension: Extension) -> "Sampler | None":
-    """Return the same without the temperature, which leaves the model's policy for long replies."""
+    """Return the same without temperature and preset, which leave the policy for long replies."""
     changes = _present(extension, "max_denoising_steps", "t_max", "t_min")
-    rule = _rule(engine, extension)
+    base = engine.sampler_of(extension.preset)
+    rule = _rule(base, extension)
     if rule is None and not changes:
         return None
-    sampler = replace(engine.sampler, **changes)
+    sampler = replace(base, **changes)
     return sampler if rule is None else replace(sampler, rule=rule)
 
 
-def _rule(engine: "Engine", extension: Extension) -> "Rule | None":
+def _rule(base: "Sampler", extension: Extension) -> "Rule | None":
     from dgemma.diffusion.sampler import Confidence, EntropyBound
 
     names = ("entropy_bound", "confidence_threshold", "stability_threshold")
@@ -118,7 +122,7 @@ def _rule(engine: "Engine", extension: Extension) -> "Rule | None":
         return Confidence()
     if not changes:
         return None
-    rule = engine.sampler.rule
+    rule = base.rule
     return replace(rule if isinstance(rule, EntropyBound) else EntropyBound(), **changes)
 
 

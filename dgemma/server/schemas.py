@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from dgemma.config import Mode
+from dgemma.config import Mode, Preset
 from dgemma.server import field_policy, limits
 from dgemma.server.field_policy import COMMON, FieldPolicy, FieldTable
 
@@ -114,6 +114,9 @@ class Extension(BaseModel):
 
     mode: Mode = honoured(
         "diffusion", "diffusion, the default; ar; or hybrid: the thought in ar, then diffusion"
+    )
+    preset: Preset | None = honoured(
+        None, "values of the sampler by name: quality, balanced or fast; other fields go before"
     )
     rule: Literal["entropy", "confidence"] | None = honoured(
         None, "rule that accepts positions of a canvas: entropy, the default, or confidence"

@@ -12,8 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from dgemma.config import FULL, SLIDING, Family, GenerationConfig, LayerType, LongReply, ModelConfig
+from dgemma.config import (
+    FULL,
+    SLIDING,
+    Family,
+    GenerationConfig,
+    LayerType,
+    LongReply,
+    ModelConfig,
+    read_own_generation,
+)
 from dgemma.config.model_config import MAX_LAYERS
+from dgemma.config.strict_json import parse_json
 from dgemma.errors import CheckpointError, ConfigError
 from dgemma.text.control_tokens import TOOL_RESPONSE, TURN_END
 from dgemma.weights.files import listing
@@ -70,6 +80,7 @@ SAMPLER: dict[str, tuple[str, type]] = {
 }
 # What no other program writes: defaults of models trained here.
 LONG_REPLY = "dgemma.long_reply."
+OWN_GENERATION = "dgemma.generation"  # JSON, as in generation_config.json
 STOP_IDS, MAX_NEW_TOKENS = "dgemma.stop_ids", "dgemma.max_new_tokens"
 IGNORED = {
     "general.": "who made the file, from what, and which mix of types it is",
@@ -352,6 +363,9 @@ def _generation(keys: _Keys, family: Family, notes: list[str]) -> GenerationConf
         )
     if keys.has(MAX_NEW_TOKENS):
         values["max_new_tokens"] = keys.get(MAX_NEW_TOKENS, int)
+    if keys.has(OWN_GENERATION):
+        raw = parse_json(keys.get(OWN_GENERATION, str).encode(), OWN_GENERATION)
+        values |= read_own_generation(raw, OWN_GENERATION)
     stop_ids = stop_ids_of(keys.file.metadata)
     if keys.has(STOP_IDS):
         stop_ids = tuple(keys.get(STOP_IDS, list))

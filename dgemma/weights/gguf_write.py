@@ -6,6 +6,7 @@ that have no key of their own go under `dgemma.`, and only where a reader would 
 other programs ignore those.
 """
 
+import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.config import SLIDING, GenerationConfig, ModelConfig
+from dgemma.config import SLIDING, GenerationConfig, ModelConfig, own_generation_to_json
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.quant.gguf import FORMATS, BlockFormat
 from dgemma.quant.gguf_encode import BY_NAME, encode
@@ -227,6 +228,8 @@ def _own_keys(
             kind = "u32" if field.type is int else "f32"
             value = getattr(config.long_reply, field.name)
             found[keys.LONG_REPLY + field.name] = MetadataValue(kind, value)
+    if own := own_generation_to_json(generation):
+        found[keys.OWN_GENERATION] = MetadataValue("str", json.dumps(own))
     inferred = {
         words.TOKENS: tokenizer.tokens,
         "tokenizer.ggml.eos_token_id": tokenizer.id_of(EOS),

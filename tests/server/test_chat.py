@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.server.conftest import MODEL, Running, load
-from tests.taught import ANSWERS, CANVAS, LONG, SHORT, THOUGHT
+from tests.taught import ANSWERS, CANVAS, GENERATION, LONG, SHORT, THOUGHT
 
 # For what the model was not taught: it does not settle, however many steps it has.
 BRIEF = {"dgemma": {"max_denoising_steps": 6, "retries": 0}}
@@ -173,6 +173,17 @@ def test_temperature_scales_the_draw(shared: Running) -> None:
     cold = [text(temperature=0, extra_body=ar), text(extra_body=ar)]
     assert cold[0] == cold[1], "AR without a temperature takes the likeliest token"
     assert text(temperature=2, extra_body=ar) != cold[0]
+
+
+def test_a_preset_is_named_in_the_extension_and_other_fields_go_before_it(shared: Running) -> None:
+    def steps(**extension: Any) -> int:
+        body = {"seed": 7, "max_tokens": CANVAS, "dgemma": {"retries": 0, **extension}}
+        return int(shared.ask("what?", **body).json()["choices"][0]["dgemma"]["steps"])
+
+    limit = GENERATION.max_denoising_steps
+    assert steps(preset="quality") == steps()
+    assert steps(preset="fast") <= limit // 4
+    assert steps(preset="fast", max_denoising_steps=1) == 1
 
 
 def test_a_conversation_with_tools_in_its_history_is_read(shared: Running) -> None:

@@ -99,6 +99,8 @@ def test_the_fields_that_gateways_add_pass_at_their_usual_values(shared: Running
         ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "has 'weight'", None),
         ({"dgemma": {"heat": 0.5}}, "'dgemma.heat' is not known", "dgemma.heat"),
         ({"dgemma": {"mode": "ar", "max_denoising_steps": 5}}, "AR mode has no canvas", None),
+        ({"dgemma": {"preset": "best"}}, "'quality', 'balanced' or 'fast'", "dgemma.preset"),
+        ({"dgemma": {"mode": "ar", "preset": "fast"}}, "cannot honour a preset", None),
         ({"dgemma": {"canvas_length": 99}}, "canvas length is 99", None),
         ({"dgemma": {"t_max": 0.1}}, "t_max is 0.1", None),
         ({"dgemma": {"rule": "confidence", "entropy_bound": 1}}, "no entropies", "dgemma"),

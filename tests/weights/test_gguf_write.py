@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dgemma.config import GenerationConfig, ModelConfig, load_config
+from dgemma.config import GENERATION_CONFIG, GenerationConfig, ModelConfig, load_config
 from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.quant.gguf_encode import BY_NAME, ENCODERS, encode
@@ -210,6 +210,18 @@ def test_keys_and_tensors_are_read_by_gguf_py(checkpoint: Path, tmp_path: Path) 
 def exported_config(directory: Path) -> ModelConfig:
     """Return what a file keeps of a config: all but images and the stored dtype."""
     return replace(load_config(directory), vision=None, media_ids={}, dtype="float32")
+
+
+def test_presets_of_the_sampler_come_back(checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "with-presets"
+    shutil.copytree(checkpoint, source)
+    raw = json.loads((source / GENERATION_CONFIG).read_text())
+    raw["presets"] = {"fast": {"max_denoising_steps": 3, "entropy_bound": 2.5}}
+    (source / GENERATION_CONFIG).write_text(json.dumps(raw))
+    export_gguf(source, tmp_path / "a.gguf", "F32")
+    back = open_gguf(tmp_path / "a.gguf").generation
+    assert back == load_model(source).generation
+    assert back.with_preset("fast").entropy_bound == 2.5
 
 
 @pytest.mark.parametrize("file_type", ["F32", "BF16", "Q8_0", "Q4_K_M"])

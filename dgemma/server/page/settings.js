@@ -10,6 +10,7 @@ const KNOBS = [
   { name: "max_tokens", label: "Longest answer", note: "tokens", min: 1, step: 1 },
   { name: "seed", label: "Seed", note: "same seed, same text", min: 0, step: 1 },
   { group: "How a canvas converges" },
+  { name: "preset", label: "Preset", options: { "": "The model's own", quality: "Quality", balanced: "Balanced", fast: "Fast" }, canvas: true },
   { name: "max_denoising_steps", label: "Most steps", min: 1, max: 512, step: 1, canvas: true },
   { name: "entropy_bound", label: "Entropy bound", note: "nats decided in a step", min: 0.01, step: 0.05, canvas: true },
   { name: "confidence_threshold", label: "Converged below", note: "mean nats", min: 0.0001, step: 0.001, canvas: true },
@@ -44,7 +45,7 @@ export function chatFields(mode = values.mode ?? "diffusion") {
   const body = { dgemma: { mode, drafts: mode !== "ar" } };
   for (const knob of KNOBS) {
     const value = values[knob.name];
-    if (!knob.name || value === undefined || knob.options || knob.check) continue;
+    if (!knob.name || value === undefined || knob.name === "mode" || knob.check) continue;
     if (knob.canvas && mode === "ar") continue;
     const target = ["temperature", "max_tokens", "seed"].includes(knob.name) ? body : body.dgemma;
     target[knob.name] = value;
