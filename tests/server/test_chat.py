@@ -180,9 +180,8 @@ def test_a_preset_is_named_in_the_extension_and_other_fields_go_before_it(shared
         body = {"seed": 7, "max_tokens": CANVAS, "dgemma": {"retries": 0, **extension}}
         return int(shared.ask("what?", **body).json()["choices"][0]["dgemma"]["steps"])
 
-    limit = GENERATION.max_denoising_steps
-    assert steps(preset="quality") == steps()
-    assert steps(preset="fast") <= limit // 4
+    assert steps(preset="quality") > steps(preset="fast")
+    assert steps(preset="fast") <= GENERATION.max_denoising_steps // 4
     assert steps(preset="fast", max_denoising_steps=1) == 1
 
 
