@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _paths_common import Bench, BenchRequest, Done, Pins, Report, SamplingParams, done_of
+from _paths_common import Bench, Done, EvalPrompt, Pins, Report, SamplingParams, done_of
 
 from dgemma import Engine
 
@@ -65,7 +65,7 @@ def agree(bench: Bench, report: Report, number: int) -> None:
     requests = []
     for seed in range(number):
         params = bench.diffusion(AGREE_STEPS, max_tokens=length, seed=seed)
-        requests.append(BenchRequest(bench.prompt(rng.randint(8, SHORT_PROMPT)), params))
+        requests.append(EvalPrompt(bench.prompt(rng.randint(8, SHORT_PROMPT)), params))
     alone = [bench.run([request]).dones[0] for request in requests]
     together: list[Done] = []
     while len(together) < number:
@@ -90,7 +90,7 @@ class Case:
 
     number: int
     kind: str
-    request: BenchRequest
+    request: EvalPrompt
     marker: tuple[int, ...] = ()  # pinned tokens
     cancel_after: int | None = None  # passes
     age: int = 0
@@ -128,7 +128,7 @@ def make_cases(bench: Bench, number: int) -> list[Case]:
         prompt = bench.prompt(rng.randint(4, 4 * SHORT_PROMPT))
         params, marker = params_of(bench, kind, index, rng)
         after = rng.randrange(8) if rng.random() < CANCELLED else None
-        cases.append(Case(index, kind, BenchRequest(prompt, params), marker, after))
+        cases.append(Case(index, kind, EvalPrompt(prompt, params), marker, after))
     return cases
 
 

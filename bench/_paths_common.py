@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import (
@@ -31,13 +31,14 @@ from common import (
 from dgemma import Done, Engine, FillParams, Pins, Sampler, SamplingParams
 from dgemma.config import GenerationConfig
 from dgemma.device import choose_device, choose_dtype, describe_device
+from dgemma.eval.answers import EvalPrompt
 from dgemma.text.chat import Prompt
 from dgemma.text.tokenizer import Tokenizer
 
 __all__ = [
     "Bench",
-    "BenchRequest",
     "Done",
+    "EvalPrompt",
     "FillParams",
     "Pins",
     "Report",
@@ -50,16 +51,7 @@ WARM_RUNS = 2
 FIRST_PLAIN = 256  # ids below are single bytes
 
 
-@dataclass(frozen=True, slots=True)
-class BenchRequest:
-    """A prompt with its parameters."""
-
-    prompt: Prompt
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """Start and end of one `Engine.step`, on the clock of time.perf_counter."""
 
     start: float
@@ -153,7 +145,7 @@ class Bench:
     def diffusion(self, steps: int, **changes: Any) -> SamplingParams:
         return replace(SamplingParams(seed=1, sampler=self.sampler(steps), retries=0), **changes)
 
-    def run(self, requests: Sequence[BenchRequest]) -> Run:
+    def run(self, requests: Sequence[EvalPrompt]) -> Run:
         """Submit requests together and step the engine until all are done."""
         engine, times, submitted, passes = self.engine, [], [], []
         self.wait()
@@ -208,18 +200,18 @@ class Bench:
             self.run([self.ar(8)])
         return self.run([self.ar(self.arguments.ar_tokens)])
 
-    def plain(self, **changes: Any) -> BenchRequest:
+    def plain(self, **changes: Any) -> EvalPrompt:
         work = self.arguments
         params = self.diffusion(work.steps, max_tokens=work.tokens)
-        return BenchRequest(self.prompt(work.prompt), replace(params, **changes))
+        return EvalPrompt(self.prompt(work.prompt), replace(params, **changes))
 
-    def ar(self, tokens: int, **changes: Any) -> BenchRequest:
+    def ar(self, tokens: int, **changes: Any) -> EvalPrompt:
         params = SamplingParams(mode="ar", seed=1, max_tokens=tokens)
-        return BenchRequest(self.prompt(self.arguments.prompt), replace(params, **changes))
+        return EvalPrompt(self.prompt(self.arguments.prompt), replace(params, **changes))
 
     def repeat(
         self,
-        make: Callable[[], Sequence[BenchRequest]],
+        make: Callable[[], Sequence[EvalPrompt]],
         runs: int,
         ms: Callable[[Run], float],
     ) -> Run:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from common import Times, gpu_memory, reset_memory, wall
+from common import EXAMPLE, Times, gpu_memory, reset_memory, wall
 
 from dgemma.config import VisionConfig
 from dgemma.engine.image_features import ImageFeatures
@@ -29,17 +29,6 @@ RELEASED_TOWER = VisionConfig(
     head_dim=72,
     standardize=True,
 )
-TINY_TOWER = VisionConfig(
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    num_key_value_heads=3,
-    head_dim=8,
-    patch_size=4,
-    position_embedding_size=256,
-    standardize=True,
-)
 # Rows and columns of soft tokens: they fill the budgets of 70, 280 and 1,120.
 SHAPES = {70: (7, 10), 280: (14, 20), 1120: (28, 40)}
 FRAMES, FRAME_SHAPE = 32, (6, 11)  # of a video of 16:9
@@ -49,7 +38,7 @@ REPEATS = 10
 
 def images(bench: "Bench", report: "Report") -> None:
     """Time the tower by size, and the first block of a request with a picture."""
-    vision = TINY_TOWER if bench.arguments.tiny else RELEASED_TOWER
+    vision = EXAMPLE.vision if bench.arguments.tiny else RELEASED_TOWER
     shapes = {280: (2, 3), 1120: (3, 4)} if bench.arguments.tiny else SHAPES
     frames = 3 if bench.arguments.tiny else FRAMES
     before = bench.memory_mib()
@@ -141,12 +130,12 @@ def first_block(bench: "Bench", report: "Report", shape: tuple[int, int], budget
 
 def block_ms(bench: "Bench", prompt: Prompt) -> tuple[float, float]:
     """Milliseconds to the end of a reply of one block, and of its prefill, tower included."""
-    from _paths_common import BenchRequest
+    from _paths_common import EvalPrompt
 
     params = bench.diffusion(bench.arguments.steps, max_tokens=bench.canvas_length)
     bench.wait()
     begin = time.perf_counter()
-    run = bench.run([BenchRequest(prompt, params)])
+    run = bench.run([EvalPrompt(prompt, params)])
     bench.wait()
     return 1000 * (time.perf_counter() - begin), 1000 * run.dones[0].prefill_seconds
 

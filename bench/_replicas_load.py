@@ -154,6 +154,11 @@ class Load:
                 await happening
         return seconds
 
+    async def has_answers(self, count: int) -> None:
+        """Wait for so many answers."""
+        while len(self.gots) < count:
+            await asyncio.sleep(0.05)
+
     async def one(self, client: httpx.AsyncClient, ask: Ask) -> Got:
         self.num_begun += 1
         got = Got(number=ask.number, began=time.monotonic())

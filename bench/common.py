@@ -67,7 +67,7 @@ EXAMPLE = ModelConfig(
         num_key_value_heads=2,
         head_dim=8,
         patch_size=4,
-        position_embedding_size=16,
+        position_embedding_size=64,
     ),
 )
 TINY = replace(

@@ -31,7 +31,7 @@ from _paths_checks import agree, agree_nano, soak
 from _paths_common import (
     WARM_RUNS,
     Bench,
-    BenchRequest,
+    EvalPrompt,
     FillParams,
     Pins,
     Report,
@@ -181,7 +181,7 @@ def batches(bench: Bench, report: Report) -> None:
     base, tokens = bench.single.ms_per_step, bench.arguments.batch_tokens
     for count, limit in BATCH.items():
 
-        def make(count: int = count) -> list[BenchRequest]:
+        def make(count: int = count) -> list[EvalPrompt]:
             return [bench.plain(max_tokens=tokens, seed=seed) for seed in range(count)]
 
         run = bench.repeat(make, 1, lambda run: run.pass_ms)
@@ -209,15 +209,15 @@ def arrival(bench: Bench, report: Report) -> None:
     work = bench.arguments
     numbers = iter(range(work.people + 1, work.people + 2 + WARM_RUNS))
 
-    def prompt() -> BenchRequest:
-        return BenchRequest(bench.prompt(work.long), bench.diffusion(2, max_tokens=1))
+    def prompt() -> EvalPrompt:
+        return EvalPrompt(bench.prompt(work.long), bench.diffusion(2, max_tokens=1))
 
-    def new_grammar() -> BenchRequest:
+    def new_grammar() -> EvalPrompt:
         constraint = bench.engine.constraint(schema=schema(next(numbers)))
         return bench.plain(constraint=constraint, max_tokens=2 * work.schema_tokens)
 
     known = bench.engine.constraint(schema=schema(work.people))
-    kinds: dict[str, Callable[[], BenchRequest]] = {
+    kinds: dict[str, Callable[[], EvalPrompt]] = {
         f"a prompt of {work.long}": prompt,
         "a JSON schema new to the engine": new_grammar,
         "a known JSON schema": lambda: bench.plain(constraint=known, max_tokens=work.schema_tokens),
@@ -235,15 +235,15 @@ def long_prompt(bench: Bench, report: Report) -> None:
     """Time to read a long prompt alone, to the first token."""
     length = bench.arguments.long
 
-    def make() -> list[BenchRequest]:
-        return [BenchRequest(bench.prompt(length), bench.diffusion(2, max_tokens=1))]
+    def make() -> list[EvalPrompt]:
+        return [EvalPrompt(bench.prompt(length), bench.diffusion(2, max_tokens=1))]
 
     run = bench.repeat(make, min(3, bench.arguments.runs), lambda run: run.seconds)
     ms = 1000 * run.dones[0].prefill_seconds
     report.row(f"prefill of {length} tokens", ms, "", length / max(1e-9, ms / 1000), "")
 
 
-def gaps(bench: Bench, arriving: BenchRequest) -> tuple[float, float, bool]:
+def gaps(bench: Bench, arriving: EvalPrompt) -> tuple[float, float, bool]:
     """Median and longest milliseconds between two steps of a running canvas, by its drafts.
 
     The median is of the time before the request arrives, the longest gap of the time after; the
@@ -303,7 +303,7 @@ def fills(bench: Bench, report: Report) -> None:
 def start(bench: Bench, report: Report) -> None:
     """Seconds until requests are fast: the engine's start, then what the first requests add."""
 
-    def added(make: Callable[[], BenchRequest]) -> float:
+    def added(make: Callable[[], EvalPrompt]) -> float:
         runs: list[Run] = [bench.run([make()]) for _ in range(2)]
         return runs[0].seconds - runs[1].seconds
 

@@ -159,8 +159,7 @@ def shrink(bench: Bench) -> None:
         load, took = Load(fleet.url), list[float]()
 
         async def down() -> None:
-            while len(load.gots) < options.requests // 4:
-                await asyncio.sleep(0.1)
+            await load.has_answers(options.requests // 4)
             began = time.monotonic()
             fleet.process.send_signal(signal.SIGUSR1)
             await fleet.has_replicas(1)
@@ -203,8 +202,7 @@ def drain(bench: Bench) -> None:
         load = Load(fleet.url)
 
         async def stop() -> None:
-            while len(load.gots) < options.requests // 4:
-                await asyncio.sleep(0.05)
+            await load.has_answers(options.requests // 4)
             fleet.process.terminate()
             at.append(time.monotonic())
 

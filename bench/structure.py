@@ -22,10 +22,10 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import shape
@@ -57,8 +57,7 @@ HARD = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     part: str
     name: str
     schema: dict[str, Any]

@@ -11,17 +11,7 @@ from fastapi.routing import APIRoute
 from generated import save, with_tables
 
 from dgemma.engine.events import Draft
-from dgemma.server import (
-    app,
-    chat_api,
-    completions_api,
-    edit_api,
-    infill_api,
-    messages_api,
-    ollama_api,
-    responses_api,
-    sudoku_api,
-)
+from dgemma.server import app, edit_api, infill_api, sudoku_api
 from dgemma.server.chat_api import ChatBody
 from dgemma.server.completions_api import CompletionBody
 from dgemma.server.edit_api import EditBody, MercuryBody
@@ -73,17 +63,7 @@ def added(body: type[Body], base: FieldTable) -> list[str]:
 
 
 def routes() -> list[str]:
-    modules = (
-        chat_api,
-        messages_api,
-        responses_api,
-        completions_api,
-        infill_api,
-        edit_api,
-        sudoku_api,
-        ollama_api,
-        app,
-    )
+    modules = (*app.RESOURCES, app)
     rows = [row("route", "does"), "|---|---|"]
     for route in [r for module in modules for r in module.router.routes if isinstance(r, APIRoute)]:
         path = route.path.replace("{name:path}", "NAME")

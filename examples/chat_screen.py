@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from uuid import uuid4
 
 
@@ -25,12 +24,7 @@ class Screen:
     def __enter__(self) -> "Screen":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         kill = ["tmux", "-L", self.name, "kill-server"]
         subprocess.run(kill, capture_output=True, check=False)
 

@@ -6,6 +6,7 @@ It takes some seconds on a CPU and shows all of the machinery; it is not a langu
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,21 @@ def make_tokenizer() -> Tokenizer:
     characters = sorted(set("".join([*ANSWERS, *ANSWERS.values(), TEMPLATE]).replace(" ", "▁")))
     pieces = [*CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    return bpe_tokenizer(vocabulary, [], CONTROL)
+
+
+def bpe_tokenizer(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], control: Sequence[str]
+) -> Tokenizer:
+    """Make a tokenizer that splits, decodes and names control tokens as the released one does."""
+    bpe = BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "merged_with_previous")
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in CONTROL])
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in control])
     return tokenizer
 
 

@@ -3,7 +3,8 @@
 import io
 import shutil
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,7 +168,7 @@ def test_a_full_context_is_refused_with_true_numbers_and_advice(
     with pytest.raises(UsageError, match=rf"16 for an answer, of {context}; /undo .* /clear"):
         handle(conversation, words)
     assert len(conversation.messages) == count, "a refused question is not kept"
-    conversation.change(replace(conversation.settings, drops_oldest=True))
+    conversation.change(replace(conversation.settings, drop_oldest=True))
     handle(conversation, words)
     assert conversation.num_dropped > 0
     assert conversation.messages[-2].content == words
@@ -242,7 +243,20 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+NEEDS_TMUX = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+
+@contextmanager
+def answering(model: Path, max_tokens: str) -> Iterator[Screen]:
+    """A chat in the midst of a long answer."""
+    with Screen(chat_command(model, *ENDLESS, "--max-tokens", max_tokens)) as screen:
+        screen.wait_for("/help")
+        screen.say("hello")
+        screen.wait_for_answer("> hello\n")
+        yield screen
+
+
+@NEEDS_TMUX
 def test_a_real_terminal_shows_a_conversation_and_a_replay(checkpoint: Path) -> None:
     with Screen(chat_command(checkpoint)) as screen:
         screen.wait_for("/help")
@@ -258,24 +272,18 @@ def test_a_real_terminal_shows_a_conversation_and_a_replay(checkpoint: Path) -> 
         assert f"user: {SHORT}" in screen.wait_for("assistant: ")
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@NEEDS_TMUX
 def test_typing_during_an_answer_leaves_no_trash_and_is_the_next_message(endless: Path) -> None:
-    with Screen(chat_command(endless, *ENDLESS, "--max-tokens", "300")) as screen:
-        screen.wait_for("/help")
-        screen.say("hello")
-        screen.wait_for_answer("> hello\n")
+    with answering(endless, "300") as screen:
         screen.say("/mode ar")
         shown = screen.wait_for("[mode ar]")
         assert shown.count("/mode ar") == 1, "at its prompt, and nowhere in the answer"
         assert shown.index("[ar:") < shown.index("> /mode ar")
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@NEEDS_TMUX
 def test_a_real_interrupt_stops_an_answer_and_not_the_chat(endless: Path) -> None:
-    with Screen(chat_command(endless, *ENDLESS, "--max-tokens", "50000")) as screen:
-        screen.wait_for("/help")
-        screen.say("hello")
-        screen.wait_for_answer("> hello\n")
+    with answering(endless, "50000") as screen:
         screen.press("C-c")
         screen.wait_for("[stopped")
         screen.say("/mode")

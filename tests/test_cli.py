@@ -1,7 +1,5 @@
 """The command line: answers on stdout, one sentence on stderr when wrong, and quick to start."""
 
-import inspect
-import io
 import json
 import os
 import re
@@ -11,20 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import typer
 
 from dgemma import __version__
 from dgemma.cli import main
-from dgemma.cli.app import app
+from dgemma.cli.app import app, option_hints
 from dgemma.cli.show import CanvasView, paint, printable
 from dgemma.engine import Draft
 from dgemma.errors import UsageError
 from dgemma.weights.hub import NANO_DIRECTORY
+from tests.command import Call, Result, caller
 from tests.taught import ANSWERS, LONG, SHORT, THOUGHT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,29 +31,9 @@ JSON_FIELDS = set("text tokens steps blocks tokens_per_step seconds finish seed 
 HERE = ["--device", "cpu", "--dtype", "float32", "--seed", "1"]
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Result]
-
-
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command line in this process."""
-
-    def run(*args: str | Path, stdin: bytes = b"") -> Result:
-        monkeypatch.setattr(sys, "argv", ["dgemma", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        with pytest.raises(SystemExit) as caught:
-            main()
-        code = caught.value.code
-        return Result(code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return run
+    return caller(monkeypatch, capsys)
 
 
 def run_outside(*args: str | Path, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -279,8 +257,7 @@ def numeric_options() -> list[tuple[str, str]]:
     """Each command with each of its options that takes a number."""
     found = []
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        hints = get_type_hints(inspect.unwrap(command.callback))
-        kinds = {key: str(hint) for key, hint in hints.items()}
+        kinds = {key: str(hint) for key, hint in option_hints(command.callback).items()}
         found += [
             (name, option.opts[0])
             for option in command.params

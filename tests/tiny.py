@@ -37,15 +37,15 @@ VISION = VisionConfig(
 )
 TINY = tiny_config(
     61,
+    vision=VISION,
+    layer_types=(SLIDING, FULL),
     hidden_size=32,
     intermediate_size=24,
     moe_intermediate_size=12,
     head_dim=8,
     global_head_dim=16,
-    layer_types=(SLIDING, FULL),
     sliding_window=12,
     canvas_length=8,
-    vision=VISION,
 )
 
 

@@ -5,7 +5,6 @@ to do. Typer's own message for a wrong number varies with its version and omits 
 range, so it is written here from the command's signature and the command line.
 """
 
-import inspect
 import io
 import os
 import signal
@@ -13,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import takewhile
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import typer
 
-from dgemma.cli.app import FAILED, INTERRUPTED, WRONG_CALL, app
+from dgemma.cli.app import FAILED, INTERRUPTED, WRONG_CALL, app, option_hints
 from dgemma.errors import DgemmaError, UsageError
 
 # Modules of the commands, in the order of `dgemma --help`; importing one registers its command.
@@ -124,8 +123,7 @@ def _number_error(error: Any, arguments: Sequence[str]) -> str:
     """Return the sentence for a wrong number; empty for any other error."""
     if not isinstance(error, typer.BadParameter) or not error.ctx or not error.param:
         return ""
-    command: Any = inspect.unwrap(error.ctx.command.callback)  # type: ignore[arg-type]
-    hint, option = get_args(get_type_hints(command, include_extras=True)[str(error.param.name)])
+    hint, option = get_args(option_hints(error.ctx.command.callback)[str(error.param.name)])
     number_type = next((kind for kind in NUMBER_TYPES if kind in _plain_types(hint)), None)
     if number_type is None:
         return ""

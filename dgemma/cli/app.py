@@ -1,53 +1,65 @@
 """The application, the options that commands share, and loading: engines and rules."""
 
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from dgemma.config import MODES
 from dgemma.errors import UsageError
+from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.diffusion.sampler import Rule
-    from dgemma.engine import Engine
+    from dgemma.engine import Engine, SamplingParams
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130  # exit codes
 MIN_SHOWN_BYTES = 1 << 30  # smaller checkpoints load without a progress bar
 
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-HeldOut = Annotated[
-    Path | None, typer.Option(help="Directory of held-out files (docs/evaluation.md).")
-]
-Shared = Annotated[
-    Path | None, typer.Option("--data", help="Directory of public sets (docs/evaluation.md).")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
-SamplerRule = Annotated[
-    str | None,
-    typer.Option(
-        "--rule",
-        help="Rule of the sampler: entropy, the default, confidence, or MODULE:CLASS, one of your "
-        "own (docs/python.md).",
-    ),
-]
-
-PresetOption = Annotated[
-    str | None,
-    typer.Option("--preset", help="Of the sampler: quality, balanced or fast (docs/python.md)."),
-]
+RULES = (
+    "Rule of the sampler: entropy, the default, confidence, or MODULE:CLASS, one of your own "
+    "(docs/python.md)."
+)
+PRESETS = "Of the sampler: quality, balanced or fast (docs/python.md)."
 
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyOptions:
+    """Options of what answers a message."""
+
+    mode: str = option("diffusion", f"{', '.join(MODES)} (AR thought).")
+    temperature: float | None = option(None, "Of draws; AR is greedy without it.")
+    max_tokens: int | None = option(None, "Longest answer.")
+    seed: int | None = option(None, "Same seed, same answer.")
+    thinking: bool = option(False, "Let the model think first.", "--thinking/--no-thinking")
+    preset: str | None = option(None, PRESETS)
+
+    def params(self, *, drafts: bool = False) -> "SamplingParams":
+        """Return the parameters of a request; AR mode has no drafts."""
+        from dgemma.engine import SamplingParams
+
+        return SamplingParams(
+            mode=self.mode,  # type: ignore[arg-type]  # checked by check_params
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            drafts=drafts and self.mode != "ar",
+        )
+
+
 app = typer.Typer(
     name="dgemma",
     no_args_is_help=True,
@@ -102,29 +114,35 @@ def with_options(function: Callable[..., R]) -> Callable[..., R]:
     return command
 
 
+def option_hints(callback: Any) -> dict[str, Any]:
+    """Return the annotated types of a command's options, those of dataclasses included."""
+    command = inspect.unwrap(callback, stop=lambda function: hasattr(function, "__signature__"))
+    return get_type_hints(command, include_extras=True)
+
+
 def _options(kind: Any) -> list[Parameter]:
     """Describe the fields of a dataclass that have a `help` as options of a command."""
     hints = get_type_hints(kind)
-    options = []
-    for field in fields(kind):
-        if "help" in field.metadata:
-            flags = [
-                f"--{field.name.replace('_', '-')}",
-                *filter(None, [field.metadata.get("short")]),
-            ]
-            option = typer.Option(*flags, help=field.metadata["help"])
-            options.append(
-                Parameter(
-                    field.name,
-                    Parameter.KEYWORD_ONLY,
-                    default=field.default,
-                    annotation=Annotated[hints[field.name], option],
-                )
-            )
-    return options
+    return [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=Annotated[hints[field.name], _typer_option(field)],
+        )
+        for field in fields(kind)
+        if "help" in field.metadata
+    ]
 
 
-def load_engine(options: ModelOptions, preset: str | None = None) -> "Engine":
+def _typer_option(field: Field[Any]) -> Any:
+    flags = field.metadata["flags"] or (f"--{field.name.replace('_', '-')}",)
+    return typer.Option(*flags, help=field.metadata["help"], **field.metadata["settings"])
+
+
+def load_engine(
+    options: ModelOptions, preset: str | None = None, rule: "Rule | None" = None
+) -> "Engine":
     """Load a checkpoint; a large one shows its progress on stderr if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -133,7 +151,6 @@ def load_engine(options: ModelOptions, preset: str | None = None) -> "Engine":
     from dgemma.engine.params import check_preset
 
     check_preset(preset)
-
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(file=sys.stderr)
     is_quiet = not console.is_terminal
@@ -146,6 +163,8 @@ def load_engine(options: ModelOptions, preset: str | None = None) -> "Engine":
         engine = Engine.load(**asdict(options), progress=on_tensor)
     if preset is not None:
         engine.set_preset(preset)
+    if rule is not None:
+        engine.set_rule(rule)
     return engine
 
 

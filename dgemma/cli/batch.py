@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +13,22 @@ import typer
 from dgemma.cli.app import AsJson, app, load_engine, with_options
 from dgemma.cli.serve import require_extra
 from dgemma.errors import DgemmaError, UsageError
+from dgemma.options import option
 from dgemma.server.limits import Limits
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.server.batch import BatchCounts, BatchLine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Options of `dgemma batch`."""
+
+    url: str | None = option(None, "A running server to ask, instead of loading a model.")
+    api_key_file: Path | None = option(None, "The server's key; DGEMMA_API_KEYS works too.")
+    parallel: int | None = option(None, "Requests at a time; by default two batches.", min=1)
+    max_batch_size: int = option(8, "Most requests in one pass.")
 
 
 @app.command()
@@ -26,18 +38,8 @@ def batch(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Replies; lines that are there are kept.")
     ],
-    *,
-    url: Annotated[
-        str | None, typer.Option(help="A running server to ask, instead of loading a model.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="The server's key; DGEMMA_API_KEYS works too.")
-    ] = None,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, help="Requests at a time; by default two batches.")
-    ] = None,
-    max_batch_size: Annotated[int, typer.Option(help="Most requests in one pass.")] = 8,
-    options: ModelOptions,
+    options: BatchOptions,
+    model: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format; run it again to continue."""
@@ -48,9 +50,9 @@ def batch(
     lines = read_batch(file)
     if file.resolve() == output.resolve():
         raise UsageError("the output is the batch file itself; choose another --output")
-    num_parallel = parallel or 2 * max_batch_size
-    if url is not None:
-        sender = url_sender(url, read_key(api_key_file, os.environ))
+    num_parallel = options.parallel or 2 * options.max_batch_size
+    if options.url is not None:
+        sender = url_sender(options.url, read_key(options.api_key_file, os.environ))
         counts = _run(lines, output, sender, num_parallel)
     else:
         from dgemma.device import bound_kernel_cache
@@ -59,9 +61,11 @@ def batch(
         from dgemma.server.service import Settings
 
         bound_kernel_cache(os.environ)
-        limits = Limits(max_batch_size=max_batch_size, max_queue=8 * num_parallel, max_seconds=1e9)
-        engine = load_engine(options)
-        routes = make_routes(engine, Settings(names=_names(lines, options.model), limits=limits))
+        limits = Limits(
+            max_batch_size=options.max_batch_size, max_queue=8 * num_parallel, max_seconds=1e9
+        )
+        engine = load_engine(model)
+        routes = make_routes(engine, Settings(names=_names(lines, model.model), limits=limits))
         worker = routes.state.service.worker
         worker.start()
         try:

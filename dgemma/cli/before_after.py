@@ -57,7 +57,7 @@ class BeforeAfter:
 
         out = args.directory(recipe)
         saved = out / BEFORE
-        if saved.exists() and saved_states(out) and not args.is_fresh:
+        if saved.exists() and saved_states(out) and not args.fresh:
             self.measures[BEFORE] = _read_measures(saved)  # the run is resumed
             return
         model = _unquantized(str(args.checkpoint(name)), args.device, args.dtype)

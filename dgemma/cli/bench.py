@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +11,13 @@ import typer
 
 from dgemma.cli.app import AsJson, app, load_engine, with_options
 from dgemma.errors import UsageError
+from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.engine import Engine
     from dgemma.eval.arms import ArmSpec
-    from dgemma.eval.bench import BenchRun
+    from dgemma.eval.bench import BenchParams, BenchRun
 
 QUICK_SECONDS = 70.0  # of requests; loading, warming up and the report fit into two minutes
 DEFAULT_ARMS = ("diffusion", "ar")
@@ -25,39 +26,51 @@ bench_app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
 app.add_typer(bench_app, name="bench")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options of `dgemma bench`."""
+
+    workloads: str = option("all", "Names, TOML files or directories with commas between; all.")
+    arms: list[str] | None = option(
+        None,
+        "An arm, may be repeated: diffusion, ar, hybrid, with settings as in "
+        "diffusion:steps=16,bound=0.5, ar:model=DIR, or endpoint:url=http://HOST/v1.",
+        "--arm",
+    )
+    rounds: int = option(5, "Requests per case and arm.")
+    attempts: int = option(3, "At a request, until one is accepted.")
+    seed: int = option(0, "Of the first round.")
+    seconds: float | None = option(None, "Start no request after so many seconds.")
+    quick: bool = option(False, "Seven workloads in under two minutes with nano.")
+    out: Path | None = option(
+        None, "Directory for the report and the raw runs; continued if it has some."
+    )
+    is_advice: bool = option(False, "Print three sentences with their numbers alone.", "--advise")
+
+    def params(self) -> "BenchParams":
+        """Read the arms and the workloads."""
+        from dgemma.eval.arms import parse_arm
+        from dgemma.eval.bench import BenchParams
+        from dgemma.eval.workload import find_workloads
+
+        given = "" if self.workloads == "all" else self.workloads
+        names = [name.strip() for name in given.split(",") if name.strip()]
+        return BenchParams(
+            workloads=tuple(find_workloads(names, quick=self.quick)),
+            arms=_ordered([parse_arm(arm) for arm in self.arms or DEFAULT_ARMS]),
+            rounds=self.rounds,
+            attempts=1 if self.quick else self.attempts,
+            seed=self.seed,
+            seconds=self.seconds or (QUICK_SECONDS if self.quick else None),
+            warm_up=not self.quick,
+            out=self.out,
+        )
+
+
 @bench_app.callback()
 @with_options
 def bench(
-    context: typer.Context,
-    options: ModelOptions,
-    workloads: Annotated[
-        str, typer.Option(help="Names, TOML files or directories with commas between; all.")
-    ] = "all",
-    arms: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--arm",
-            help="An arm, may be repeated: diffusion, ar, hybrid, with settings as in "
-            "diffusion:steps=16,bound=0.5, ar:model=DIR, or endpoint:url=http://HOST/v1.",
-        ),
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Requests per case and arm.")] = 5,
-    attempts: Annotated[int, typer.Option(help="At a request, until one is accepted.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the first round.")] = 0,
-    seconds: Annotated[
-        float | None, typer.Option(help="Start no request after so many seconds.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Seven workloads in under two minutes with nano.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Directory for the report and the raw runs; continued if it has some."),
-    ] = None,
-    is_advice: Annotated[
-        bool, typer.Option("--advise", help="Print three sentences with their numbers alone.")
-    ] = False,
-    as_json: AsJson = False,
+    context: typer.Context, model: ModelOptions, options: BenchOptions, as_json: AsJson = False
 ) -> None:
     """Answer if block diffusion is worth it here: seconds to an accepted answer, by workload.
 
@@ -67,23 +80,8 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    from dgemma.eval.arms import parse_arm
-    from dgemma.eval.bench import BenchParams
-    from dgemma.eval.workload import find_workloads
-
-    names = [] if workloads == "all" else [n.strip() for n in workloads.split(",") if n.strip()]
-    params = BenchParams(
-        workloads=tuple(find_workloads(names, quick=quick)),
-        arms=_ordered([parse_arm(arm) for arm in arms or DEFAULT_ARMS]),
-        rounds=rounds,
-        attempts=1 if quick else attempts,
-        seed=seed,
-        seconds=seconds or (QUICK_SECONDS if quick else None),
-        warm_up=not quick,
-        out=out,
-    )
-    run = _run(params, options)
-    _print(run, out, is_advice=is_advice, as_json=as_json)
+    run = _run(options.params(), model)
+    _print(run, options.out, is_advice=options.is_advice, as_json=as_json)
 
 
 def _ordered(arms: "Sequence[ArmSpec]") -> "tuple[ArmSpec, ...]":
@@ -92,13 +90,11 @@ def _ordered(arms: "Sequence[ArmSpec]") -> "tuple[ArmSpec, ...]":
     return tuple(sorted(arms, key=lambda arm: (arm.is_endpoint, order[arm.weights])))
 
 
-def _run(params: "object", options: ModelOptions) -> "BenchRun":
+def _run(params: "BenchParams", options: ModelOptions) -> "BenchRun":
     from dgemma.device import choose_device, choose_dtype
     from dgemma.eval.arms import MODEL_KEYS
-    from dgemma.eval.bench import BenchParams, EngineSource, run_bench
+    from dgemma.eval.bench import EngineSource, run_bench
     from dgemma.eval.machine import Machine
-
-    assert isinstance(params, BenchParams)
 
     def load(spec: "ArmSpec") -> "Engine":
         given = {name: spec.settings[name] for name in MODEL_KEYS if name in spec.settings}

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, PresetOption, app, load_engine, with_options
-from dgemma.config import MODES
+from dgemma.cli.app import FAILED, ReplyOptions, app, load_engine, with_options
 from dgemma.errors import DgemmaError, UsageError
+from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView, MessageReader
-    from dgemma.engine import Done, Draft, Engine, Event, SamplingParams
+    from dgemma.engine import Done, Draft, Engine, Event
     from dgemma.engine.generation import Generation
     from dgemma.text.chat import Message, Prompt
 
@@ -47,27 +47,10 @@ message that ends with \"\"\". Ctrl-C stops an answer and keeps the conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSettings:
+class ChatSettings(ReplyOptions):
     """Settings of a chat, which /commands change."""
 
-    mode: str = "diffusion"
-    seed: int | None = None
-    thinking: bool = False
-    max_tokens: int | None = None
-    temperature: float | None = None
-    drops_oldest: bool = False  # forget the oldest questions when the context is full
-
-    def params(self, *, drafts: bool = False) -> "SamplingParams":
-        """Return the parameters of a request; AR mode has no drafts."""
-        from dgemma.engine import SamplingParams
-
-        return SamplingParams(
-            mode=self.mode,  # type: ignore[arg-type]  # checked by check_params
-            seed=self.seed,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            drafts=drafts and self.mode != "ar",
-        )
+    drop_oldest: bool = option(False, "Forget the oldest questions when the context is full.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +117,7 @@ class Conversation:
             try:
                 return self.engine.generation(prompt, params, fit=True)
             except PromptTooLong:
-                if not self.messages or not self.settings.drops_oldest:
+                if not self.messages or not self.settings.drop_oldest:
                     raise UsageError(self._advice(len(prompt.ids))) from None
             self.num_dropped += 1
             del self.messages[:2]
@@ -400,20 +383,9 @@ COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
 @app.command()
 @with_options
 def chat(
-    options: ModelOptions,
-    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)} (AR thought).")] = "diffusion",
+    model: ModelOptions,
+    settings: ChatSettings,
     system: Annotated[str, typer.Option(help="A system message.")] = "",
-    thinking: Annotated[bool, typer.Option(help="Let the model think first.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of draws; AR is greedy without it.")
-    ] = None,
-    preset: PresetOption = None,
-    drop_oldest: Annotated[
-        bool,
-        typer.Option("--drop-oldest", help="Forget the oldest questions when the context is full."),
-    ] = False,
     history: Annotated[
         Path | None, typer.Option(help="Keep what you type in this file; else it is not kept.")
     ] = None,
@@ -424,15 +396,7 @@ def chat(
     """
     from dgemma.engine.params import check_params
 
-    settings = ChatSettings(
-        mode=mode,
-        seed=seed,
-        thinking=thinking,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        drops_oldest=drop_oldest,
-    )
     check_params(settings.params())  # before a long load
-    engine = load_engine(options, preset)
-    if not talk(Conversation(engine, settings, system), options.model, history):
+    engine = load_engine(model, settings.preset)
+    if not talk(Conversation(engine, settings, system), model.model, history):
         raise typer.Exit(FAILED)

@@ -3,15 +3,16 @@
 import json
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import AsJson, PresetOption, app, load_engine, with_options
+from dgemma.cli.app import PRESETS, AsJson, app, load_engine, with_options
 from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
+from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
@@ -19,35 +20,32 @@ if TYPE_CHECKING:
     from dgemma.programs.edit.edit import EditParams, EditResult
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditOptions:
+    """Options of `dgemma edit`."""
+
+    do: str | None = option(
+        None,
+        "What to change. Without it words that the model doubts are corrected; nano finds few "
+        "mistakes.",
+    )
+    lines: str | None = option(None, "Only these lines, counted from 1.", metavar="A:B")
+    strength: float | None = option(
+        None, "0 to 1: how readily text is opened; 0.5 without it, 1 opens all."
+    )
+    passes: int | None = option(None, "Most times over the text; 2, or 3 without --do.")
+    seed: int | None = option(None, "Same seed, same edit.")
+    apply: bool = option(False, "Write the file, or print a diff.", "--apply/--diff")
+    preset: str | None = option(None, PRESETS)
+    show: bool = option(False, "Watch a canvas converge.")
+
+
 @app.command()
 @with_options
 def edit(
     file: Annotated[str, typer.Argument(help="A text file; - is stdin.")],
-    *,
-    do: Annotated[
-        str | None,
-        typer.Option(
-            help="What to change. Without it words that the model doubts are corrected; nano finds "
-            "few mistakes."
-        ),
-    ] = None,
-    options: ModelOptions,
-    lines: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Only these lines, counted from 1.")
-    ] = None,
-    strength: Annotated[
-        float | None,
-        typer.Option(help="0 to 1: how readily text is opened; 0.5 without it, 1 opens all."),
-    ] = None,
-    passes: Annotated[
-        int | None, typer.Option(help="Most times over the text; 2, or 3 without --do.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same edit.")] = None,
-    apply: Annotated[
-        bool, typer.Option("--apply/--diff", help="Write the file, or print a diff.")
-    ] = False,
-    preset: PresetOption = None,
-    show: Annotated[bool, typer.Option("--show", help="Watch a canvas converge.")] = False,
+    options: EditOptions,
+    model: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
     """Edit a text in place: what need not change stays byte for byte."""
@@ -55,26 +53,26 @@ def edit(
     from dgemma.programs.edit.spans import line_span
 
     text = read_text(file)
-    if apply:
+    if options.apply:
         check_writable(file)
     params = EditParams(
-        lines=_lines(lines),
-        strength=strength,
-        passes=passes,
-        seed=seed,
-        drafts=show or sys.stderr.isatty(),
+        lines=_lines(options.lines),
+        strength=options.strength,
+        passes=options.passes,
+        seed=options.seed,
+        drafts=options.show or sys.stderr.isatty(),
     )
     check_edit(params)  # before a long load
     if params.lines is not None:
         line_span(text, *params.lines)
-    engine = load_engine(options, preset)
-    edited = _run(engine, text, do, params, show=show)
+    engine = load_engine(model, options.preset)
+    edited = _run(engine, text, params, options)
     name = "stdin" if file == STDIN else Path(file).as_posix().lstrip("/")
-    if apply and not (as_json and file == STDIN):
+    if options.apply and not (as_json and file == STDIN):
         write_text(file, edited.text, text)
     if as_json:
-        print(json.dumps(_report(edited, name, options.model), ensure_ascii=False))
-    elif not apply:
+        print(json.dumps(_report(edited, name, model.model), ensure_ascii=False))
+    elif not options.apply:
         print_text(edited.diff(name))
     if not as_json and edited.text == text:
         print(f"dgemma: {_no_change(edited)}", file=sys.stderr)
@@ -98,14 +96,12 @@ def _lines(option: str | None) -> tuple[int, int] | None:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _run(
-    engine: "Engine", text: str, instruction: str | None, params: "EditParams", *, show: bool
-) -> "EditResult":
+def _run(engine: "Engine", text: str, params: "EditParams", options: EditOptions) -> "EditResult":
     from dgemma.cli.show import run_program
     from dgemma.programs.edit.edit import edit_program
 
-    program = edit_program(engine, text, instruction, params)
-    return run_program(engine, program, show=show, doing="editing")
+    program = edit_program(engine, text, options.do, params)
+    return run_program(engine, program, show=options.show, doing="editing")
 
 
 def _report(edited: "EditResult", name: str, model: str) -> dict[str, object]:

@@ -1,42 +1,53 @@
 """`dgemma eval`: measure a checkpoint by diffusion and by AR mode of the same weights."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from dgemma.cli.app import (
-    AsJson,
-    HeldOut,
-    PresetOption,
-    SamplerRule,
-    Shared,
-    app,
-    load_engine,
-    load_rule,
-    with_options,
-)
+from dgemma.cli.app import PRESETS, RULES, AsJson, app, load_engine, load_rule, with_options
 from dgemma.errors import DgemmaError
+from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
+
+if TYPE_CHECKING:
+    from dgemma.eval.evaluate import EvalParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """Options of `dgemma eval`."""
+
+    tasks: str = option("all", "Names with commas between, or all.")
+    heldout: Path | None = option(None, "Directory of held-out files (docs/evaluation.md).")
+    data: Path | None = option(None, "Directory of public sets (docs/evaluation.md).")
+    limit: int | None = option(None, "Most cases of each set.")
+    seed: int = option(0, "Same seed, same answers.")
+    rule: str | None = option(None, RULES)
+    preset: str | None = option(None, PRESETS)
+    batch_size: int | None = option(None, "Requests in one pass.")
+    out: Path | None = option(None, "Write JSON here after each task.")
+    markdown: Path | None = option(None, "Write a markdown table here.")
+
+    def params(self) -> "EvalParams":
+        """Find the data of the tasks."""
+        from dgemma.eval.data import Data
+        from dgemma.eval.evaluate import EvalParams, parse_tasks
+
+        return EvalParams(
+            data=Data.find(self.heldout, self.data),
+            tasks=parse_tasks(self.tasks),
+            limit=self.limit,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            out=self.out,
+            markdown=self.markdown,
+        )
 
 
 @app.command("eval")
 @with_options
-def evaluate(
-    options: ModelOptions,
-    tasks: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
-    heldout: HeldOut = None,
-    data: Shared = None,
-    limit: Annotated[int | None, typer.Option(help="Most cases of each set.")] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same answers.")] = 0,
-    rule: SamplerRule = None,
-    preset: PresetOption = None,
-    batch_size: Annotated[int | None, typer.Option(help="Requests in one pass.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write JSON here after each task.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write a markdown table here.")] = None,
-    as_json: AsJson = False,
-) -> None:
+def evaluate(model: ModelOptions, options: EvalOptions, as_json: AsJson = False) -> None:
     """Measure a checkpoint on held-out tasks, with 95 % intervals.
 
     Tasks: sudoku, cross_entropy, blimp, humaneval_infill, infill, json_calls, fix,
@@ -44,25 +55,13 @@ def evaluate(
     limits, which is not a security boundary. The stories of samples need no files; tasks that do
     are skipped without them, and docs/evaluation.md tells how to get them.
     """
-    from dgemma.eval.data import Data
-    from dgemma.eval.evaluate import EvalParams, parse_tasks
     from dgemma.eval.evaluate import evaluate as run
     from dgemma.eval.measure import table
 
-    params = EvalParams(
-        data=Data.find(heldout, data),
-        tasks=parse_tasks(tasks),
-        limit=limit,
-        seed=seed,
-        batch_size=batch_size,
-        out=out,
-        markdown=markdown,
-    )
-    own_rule = load_rule(rule)  # before a long load
-    engine = load_engine(options, preset)
-    if own_rule is not None:
-        engine.set_rule(own_rule)
-    report = run(engine, options.model, params)
+    params = options.params()
+    own_rule = load_rule(options.rule)  # before a long load
+    engine = load_engine(model, options.preset, own_rule)
+    report = run(engine, model.model, params)
     if as_json:
         print(json.dumps(report.to_json(), ensure_ascii=False))
     else:

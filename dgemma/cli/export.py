@@ -1,20 +1,33 @@
 """`dgemma export`: write a checkpoint for other programs: the released layout, or GGUF."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dgemma.cli.app import app
+from dgemma.cli.app import app, with_options
 from dgemma.errors import UsageError
+from dgemma.options import option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Largest first. The same names as in `weights.gguf_write`, which would import torch.
 GGUF_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_0", "Q4_K_M", "Q4_K", "Q4_0")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Options of `dgemma export`."""
+
+    gguf: str | None = option(None, f"Write a GGUF file of this type: {', '.join(GGUF_TYPES)}.")
+    dtype: str = option("auto", "auto (as stored; 8 bits: float32), float32, bfloat16 or float16.")
+    adapter: Path | None = option(None, "A LoRA adapter to merge into the weights.")
+    overwrite: bool = option(False, "Replace a checkpoint that is there.")
+
+
 @app.command()
+@with_options
 def export(
     model: Annotated[
         str, typer.Argument(help="A checkpoint directory, a GGUF file, a hub id, or nano.")
@@ -22,27 +35,16 @@ def export(
     to: Annotated[
         Path, typer.Argument(metavar="DESTINATION", help="A directory, or FILE.gguf with --gguf.")
     ],
-    gguf: Annotated[
-        str | None,
-        typer.Option(help=f"Write a GGUF file of this type: {', '.join(GGUF_TYPES)}."),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto (as stored; 8 bits: float32), float32, bfloat16 or float16.")
-    ] = "auto",
-    adapter: Annotated[
-        Path | None, typer.Option(help="A LoRA adapter to merge into the weights.")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
-    ] = False,
+    options: ExportOptions,
 ) -> None:
     """Write a checkpoint in the released layout, which transformers and others read.
 
     With --gguf: as one file for llama.cpp and its relatives, types mixed by llama.cpp's rules.
     """
-    if gguf is not None or to.suffix.lower() == ".gguf":
-        _export_gguf(model, to, gguf, adapter, dtype=dtype, overwrite=overwrite)
+    if options.gguf is not None or to.suffix.lower() == ".gguf":
+        _export_gguf(model, to, options)
         return
+    dtype = options.dtype
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
     import torch
@@ -54,23 +56,25 @@ def export(
     if to.exists() and to.samefile(source):
         raise UsageError(f"{to} is the model itself; choose another directory")
     torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
-    write_released(source, to, dtype=torch_dtype, adapter=adapter, overwrite=overwrite)
+    write_released(
+        source, to, dtype=torch_dtype, adapter=options.adapter, overwrite=options.overwrite
+    )
     print(to)
 
 
-def _export_gguf(
-    model: str, to: Path, kind: str | None, adapter: Path | None, *, dtype: str, overwrite: bool
-) -> None:
-    types = ", ".join(GGUF_TYPES)
+def _export_gguf(model: str, to: Path, options: ExportOptions) -> None:
+    kind, types = options.gguf, ", ".join(GGUF_TYPES)
     if kind is None:
         raise UsageError(f"{to} is a GGUF file; say its type with --gguf: {types}")
     if kind not in GGUF_TYPES:
         raise UsageError(f"--gguf {kind} is not known; use {types}")
     if to.suffix.lower() != ".gguf":
         raise UsageError(f"{to} should end in .gguf, since --gguf writes one file")
-    if dtype != "auto":
-        raise UsageError(f"--dtype {dtype} is for the released layout; --gguf {kind} says the type")
-    if to.exists() and not overwrite:
+    if options.dtype != "auto":
+        raise UsageError(
+            f"--dtype {options.dtype} is for the released layout; --gguf {kind} says the type"
+        )
+    if to.exists() and not options.overwrite:
         raise UsageError(f"{to} exists; overwrite it (--overwrite) or choose another name")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -90,5 +94,5 @@ def _export_gguf(
         def on_tensor(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        export_gguf(source, to, kind, adapter=adapter, on_tensor=on_tensor)
+        export_gguf(source, to, kind, adapter=options.adapter, on_tensor=on_tensor)
     print(to)

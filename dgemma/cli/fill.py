@@ -2,14 +2,15 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import AsJson, PresetOption, app, load_engine, with_options
+from dgemma.cli.app import PRESETS, AsJson, app, load_engine, with_options
 from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
+from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
@@ -18,72 +19,76 @@ if TYPE_CHECKING:
     from dgemma.programs.infill.infill import FilledText, FillParams, FillResult
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillOptions:
+    """Options of `dgemma fill`."""
+
+    length: list[int] | None = option(
+        None, "Tokens of the holes, if known: one for all, or one for each.", min=1
+    )
+    max_tokens: int | None = option(None, "Longest hole.")
+    single_line: bool = option(False, "A hole ends with its line.")
+    stop: list[str] | None = option(None, "A hole ends before this text.")
+    candidates: int = option(1, "How many ways to fill it; the best first.")
+    effort: str = option(
+        "thorough",
+        "thorough: search lengths, and what the causal mode would write; fast: one batch of "
+        "canvases for each hole, as editors want it.",
+    )
+    prompt_style: str | None = option(
+        None,
+        "Prompt style: base, the text alone; instruct, a user turn that shows the whole text; "
+        "both, the default if there is a chat template.",
+    )
+    seed: int | None = option(None, "Same seed, same text.")
+    in_place: bool = option(False, "Write the file instead of stdout.")
+    preset: str | None = option(None, PRESETS)
+    show: bool = option(False, "Watch a canvas converge.")
+
+    def params(self, num_holes: int) -> "FillParams":
+        """Return the parameters of a text with so many holes."""
+        from dgemma.programs.infill.infill import FillParams
+
+        return FillParams(
+            lengths=_lengths(self.length, num_holes),
+            max_tokens=self.max_tokens,
+            single_line=self.single_line,
+            stop=tuple(self.stop or ()),
+            num_candidates=self.candidates,
+            effort=self.effort,  # type: ignore[arg-type]  # checked by check_fill
+            prompt_style=self.prompt_style,  # type: ignore[arg-type]  # the same
+            seed=self.seed,
+            drafts=self.show or sys.stderr.isatty(),
+        )
+
+
 @app.command()
 @with_options
 def fill(
     file: Annotated[str, typer.Argument(help="A text file with <|fill|> in it; - is stdin.")],
-    options: ModelOptions,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Tokens of the holes, if known: one for all, or one for each."),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest hole.")] = None,
-    single_line: Annotated[
-        bool, typer.Option("--single-line", help="A hole ends with its line.")
-    ] = False,
-    stop: Annotated[list[str] | None, typer.Option(help="A hole ends before this text.")] = None,
-    candidates: Annotated[int, typer.Option(help="How many ways to fill it; the best first.")] = 1,
-    effort: Annotated[
-        str,
-        typer.Option(
-            help="thorough: search lengths, and what the causal mode would write; fast: one batch "
-            "of canvases for each hole, as editors want it."
-        ),
-    ] = "thorough",
-    prompt_style: Annotated[
-        str | None,
-        typer.Option(
-            help="Prompt style: base, the text alone; instruct, a user turn that shows the whole "
-            "text; both, the default if there is a chat template."
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
-    in_place: Annotated[
-        bool, typer.Option("--in-place", help="Write the file instead of stdout.")
-    ] = False,
-    preset: PresetOption = None,
-    show: Annotated[bool, typer.Option("--show", help="Watch a canvas converge.")] = False,
+    model: ModelOptions,
+    options: FillOptions,
     as_json: AsJson = False,
 ) -> None:
     """Fill each <|fill|> in a text; everything else is untouched."""
     from dgemma.programs.infill.document import InfillDocument
-    from dgemma.programs.infill.infill import FillParams, check_fill
+    from dgemma.programs.infill.infill import check_fill
 
-    if in_place and file == STDIN:
+    if options.in_place and file == STDIN:
         raise UsageError("stdin cannot be written in place; give a file, or leave out --in-place")
     text = read_text(file)
     document = InfillDocument.parse(text)
-    if in_place:
+    if options.in_place:
         check_writable(file)
-    params = FillParams(
-        lengths=_lengths(length, document.num_holes),
-        max_tokens=max_tokens,
-        single_line=single_line,
-        stop=tuple(stop or ()),
-        num_candidates=candidates,
-        effort=effort,  # type: ignore[arg-type]  # refused below if it is not known
-        prompt_style=prompt_style,  # type: ignore[arg-type]  # the same
-        seed=seed,
-        drafts=show or sys.stderr.isatty(),
-    )
+    params = options.params(document.num_holes)
     check_fill(params)  # before a long load
-    engine = load_engine(options, preset)
-    filled = _run(engine, document, params, show=show)
-    if in_place:
+    engine = load_engine(model, options.preset)
+    filled = _run(engine, document, params, show=options.show)
+    if options.in_place:
         write_text(file, filled.text, text)
     if as_json:
-        print(json.dumps(_report(filled, options.model), ensure_ascii=False))
-    elif not in_place:
+        print(json.dumps(_report(filled, model.model), ensure_ascii=False))
+    elif not options.in_place:
         print_text(filled.text)
     if not as_json:
         for number, candidate in enumerate(filled.candidates[1:], start=2):

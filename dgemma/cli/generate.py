@@ -3,23 +3,15 @@
 import json
 import sys
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import (
-    AsJson,
-    PresetOption,
-    SamplerRule,
-    app,
-    load_engine,
-    load_rule,
-    with_options,
-)
-from dgemma.config import MODES
+from dgemma.cli.app import RULES, AsJson, ReplyOptions, app, load_engine, load_rule, with_options
 from dgemma.errors import DgemmaError, UsageError
+from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
@@ -32,99 +24,78 @@ if TYPE_CHECKING:
     from dgemma.text.messages import Part
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions(ReplyOptions):
+    """Options of `dgemma generate`."""
+
+    system: str = option("", "A system message.")
+    image: list[Path] | None = option(
+        None, "A picture to show before the prompt; may be repeated.", "--image", "-a"
+    )
+    image_tokens: int | None = option(
+        None, "Soft tokens of each picture: 70, 140, 280, 560 or 1120 (small text)."
+    )
+    plain: bool = option(False, "Continue the text; no chat.")
+    stop: list[str] | None = option(None, "Stop before this text.")
+    canvas: int | None = option(None, "Canvas length, up to the model's.")
+    steps: int | None = option(None, "Most steps per canvas.", min=1)
+    rule: str | None = option(None, RULES)
+    schema: str | None = option(
+        None, "Answer in JSON of this schema: a file, or the schema itself."
+    )
+    regex: str | None = option(None, "Answer with a text that this expression matches.")
+    grammar: Path | None = option(None, "Answer in the language of a Lark grammar: a file.")
+    choices: str | None = option(None, "Answer one of these: a,b,c.")
+    draft: str | None = option(
+        None, "Of AR: ngram (what followed before) or canvas; the same tokens in fewer passes."
+    )
+    verify: str | None = option(
+        None, "Diffusion drafts that the causal mode verifies: strict (greedy AR) or loose."
+    )
+    show: bool = option(False, "Watch the canvas converge.")
+
+
 @app.command()
 @with_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from stdin.")],
-    options: ModelOptions,
-    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)} (AR thought).")] = "diffusion",
-    temperature: Annotated[
-        float | None, typer.Option(help="Of draws; AR is greedy without it.")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
-    system: Annotated[str, typer.Option(help="A system message.")] = "",
-    thinking: Annotated[bool, typer.Option(help="Let the model think first.")] = False,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option("--image", "-a", help="A picture to show before the prompt; may be repeated."),
-    ] = None,
-    image_tokens: Annotated[
-        int | None,
-        typer.Option(help="Soft tokens of each picture: 70, 140, 280, 560 or 1120 (small text)."),
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Continue the text; no chat.")] = False,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
-    canvas: Annotated[int | None, typer.Option(help="Canvas length, up to the model's.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Most steps per canvas.")] = None,
-    rule: SamplerRule = None,
-    preset: PresetOption = None,
-    schema: Annotated[
-        str | None,
-        typer.Option(help="Answer in JSON of this schema: a file, or the schema itself."),
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="Answer with a text that this expression matches.")
-    ] = None,
-    grammar: Annotated[
-        Path | None, typer.Option(help="Answer in the language of a Lark grammar: a file.")
-    ] = None,
-    choices: Annotated[str | None, typer.Option(help="Answer one of these: a,b,c.")] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Of AR: ngram (what followed before) or canvas; the same tokens in fewer passes."
-        ),
-    ] = None,
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            help="Diffusion drafts that the causal mode verifies: strict (greedy AR) or loose."
-        ),
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Watch the canvas converge.")] = False,
+    model: ModelOptions,
+    options: GenerateOptions,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt."""
-    from dgemma.engine import SamplingParams
     from dgemma.engine.params import check_params
     from dgemma.text.chat import Prompt
 
     text = _read_prompt(prompt)
-    if plain and (system or thinking or image):
+    if options.plain and (options.system or options.thinking or options.image):
         raise UsageError("--plain has no chat turns; leave out --system, --thinking and --image")
-    pictures = _read_images(image or [], image_tokens)
-    own_rule = load_rule(rule)
-    params = SamplingParams(
-        mode=mode,  # type: ignore[arg-type]  # refused below if it is not known
-        temperature=temperature,
-        max_tokens=max_tokens,
-        seed=seed,
-        canvas_length=canvas,
-        preset=preset,  # type: ignore[arg-type]  # the same
-        stop=tuple(stop or ()),
-        drafts=show and mode != "ar",
+    pictures = _read_images(options.image or [], options.image_tokens)
+    own_rule = load_rule(options.rule)
+    params = replace(
+        options.params(drafts=options.show),
+        canvas_length=options.canvas,
+        preset=options.preset,  # type: ignore[arg-type]  # checked by check_params
+        stop=tuple(options.stop or ()),
     )
     check_params(params)  # before a long load
-    drafting = _drafting(params, draft, verify, steps)
-    constraint = _read_constraint(schema, regex, grammar, choices)
-    if constraint and stop:
+    drafting = _drafting(params, options)
+    constraint = _read_constraint(options)
+    if constraint and options.stop:
         raise UsageError("--stop would cut constrained text; leave it out")
-    engine = load_engine(options)
+    engine = load_engine(model, rule=own_rule)
     compiled = engine.constraint(**constraint) if constraint else None
-    if own_rule is not None:
-        engine.set_rule(own_rule)
-    sampler = None
-    if steps is not None:
-        sampler = replace(engine.sampler_of(preset), max_denoising_steps=steps)
-    params = replace(params, sampler=sampler, constraint=compiled)
+    if options.steps is not None:
+        sampler = replace(engine.sampler_of(options.preset), max_denoising_steps=options.steps)
+        params = replace(params, sampler=sampler)
+    params = replace(params, constraint=compiled)
     content: str | tuple[Part, ...] = (*pictures, text) if pictures else text
-    request = engine.plain_prompt(text) if plain else _chat(engine, content, system, thinking)
+    request = engine.plain_prompt(text) if options.plain else _chat(engine, content, options)
     for note in request.notes if isinstance(request, Prompt) else ():
         print(f"dgemma: {note}", file=sys.stderr)
-    done = _run(_events(engine, request, params, drafting), show=show, is_quiet=as_json)
+    done = _run(_events(engine, request, params, drafting), show=options.show, is_quiet=as_json)
     if as_json:
-        print(json.dumps(_report(done, options.model), ensure_ascii=False))
+        print(json.dumps(_report(done, model.model), ensure_ascii=False))
     if compiled is not None:
         _check_done(done)
 
@@ -138,21 +109,19 @@ def _read_images(paths: Sequence[Path], tokens: int | None) -> "tuple[Image, ...
     return tuple(Image.open(path, tokens=tokens) for path in paths)
 
 
-def _read_constraint(
-    schema: str | None, regex: str | None, grammar: Path | None, choices: str | None
-) -> "ConstraintArgs":
+def _read_constraint(options: GenerateOptions) -> "ConstraintArgs":
     """Read and check the options before a model is loaded; empty if none is given."""
     from dgemma.constrain.grammar import read_constraint
 
     constraint: ConstraintArgs = {}
-    if schema is not None:
-        constraint["schema"] = _read_schema(schema)
-    if regex is not None:
-        constraint["regex"] = regex
-    if grammar is not None:
-        constraint["grammar"] = _read_file(grammar, "the grammar")
-    if choices is not None:
-        constraint["choices"] = [choice.strip() for choice in choices.split(",")]
+    if options.schema is not None:
+        constraint["schema"] = _read_schema(options.schema)
+    if options.regex is not None:
+        constraint["regex"] = options.regex
+    if options.grammar is not None:
+        constraint["grammar"] = _read_file(options.grammar, "the grammar")
+    if options.choices is not None:
+        constraint["choices"] = [choice.strip() for choice in options.choices.split(",")]
     if len(constraint) > 1:
         names = " and ".join(f"--{name}" for name in constraint)
         raise UsageError(f"{names} are given together; a text takes one of them")
@@ -208,26 +177,27 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _chat(
-    engine: "Engine", content: "str | tuple[Part, ...]", system: str, thinking: bool
+    engine: "Engine", content: "str | tuple[Part, ...]", options: GenerateOptions
 ) -> "Prompt | str":
     from dgemma.text.chat import Message
 
     if engine.template is None:
-        if system or thinking or not isinstance(content, str):
+        if options.system or options.thinking or not isinstance(content, str):
             raise UsageError(
                 "this checkpoint has no chat template: no --system, no --thinking, no --image"
             )
         return content
-    messages = [Message(role="system", content=system)] if system else []
-    return engine.prompt([*messages, Message(role="user", content=content)], thinking=thinking)
+    messages = [Message(role="user", content=content)]
+    if options.system:
+        messages.insert(0, Message(role="system", content=options.system))
+    return engine.prompt(messages, thinking=options.thinking)
 
 
-def _drafting(
-    params: "SamplingParams", draft: str | None, verify: str | None, steps: int | None
-) -> "SpeculativeParams | None":
+def _drafting(params: "SamplingParams", options: GenerateOptions) -> "SpeculativeParams | None":
     """Read --draft and --verify; refuse what they cannot be combined with."""
     from dgemma.programs.speculative import CANVAS_DRAFT_STEPS, SpeculativeParams
 
+    draft, verify = options.draft, options.verify
     if draft is None and verify is None:
         return None
     if draft is not None and (params.mode != "ar" or verify is not None):
@@ -240,7 +210,7 @@ def _drafting(
         drafter=draft or "canvas",  # type: ignore[arg-type]  # checked there
         accept=verify or "strict",  # type: ignore[arg-type]
         length=params.canvas_length or 0,
-        steps=steps or CANVAS_DRAFT_STEPS,
+        steps=options.steps or CANVAS_DRAFT_STEPS,
     )
 
 

@@ -3,98 +3,97 @@
 import math
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from dgemma.cli.app import app, load_engine, with_options
 from dgemma.errors import DgemmaError, UsageError
+from dgemma.options import option
 from dgemma.server.limits import Limits, default_max_body
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     import socket
 
+    from dgemma.server.service import Settings
+
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Address of a server, and who may use it."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8080, "Port to listen on; 0 takes a free one.", min=0, max=65535)
+    name: list[str] | None = option(None, "A name to serve the model by; the first is listed.")
+    api_key_file: Path | None = option(None, "API keys, one a line; DGEMMA_API_KEYS works too.")
+    allow_anonymous: bool = option(False, "Listen beyond this machine without keys.")
+    allow_host: list[str] | None = option(None, "A name clients may call the server by.")
+    cors_origin: list[str] | None = option(None, "An origin whose web pages may send requests.")
+    max_body: float | None = option(
+        None, "Largest request in MiB; 4 by default, 32 for a model with pictures."
+    )
+
+    def settings(self, model: str, limits: Limits) -> "Settings":
+        """Read the keys and check the address."""
+        from dgemma.server.auth import check_listening, names_of, read_keys
+        from dgemma.server.service import Settings
+
+        keys = read_keys(self.api_key_file, os.environ)
+        check_listening(self.host, keys, allow_anonymous=self.allow_anonymous)
+        return Settings(
+            names=tuple(self.name or [_name_of(model)]),
+            limits=replace(limits, max_body=_max_body(self.max_body, model)),
+            keys=keys,
+            hosts=names_of(self.host, self.allow_host or ()),
+            cors_origins=tuple(self.cors_origin or ()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Replicas on this machine."""
+
+    replicas: int | None = option(None, "Engines to serve with, each a process of its own, by Ray.")
+    max_replicas: int | None = option(None, "Most replicas; they are added under load.")
+    gpus_per_replica: float | None = option(None, "GPUs of each replica; 1 where there is one.")
+    cpus_per_replica: int | None = option(
+        None, "Threads of each replica; an equal share by default."
+    )
 
 
 @app.command()
 @with_options
-def serve(
-    *,
-    options: ModelOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
-    ] = 8080,
-    name: Annotated[
-        list[str] | None, typer.Option(help="A name to serve the model by; the first is listed.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="API keys, one a line; DGEMMA_API_KEYS works too.")
-    ] = None,
-    allow_anonymous: Annotated[
-        bool, typer.Option("--allow-anonymous", help="Listen beyond this machine without keys.")
-    ] = False,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(help="A name clients may call the server by.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="An origin whose web pages may send requests.")
-    ] = None,
-    limits: Limits,
-    max_body: Annotated[
-        float | None,
-        typer.Option(help="Largest request in MiB; 4 by default, 32 for a model with pictures."),
-    ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(help="Engines to serve with, each a process of its own, by Ray.")
-    ] = None,
-    max_replicas: Annotated[
-        int | None, typer.Option(help="Most replicas; they are added under load.")
-    ] = None,
-    gpus_per_replica: Annotated[
-        float | None, typer.Option(help="GPUs of each replica; 1 where there is one.")
-    ] = None,
-    cpus_per_replica: Annotated[
-        int | None, typer.Option(help="Threads of each replica; an equal share by default.")
-    ] = None,
-) -> None:
+def serve(model: ModelOptions, listen: ListenOptions, limits: Limits, fleet: FleetOptions) -> None:
     """Serve OpenAI, Anthropic and Ollama APIs and a web page."""
     require_extra()
     from dgemma.server.app import make_app
-    from dgemma.server.auth import check_listening, names_of, read_keys
     from dgemma.server.lifecycle import bind, make_server
-    from dgemma.server.service import Settings
 
-    keys = read_keys(api_key_file, os.environ)
-    check_listening(host, keys, allow_anonymous=allow_anonymous)
-    settings = Settings(
-        names=tuple(name or [_name_of(options.model)]),
-        limits=replace(limits, max_body=_max_body(max_body, options.model)),
-        keys=keys,
-        hosts=names_of(host, allow_host or ()),
-        cors_origins=tuple(cors_origin or ()),
-    )
-    listening = bind(host, port)  # before a long load
+    settings = listen.settings(model.model, limits)
+    listening = bind(listen.host, listen.port)  # before a long load
     url = _url(listening)
     banner = f"dgemma: {settings.names[0]} is at {url}/v1, its web page at {url}"
-    if replicas is not None:
+    if fleet.replicas is not None:
         from dgemma.scale.local import Fleet, local_options, serve_replicas
 
         size = local_options(
-            replicas, max_replicas, gpus_per_replica, cpus_per_replica, options.device
+            fleet.replicas,
+            fleet.max_replicas,
+            fleet.gpus_per_replica,
+            fleet.cpus_per_replica,
+            model.device,
         )
-        serve_replicas(Fleet(options, settings, size), listening, banner, _print_drain)
+        serve_replicas(Fleet(model, settings, size), listening, banner, _print_drain)
         return
-    if any(option is not None for option in (max_replicas, gpus_per_replica, cpus_per_replica)):
+    if fleet != FleetOptions():
         raise UsageError("--max-replicas and sizes of replicas need --replicas; give it too")
     from dgemma.device import bound_kernel_cache
 
     bound_kernel_cache(os.environ)
-    engine = load_engine(options)
+    engine = load_engine(model)
     server = make_server(make_app(engine, settings), _print_drain)
     print(banner, file=sys.stderr, flush=True)
     server.run(sockets=[listening])

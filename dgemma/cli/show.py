@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rich.cells import cell_len
@@ -68,12 +67,7 @@ class CanvasView:
             self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._update(Text())
         self.live.stop()
         self.output.flush()

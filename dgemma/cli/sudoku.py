@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import (
-    FAILED,
-    INTERRUPTED,
-    AsJson,
-    PresetOption,
-    app,
-    load_engine,
-    with_options,
-)
+from dgemma.cli.app import FAILED, INTERRUPTED, PRESETS, AsJson, app, load_engine, with_options
 from dgemma.errors import UsageError
+from dgemma.options import option
 from dgemma.programs.sudoku.grid import CELLS, parse
 from dgemma.weights.hub import ModelOptions
 
@@ -37,9 +30,47 @@ RESTARTS = 8
 MAX_SHOWN = 100  # characters of an argument that an error quotes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SudokuOptions:
+    """Options of `dgemma sudoku`."""
+
+    image: list[Path] | None = option(
+        None, "A picture of a puzzle to read; may be repeated.", "--image", "-a"
+    )
+    mode: str = option("diffusion", "diffusion or ar.")
+    pin: bool | None = option(
+        None, "Hold the givens in place; diffusion's default.", "--pin/--no-pin"
+    )
+    restarts: int | None = option(
+        None,
+        f"Most new attempts, {RESTARTS} if not given, each in another form of the puzzle (lines "
+        "shuffled, digits renamed); made only if a canvas does not converge.",
+    )
+    seed: int | None = option(None, "Same seed, same solution.")
+    preset: str | None = option(None, PRESETS)
+    show: bool = option(False, "Watch the canvas converge.")
+
+    def params(self) -> "SudokuParams":
+        """Refuse options of a canvas in AR mode; draw a seed if none is given."""
+        from dgemma.programs.sudoku.solve import SudokuParams
+
+        if self.mode == "ar":
+            given = {"--pin": self.pin, "--restarts": self.restarts is not None}
+            _check_ar({**given, "--show": self.show, "--preset": self.preset is not None})
+        return SudokuParams(
+            mode=self.mode,  # type: ignore[arg-type]  # refused there if it is not known
+            pinned=self.mode != "ar" if self.pin is None else self.pin,
+            restarts=RESTARTS if self.restarts is None else self.restarts,
+            seed=secrets.randbits(32) if self.seed is None else self.seed,
+            drafts=self.show,
+        )
+
+
 @app.command()
 @with_options
 def sudoku(
+    model: ModelOptions,
+    options: SudokuOptions,
     puzzles: Annotated[
         list[str] | None,
         typer.Argument(
@@ -47,27 +78,6 @@ def sudoku(
             help="81 characters, 0 or . for an empty cell; or a file with one a line; - is stdin.",
         ),
     ] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option("--image", "-a", help="A picture of a puzzle to read; may be repeated."),
-    ] = None,
-    *,
-    options: ModelOptions,
-    mode: Annotated[str, typer.Option(help="diffusion or ar.")] = "diffusion",
-    pin: Annotated[
-        bool | None,
-        typer.Option("--pin/--no-pin", help="Hold the givens in place; diffusion's default."),
-    ] = None,
-    restarts: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Most new attempts, {RESTARTS} if not given, each in another form of the puzzle "
-            "(lines shuffled, digits renamed); made only if a canvas does not converge."
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same solution.")] = None,
-    preset: PresetOption = None,
-    show: Annotated[bool, typer.Option("--show", help="Watch the canvas converge.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Solve Sudoku; exits with 1 if any puzzle is left unsolved.
@@ -76,29 +86,13 @@ def sudoku(
     printed as they are solved, in the puzzles' order; Ctrl-C prints those that are ready.
     """
     from dgemma.images import Image
-    from dgemma.programs.sudoku.solve import SudokuParams
 
-    if mode == "ar":
-        _check_ar(
-            {
-                "--pin": pin,
-                "--restarts": restarts is not None,
-                "--show": show,
-                "--preset": preset is not None,
-            }
-        )
+    params = options.params()
     cells = [cell for argument in puzzles or () for cell in _read(argument)]
-    images = [Image.open(path) for path in image or ()]
+    images = [Image.open(path) for path in options.image or ()]
     if not cells and not images:
         raise UsageError("there is no PUZZLE; give 81 characters, a file of puzzles, or --image")
-    params = SudokuParams(
-        mode=mode,  # type: ignore[arg-type]  # refused there if it is not known
-        pinned=mode != "ar" if pin is None else pin,
-        restarts=RESTARTS if restarts is None else restarts,
-        seed=secrets.randbits(32) if seed is None else seed,
-        drafts=show,
-    )
-    engine = load_engine(options, preset)
+    engine = load_engine(model, options.preset)
     report = SudokuReport(params, len(cells) + len(images), as_json)
     try:
         for index, result in _solve(engine, cells, images, params):

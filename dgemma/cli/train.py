@@ -4,12 +4,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dgemma.cli.app import INTERRUPTED, DeviceOption, DtypeOption, HeldOut, app
+from dgemma.cli.app import INTERRUPTED, app, with_options
+from dgemma.options import option
+from dgemma.train.options import TrainOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,45 +24,24 @@ if TYPE_CHECKING:
 LINE_SECONDS = 60  # between lines of progress, where there is no terminal
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAfterOptions:
+    """Evaluation before and after a run."""
+
+    tasks: str | None = option(None, "Tasks to run before and after, or none.", "--eval")
+    limit: int | None = option(None, "Maximum cases of each set of a task.")
+    eval_heldout: Path | None = option(None, "Directory of held-out files (docs/evaluation.md).")
+    eval_data: Path | None = option(None, "Directory of public sets (docs/evaluation.md).")
+
+
 @app.command()
+@with_options
 def train(
     recipe: Annotated[
         Path, typer.Argument(help="A recipe: a TOML file, or one built in (sft, sudoku).")
     ],
-    data: Annotated[
-        Path | None,
-        typer.Option(help="File to train on, of chats or texts (.jsonl, .json)."),
-    ] = None,
-    heldout: Annotated[
-        Path | None,
-        typer.Option(help="File to compute the held-out loss on; default: a part of the data."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the run; default: out/train/NAME.")
-    ] = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    seconds: Annotated[
-        float | None, typer.Option(help="Fit the number of steps to this time.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: optim.adam_lr=1e-4."),
-    ] = None,
-    fresh: Annotated[bool, typer.Option(help="Delete the run's saved states.")] = False,
-    export: Annotated[
-        bool, typer.Option(help="Write the weights of the newest saved state; train no further.")
-    ] = False,
-    workers: Annotated[int | None, typer.Option(help="Processes that make batches.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option("--eval", help="Tasks to run before and after, or none.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Maximum cases of each set of a task.")] = None,
-    eval_heldout: HeldOut = None,
-    eval_data: Annotated[
-        Path | None, typer.Option(help="Directory of public sets (docs/evaluation.md).")
-    ] = None,
+    options: TrainOptions,
+    measures: BeforeAfterOptions,
 ) -> None:
     """Train, fine-tune or adapt a model by a recipe.
 
@@ -72,22 +54,10 @@ def train(
     from dgemma.eval.data import Data
     from dgemma.train.command import TrainArgs
 
-    args = TrainArgs(
-        recipe=recipe,
-        data=data,
-        heldout=heldout,
-        out=out,
-        device=device,
-        dtype=dtype,
-        seconds=seconds,
-        steps=steps,
-        changes=tuple(changes or ()),
-        is_fresh=fresh,
-        is_export=export,
-        workers=workers,
-    )
+    args = TrainArgs(recipe=recipe, **asdict(options))
     loaded = args.load_recipe()
-    evaluation = BeforeAfter.plan(loaded, tasks, limit, Data.find(eval_heldout, eval_data))
+    data = Data.find(measures.eval_heldout, measures.eval_data)
+    evaluation = BeforeAfter.plan(loaded, measures.tasks, measures.limit, data)
     if evaluation is not None:
         args.check_state(loaded)
         args.check_files(loaded)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dgemma.config import WHOLE_MODES
 from dgemma.engine import Done, Engine, SamplingParams
@@ -54,8 +55,7 @@ def show_progress(label: str, done: int, total: int) -> None:
         print(f"\r  {label}: {done}/{total} ", end=end, file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptReply:
+class PromptReply(NamedTuple):
     """A user's message and the reply that is expected."""
 
     prompt: str

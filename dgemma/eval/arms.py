@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dgemma.config import MODES, Mode
 from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler
@@ -44,8 +44,7 @@ ENDPOINT_KEYS: Mapping[str, type] = {"url": str, "model": str, "key": str, "mode
 AR_KEYS = {*MODEL_KEYS, "temperature", "draft", "length"}
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(NamedTuple):
     """All text that is on the screen after an update, in pieces; the first ones are promised."""
 
     pieces: tuple[str, ...]

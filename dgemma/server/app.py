@@ -51,6 +51,11 @@ if TYPE_CHECKING:
     from dgemma.engine import Engine
 
 PIECES = 4096  # tokens that are written as JSON at a time, so that other threads run between
+# Modules with the routes of an API each, in the order of the schema and of docs/serve.md.
+RESOURCES = (
+    *(chat_api, messages_api, responses_api, completions_api),
+    *(infill_api, edit_api, sudoku_api, ollama_api),
+)
 router = make_router()
 
 
@@ -245,17 +250,7 @@ def make_routes(engine: "Engine", settings: Settings) -> App:
     app.state.service = Service(
         engine=engine, worker=worker, metrics=metrics, drain=drain, settings=settings
     )
-    resources = (
-        chat_api,
-        messages_api,
-        responses_api,
-        completions_api,
-        infill_api,
-        edit_api,
-        sudoku_api,
-        ollama_api,
-    )
-    for routes in (router, page_router, *(resource.router for resource in resources)):
+    for routes in (router, page_router, *(resource.router for resource in RESOURCES)):
         app.include_router(routes)
     add_error_handlers(app)
     return app

@@ -1,9 +1,9 @@
 """Limits of a server: on a request, on connections and bodies, on the queue."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from dgemma.errors import UsageError
+from dgemma.options import option
 
 # Of one request; the schemas hold them.
 MAX_MESSAGES = 1024
@@ -16,11 +16,6 @@ MAX_CONSTRAINT = 1 << 16  # characters of a schema, regex or grammar
 MAX_HOLES = 64
 MAX_STEPS = 512  # per canvas; noise is made for all of them at once
 IMAGE_BODY = 32 << 20  # bytes; a photograph of 12 megapixels has 8 million in base64
-
-
-def option(default: Any, help: str) -> Any:
-    """Return a field that is an option of `dgemma serve`."""
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

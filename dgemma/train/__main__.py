@@ -8,36 +8,33 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.train.command import TrainArgs, finish, log_line, opening_messages, prepare, reports
 from dgemma.train.distributed import destroy_distributed
 from dgemma.train.loop import TrainingInterrupted
+from dgemma.train.options import TrainOptions
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
 
 
 def parse_args(arguments: Sequence[str] | None) -> TrainArgs:
+    """Read the options of `dgemma train`, without the libraries of its command line."""
     parser = argparse.ArgumentParser(description="Train a model by a recipe.")
     parser.add_argument("recipe", type=Path, help="a TOML file, or the name of a built-in recipe")
-    parser.add_argument("--data", type=Path, help="file to train on, instead of the recipe's")
-    parser.add_argument("--heldout", type=Path, help="file to compute the held-out loss on")
-    parser.add_argument("--out", type=Path, help="directory of the run")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--seconds", type=float, help="fit the number of steps to this time")
-    parser.add_argument("--steps", type=int, help="instead of the recipe's")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes")
-    parser.add_argument("--fresh", action="store_true", help="delete the run's saved states")
-    parser.add_argument("--export", action="store_true", help="only write the newest weights")
-    parser.add_argument("--workers", type=int, help="processes that make batches")
-    options = vars(parser.parse_args(arguments))
-    return TrainArgs(
-        changes=tuple(options.pop("changes")),
-        is_fresh=options.pop("fresh"),
-        is_export=options.pop("export"),
-        **options,
-    )
+    for name, hint in get_type_hints(TrainOptions).items():
+        data = TrainOptions.__dataclass_fields__[name].metadata
+        kind, *_ = get_args(hint) or (hint,)
+        if kind is bool:
+            how: dict[str, Any] = {"action": "store_true"}
+        elif get_origin(kind) is list:
+            how = {"action": "append", "default": [], **data["settings"]}
+        else:
+            how = {"type": kind}
+        flags = data["flags"] or (f"--{name}",)
+        parser.add_argument(*flags, dest=name, help=data["help"], **how)
+    return TrainArgs(**vars(parser.parse_args(arguments)))
 
 
 def run(args: TrainArgs) -> None:

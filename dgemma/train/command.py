@@ -28,6 +28,7 @@ from dgemma.train.checkpoint import (
     saved_states,
 )
 from dgemma.train.distributed import init_distributed
+from dgemma.train.options import TrainOptions
 from dgemma.train.recipe import (
     Recipe,
     find_recipe,
@@ -43,21 +44,10 @@ RESUMABLE_CHANGES = ("name", "run", "schedule", "eval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainArgs:
-    """Command-line options. None: as the recipe says."""
+class TrainArgs(TrainOptions):
+    """A recipe, and the options of its run."""
 
     recipe: Path  # a TOML file, or the bare name of a built-in recipe
-    out: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    seconds: float | None = None
-    steps: int | None = None
-    changes: tuple[str, ...] = ()  # of the recipe, as key=value
-    data: Path | None = None  # instead of the recipe's only file
-    heldout: Path | None = None  # to compute the held-out loss on, instead of a part of the data
-    is_fresh: bool = False
-    is_export: bool = False  # write the newest saved weights without another step
-    workers: int | None = None
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -69,7 +59,7 @@ class TrainArgs:
                 f"steps is {self.steps} and seconds {self.seconds}; give one of them, since a time "
                 "is turned into steps"
             )
-        if self.is_export and self.is_fresh:
+        if self.export and self.fresh:
             raise UsageError(
                 "--export and --fresh: --fresh deletes the saved states that --export writes; "
                 "give one of them"
@@ -85,7 +75,7 @@ class TrainArgs:
             given.append(f"data.0.file={_own_path(self.data)}")
         if self.heldout is not None:
             given += ["data.0.heldout_fraction=0.0", f"data.0.heldout={_own_path(self.heldout)}"]
-        recipe = load_recipe(self.recipe, (*self.changes, *given))
+        recipe = load_recipe(self.recipe, (*(self.changes or ()), *given))
         if self.data is not None and len(recipe.data) > 1:
             raise UsageError(
                 f"--data {self.data} for a recipe with {len(recipe.data)} [[data]]; name the one "
@@ -99,7 +89,7 @@ class TrainArgs:
 
     def check_state(self, recipe: Recipe) -> None:
         """Refuse --export for a run without a saved state."""
-        if self.is_export and not saved_states(self.directory(recipe)):
+        if self.export and not saved_states(self.directory(recipe)):
             raise UsageError(
                 f"{self.directory(recipe)} holds no saved state to write the weights of; name the "
                 "directory of a run that was interrupted, or train without --export"
@@ -142,11 +132,11 @@ def prepare(args: TrainArgs, progress: OnProgress | None = None) -> TrainingJob:
     )
     if group.is_main:
         lock_run(environment.out)
-    if group.is_main and not args.is_fresh:
+    if group.is_main and not args.fresh:
         record_recipe(environment.out, recipe)
     group.barrier(device)
     job = build(recipe, environment)
-    if group.is_main and args.is_fresh:
+    if group.is_main and args.fresh:
         # Only now that the new run can be built is the old one deleted.
         delete_run(environment.out)
         record_recipe(environment.out, recipe)
@@ -183,7 +173,7 @@ def _differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
 def opening_messages(args: TrainArgs, job: TrainingJob) -> list[str]:
     """Return warnings about the data, and the step that the run resumes from."""
     trainer, lines = job.trainer, [*job.warnings]
-    if args.is_export:
+    if args.export:
         lines.append(f"weights of step {trainer.step} of {trainer.schedule.steps}")
     elif trainer.step:
         lines.append(
@@ -195,7 +185,7 @@ def opening_messages(args: TrainArgs, job: TrainingJob) -> list[str]:
 
 def reports(args: TrainArgs, job: TrainingJob) -> Iterator[Report]:
     """Train, unless only an export was requested."""
-    if args.is_export:
+    if args.export:
         return
     try:
         yield from job.trainer.reports()

@@ -6,10 +6,11 @@ calls name a directory.
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from dgemma.errors import CheckpointError, UsageError
+from dgemma.options import option
 from dgemma.weights.files import (
     COMPANIONS,
     CONFIGS,
@@ -35,29 +36,17 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 class ModelOptions:
     """A checkpoint and how it is loaded; the command line's options are made of these fields."""
 
-    model: str = field(
-        default=NANO,
-        metadata={
-            "short": "-m",
-            "help": "A checkpoint directory, a GGUF file, a downloaded hub id, or nano.",
-        },
+    model: str = option(
+        NANO, "A checkpoint directory, a GGUF file, a downloaded hub id, or nano.", "--model", "-m"
     )
-    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, cuda:N or mps."})
-    dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
-    quant: str = field(
-        default="auto",
-        metadata={"help": "Weights in memory: auto, none (16 or 32 bits), int8, fp8 or nvfp4."},
+    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16.")
+    quant: str = option(
+        "auto", "Weights in memory: auto, none (16 or 32 bits), int8, fp8 or nvfp4."
     )
-    adapter: Path | None = field(
-        default=None,
-        metadata={"help": "A LoRA adapter to put on the model: a directory or file."},
-    )
-    template: str = field(
-        default="auto",
-        metadata={
-            "help": "Chat template of a GGUF file: auto (dgemma's for the released tokenizer) or "
-            "file."
-        },
+    adapter: Path | None = option(None, "A LoRA adapter to put on the model: a directory or file.")
+    template: str = option(
+        "auto", "Chat template of a GGUF file: auto (dgemma's for the released tokenizer) or file."
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -85,8 +85,7 @@ class LoadPlan:
     choice: QuantChoice
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """Seconds of the same GEMMs, in int8 and unquantized."""
 
     int8: float

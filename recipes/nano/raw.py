@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from dgemma.errors import UsageError
 
@@ -44,8 +44,7 @@ MAX_PER_TASK = 350
 MAX_DEFINITION = 500  # characters
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A text and its group."""
 
     text: str

@@ -1,24 +1,21 @@
 """`dgemma generate` with a constraint, and the examples of structure."""
 
-import io
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from dgemma.cli import main
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.save import save_checkpoint
 from examples import form, table
+from tests.command import Call, caller
 from tests.constrain.languages import fits
 from tests.constrain.random_engine import random_engine
 from tests.text.small import TEMPLATE, make_backend
 
-Call = Callable[..., tuple[int, str, str]]
 HERE = ["--device", "cpu", "--dtype", "float32", "--seed", "1"]
 PERSON = {
     "type": "object",
@@ -42,17 +39,7 @@ def ignorant(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run `dgemma generate` in this process."""
-
-    def run(*args: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dgemma", "generate", "Who?", *map(str, args), *HERE])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
-        with pytest.raises(SystemExit) as caught:
-            main()
-        code = caught.value.code
-        return code if isinstance(code, int) else 0, *capsys.readouterr()
-
-    return run
+    return caller(monkeypatch, capsys, ["generate", "Who?"], HERE)
 
 
 def test_each_kind_of_constraint_is_held(call: Call, ignorant: Path, tmp_path: Path) -> None:

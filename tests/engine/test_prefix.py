@@ -22,7 +22,6 @@ from dgemma.weights.load import random_model
 from tests.tiny import CPU, TINY
 
 TOLERANCE = 1e-4
-WINDOW = 6
 CONFIG = replace(
     TINY,
     hidden_size=16,
@@ -33,11 +32,10 @@ CONFIG = replace(
     top_k_experts=2,
     num_attention_heads=2,
     num_key_value_heads=1,
-    head_dim=8,
     global_head_dim=8,
-    layer_types=(SLIDING, FULL),
-    sliding_window=WINDOW,
+    sliding_window=6,
 )
+WINDOW = CONFIG.sliding_window
 MODELS = [
     random_model(replace(CONFIG, layer_types=layers, sliding_window=window), seed=window)
     for layers, window in [

@@ -1,9 +1,10 @@
 """A small model whose shapes the kernels support, with caches and canvases."""
 
+from dataclasses import replace
+
 import torch
 
 from dgemma.backends.reference import commit
-from dgemma.config import FULL, SLIDING
 from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
 from dgemma.diffusion.denoise import CanvasState, start
 from dgemma.diffusion.sampler import Sampler
@@ -12,15 +13,15 @@ from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.quant.gguf import BlockTensor, BlockWeight
 from dgemma.quant.gguf_tiles import BLOCK_FORMATS
 from dgemma.weights.load import random_model
-from examples.tiny_model import tiny_config
+from tests.tiny import TINY
 
 CPU = torch.device("cpu")
-SMALL = tiny_config(
-    96,
-    hidden_size=32,
-    intermediate_size=24,
+SMALL = replace(
+    TINY,
+    vocab_size=96,
     moe_intermediate_size=16,
-    layer_types=(SLIDING, FULL),
+    head_dim=16,
+    global_head_dim=32,
     sliding_window=6,
     canvas_length=4,
 )

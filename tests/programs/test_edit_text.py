@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dgemma.engine.canvas_policy import resume_index
@@ -33,11 +33,9 @@ from dgemma.programs.edit.spans import (
     widen_to_words,
 )
 from tests.text.small import small_tokenizer
-from tests.text.strategies import any_text
+from tests.text.strategies import any_text, many, some
 
 TOKENIZER = small_tokenizer()
-many = settings(max_examples=500, deadline=None, database=None)
-some = settings(max_examples=100, deadline=None, database=None)
 
 
 def patches(text: str, news: st.SearchStrategy[str] = any_text) -> st.SearchStrategy[list[Patch]]:

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dgemma.errors import UsageError
@@ -26,11 +26,9 @@ from dgemma.programs.infill.document import (
 from dgemma.programs.infill.healing import Hole, complete_words, find_healing, strip_required
 from dgemma.text.control_tokens import FILL_MARK
 from tests.text.small import small_tokenizer
-from tests.text.strategies import any_text
+from tests.text.strategies import any_text, many, some
 
 TOKENIZER = small_tokenizer()
-many = settings(max_examples=500, deadline=None, database=None)
-some = settings(max_examples=200, deadline=None, database=None)
 pieces = st.lists(any_text, min_size=2, max_size=5).map(tuple)
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 

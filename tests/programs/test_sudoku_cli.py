@@ -1,20 +1,18 @@
 """`dgemma sudoku`, and the solving behind it: on a tiny model that knows one puzzle by heart."""
 
-import io
 import json
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dgemma.cli import main
 from dgemma.cli.show import CanvasView
 from dgemma.cli.sudoku import SudokuReport
 from dgemma.engine import Done, Draft, Engine
@@ -39,6 +37,7 @@ from dgemma.weights.hub import NANO_DIRECTORY
 from dgemma.weights.load import Checkpoint, random_model
 from dgemma.weights.save import save_checkpoint
 from examples import demo, memorize
+from tests.command import Call, Result, caller
 from tests.taught import GENERATION, taught_config
 from tests.text import small
 
@@ -57,27 +56,9 @@ FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Result]
-
-
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    def run(*args: str | Path, stdin: str = "") -> Result:
-        monkeypatch.setattr(sys, "argv", ["dgemma", "sudoku", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as caught:
-            main()
-        code = caught.value.code
-        return Result(code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return run
+    return caller(monkeypatch, capsys, ["sudoku"])
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +343,7 @@ def test_puzzles_come_from_files_and_pipes(call: Call, solver: Path, tmp_path: P
     path.write_text(f"{PUZZLE} {SOLUTION}\n\n{PUZZLE.replace('0', '.')}\n")
     listed = json.loads(call(path, "-m", solver, *HERE, "--json").out)
     assert [one["puzzle"] for one in listed] == [PUZZLE, PUZZLE]
-    piped = call("-", "-m", solver, *HERE, "--json", stdin=PUZZLE + "\n")
+    piped = call("-", "-m", solver, *HERE, "--json", stdin=f"{PUZZLE}\n".encode())
     assert json.loads(piped.out)[0]["solution"] == SOLUTION
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dgemma.engine import Engine
-from dgemma.server.app import make_app
+from dgemma.server.app import App, make_app, make_routes
 from dgemma.server.lifecycle import Server, bind, make_server
 from dgemma.server.limits import Limits
 from dgemma.server.service import Service, Settings
@@ -146,3 +146,12 @@ def caller() -> Iterator[Running]:
     engine = Engine(model, tokenizer, template, GENERATION)
     with running(engine, Settings(names=("caller",))) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def routes(checkpoint: Path) -> Iterator[App]:
+    """An application without a socket, and its engine at work."""
+    app = make_routes(load(checkpoint), Settings(names=(MODEL,)))
+    app.state.service.worker.start()
+    yield app
+    app.state.service.worker.stop()

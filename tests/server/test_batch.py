@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.server.app import App, make_routes
+from dgemma.server.app import App
 from dgemma.server.batch import (
     BatchLine,
     LineReply,
@@ -23,19 +22,10 @@ from dgemma.server.batch import (
     run_batch,
     url_sender,
 )
-from dgemma.server.service import Settings
-from tests.server.conftest import MODEL, Running, load
+from tests.server.conftest import Running
 from tests.taught import ANSWERS, LONG, SHORT
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def routes(checkpoint: Path) -> Iterator[App]:
-    app = make_routes(load(checkpoint), Settings(names=(MODEL,)))
-    app.state.service.worker.start()
-    yield app
-    app.state.service.worker.stop()
 
 
 def request(name: str, question: str = SHORT, **fields: Any) -> dict[str, Any]:

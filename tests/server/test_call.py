@@ -5,25 +5,15 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dgemma.scale.replay import Replay
-from dgemma.server.app import App, make_routes
+from dgemma.server.app import App
 from dgemma.server.call import Call, opening, run_call, whole_reply
-from dgemma.server.service import Settings
-from tests.server.conftest import MODEL, load
+from tests.server.conftest import MODEL
 from tests.taught import ANSWERS, LONG, SHORT, THOUGHT
-
-
-@pytest.fixture(scope="module")
-def routes(checkpoint: Path) -> Iterator[App]:
-    app = make_routes(load(checkpoint), Settings(names=(MODEL,)))
-    app.state.service.worker.start()
-    yield app
-    app.state.service.worker.stop()
 
 
 def call_for(question: str, **fields: Any) -> Call:
@@ -83,6 +73,18 @@ STREAMS: dict[str, dict[str, Any]] = {
 }
 
 
+def continued(routes: App, call: Call, events: list[bytes]) -> Iterator[bytes]:
+    """Yield the stream as a client sees it that is cut after some events and continued."""
+    for count in range(1, len(events), max(1, len(events) // 5)):
+        replay = Replay()
+        seen = replay.feed(b"\x1e".join([*events[:count], b""]))
+        replay.restart()
+        known = {index: tuple(given) for index, given in replay.committed.items()}
+        seen += replay.feed(run(collected(routes, replace(call, committed=known))))
+        assert replay.is_over
+        yield seen
+
+
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize("question", [LONG, THOUGHT])
 def test_a_stream_goes_on_in_another_server(routes: App, kind: str, question: str) -> None:
@@ -92,13 +94,7 @@ def test_a_stream_goes_on_in_another_server(routes: App, kind: str, question: st
     marked = replace(call, is_resumable=True)
     events = run(collected(routes, marked)).split(b"\x1e")[:-1]
     assert without_times(Replay().feed(b"\x1e".join([*events, b""]))) == without_times(plain)
-    for count in range(1, len(events), max(1, len(events) // 5)):
-        replay = Replay()
-        seen = replay.feed(b"\x1e".join([*events[:count], b""]))
-        replay.restart()
-        known = {index: tuple(given) for index, given in replay.committed.items()}
-        seen += replay.feed(run(collected(routes, replace(marked, committed=known))))
-        assert replay.is_over
+    for seen in continued(routes, marked, events):
         if kind == "replaced text":  # all before the last is replaced
             assert last_text(seen) == last_text(plain)
         else:
@@ -134,13 +130,7 @@ def test_streams_of_other_apis_go_on_too(routes: App, path: str, fields: dict[st
     whole = run(collected(routes, call))
     plain = run(collected(routes, replace(call, is_resumable=False)))
     events = whole.split(b"\x1e")[:-1]
-    for count in range(1, len(events), max(1, len(events) // 4)):
-        replay = Replay()
-        seen = replay.feed(b"\x1e".join([*events[:count], b""]))
-        replay.restart()
-        known = {index: tuple(given) for index, given in replay.committed.items()}
-        seen += replay.feed(run(collected(routes, replace(call, committed=known))))
-        assert replay.is_over
+    for seen in continued(routes, call, events):
         assert without_times(seen) == without_times(plain)
 
 

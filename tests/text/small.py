@@ -2,11 +2,10 @@
 
 from functools import cache
 
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
 
 from dgemma.text.tokenizer import Tokenizer
+from examples.tiny_model import bpe_tokenizer
 
 CONTROL = (
     "<pad> <eos> <bos> <unk> <mask> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> "
@@ -123,14 +122,7 @@ def make_backend(*, byte_tokens: int = 256) -> Backend:
     pieces = [*CONTROL, *(f"<0x{byte:02X}>" for byte in range(byte_tokens)), *ALPHABET]
     pieces += [left + right for left, right in MERGES]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    backend = Backend(BPE(vocabulary, MERGES, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "merged_with_previous")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    backend.add_special_tokens([AddedToken(name, normalized=False) for name in CONTROL])
-    return backend
+    return bpe_tokenizer(vocabulary, MERGES, CONTROL)
 
 
 @cache

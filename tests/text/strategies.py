@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from dgemma.text.tokenizer import SPACE_MARK
 from tests.text.small import CONTROL
 
+many = settings(max_examples=500, deadline=None, database=None)
+some = settings(max_examples=100, deadline=None, database=None)
 quick = settings(max_examples=60, deadline=None, database=None)
 
 ASCII = ["", " ", "\n", "  \n\t", "a", "the thought", "call:f{x:1}", "<0x41>", "<", "|>", "{}", "}"]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dgemma.cli import main
 from dgemma.cli.before_after import BeforeAfter
 from dgemma.cli.train import MinuteLines
 from dgemma.errors import UsageError
@@ -26,6 +24,7 @@ from dgemma.train.command import TrainArgs, record_recipe
 from dgemma.train.loop import Trainer
 from dgemma.train.recipe import RECIPES, find_recipe, load_recipe
 from dgemma.train.tokens import TokenStore
+from tests.command import Call, caller
 from tests.taught import SHORT
 from tests.train.runs import save_random, save_recipe
 
@@ -51,22 +50,9 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dgemma.cli.before_after.SAMPLE_TOKENS", 8)
 
 
-Call = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run `dgemma train` in this process."""
-
-    def run(*args: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dgemma", "train", *map(str, args), *HERE])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        code = caught.value.code
-        captured = capsys.readouterr()
-        return code if isinstance(code, int) else 0, captured.out, captured.err
-
-    return run
+    return caller(monkeypatch, capsys, ["train"], HERE)
 
 
 def course(directory: Path) -> list[tuple[Any, ...]]:
@@ -410,9 +396,7 @@ def test_a_part_of_ones_own_file_is_held_out_and_answered_before_and_after(
 
 
 @pytest.mark.usefixtures("short_samples")
-def test_a_held_out_file_is_taken_instead_and_a_small_file_is_not_split(
-    call: Call, tmp_path: Path
-) -> None:
+def test_a_held_out_file_is_taken_and_a_small_one_not_split(call: Call, tmp_path: Path) -> None:
     run = own_run(tmp_path, 4)
     code, said, erred = call(*run, "--out", tmp_path / "small")
     assert code == 0 and "4 examples are too few to hold some out" in erred

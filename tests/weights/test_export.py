@@ -1,7 +1,5 @@
 """What is exported is whole: adapters merged, a tower for those who want one, nothing lost."""
 
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,29 +7,18 @@ import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from dgemma.cli import main
 from dgemma.weights.load import load_model
 from dgemma.weights.lora import merge, new_adapter
 from dgemma.weights.lora_files import save_adapter
 from dgemma.weights.names import stored_names
 from dgemma.weights.save import blank_vision, export, save_checkpoint, save_int8
+from tests.command import Call, caller
 from tests.weights.sample import CONFIG, SIBLING, tensor_bytes
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command in this process: its exit code, stdout and stderr."""
-
-    def run(*args: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dgemma", "export", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        code = caught.value.code
-        return code if isinstance(code, int) else 0, *capsys.readouterr()
-
-    return run
+    return caller(monkeypatch, capsys, ["export"])
 
 
 def test_the_released_layout_stays_as_it_is(single: Path, tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ def refused(directory: Path) -> str:
     return message
 
 
+def check_shorter_scale(stored: Path, scale: str, kind: str) -> None:
+    """Refuse scales of one row too few, by name and shape."""
+    shape = list(load_file(shard(stored))[scale].shape)
+    change(stored, lambda tensors: tensors.update({scale: tensors[scale][:-1].contiguous()}))
+    assert f"{scale} ({kind} {[shape[0] - 1, *shape[1:]]}, not {kind} {shape})" in refused(stored)
+
+
 # --- numbers
 
 
@@ -251,10 +258,7 @@ def test_scales_of_a_float_tensor_are_refused(stored: Path) -> None:
 
 @pytest.mark.parametrize("name", [UP, EXPERTS])
 def test_scales_of_another_shape_are_refused(name: str, stored: Path) -> None:
-    scale = f"{name}.row_scale"
-    shape = list(load_file(shard(stored))[scale].shape)
-    change(stored, lambda tensors: tensors.update({scale: tensors[scale][:-1].contiguous()}))
-    assert f"{scale} (F32 {[shape[0] - 1, *shape[1:]]}, not F32 {shape})" in refused(stored)
+    check_shorter_scale(stored, f"{name}.row_scale", "F32")
 
 
 def test_one_scale_for_a_whole_expert_is_refused(stored: Path) -> None:

@@ -30,26 +30,10 @@ async function go() {
     return;
   }
   if (runner.isRunning) return;
-  const stage = new Stage("canvas mono");
-  $("edit-stage").replaceChildren(stage.el);
-  $("edit-stage").hidden = false;
-  $("edit-result").hidden = true;
-  const clock = new Clock($("edit-took"));
-  let reply = null;
-  await runner.run(async (signal) => {
-    const body = { text, strength: Number($("edit-strength").value), ...canvasFields() };
-    if (instruction) body.instruction = instruction;
-    for await (const event of stream("/v1/dgemma/edit", body, signal)) {
-      if (event.dgemma?.type === "draft") {
-        stage.draft(event.dgemma);
-        clock.draft(event.dgemma);
-      }
-      if (event.object === "dgemma.edit") reply = event;
-    }
-  });
-  clock.end();
-  if (reply) show(reply, text, stage);
-  else $("edit-stage").hidden = true;
+  const body = { text, strength: Number($("edit-strength").value), ...canvasFields() };
+  if (instruction) body.instruction = instruction;
+  const done = await runner.follow(body);
+  if (done) show(done.reply, text, done.stage);
 }
 
 function show(reply, text, stage) {

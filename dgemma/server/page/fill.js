@@ -81,25 +81,9 @@ async function go() {
     return;
   }
   if (runner.isRunning) return;
-  const stage = new Stage("canvas mono");
-  $("fill-stage").replaceChildren(stage.el);
-  $("fill-stage").hidden = false;
-  $("fill-result").hidden = true;
-  const clock = new Clock($("fill-took"));
-  let reply = null;
-  await runner.run(async (signal) => {
-    const body = { text, max_tokens: Number($("fill-longest").value) || 12, ...canvasFields() };
-    for await (const event of stream("/v1/dgemma/fill", body, signal)) {
-      if (event.dgemma?.type === "draft") {
-        stage.draft(event.dgemma);
-        clock.draft(event.dgemma);
-      }
-      if (event.object === "dgemma.fill") reply = event;
-    }
-  });
-  clock.end();
-  if (reply) show(reply, text, stage);
-  else $("fill-stage").hidden = true;
+  const body = { text, max_tokens: Number($("fill-longest").value) || 12, ...canvasFields() };
+  const done = await runner.follow(body);
+  if (done) show(done.reply, text, done.stage);
 }
 
 function show(reply, text, stage) {

@@ -1,6 +1,7 @@
 // One thing at a time on each tab: start, stop, a clock, and what is said about it.
-import { ApiError } from "./api.js";
+import { ApiError, stream } from "./api.js";
 import { $, h, seconds } from "./dom.js";
+import { Stage } from "./stage.js";
 
 const TICK_MS = 100;
 const running = new Set();
@@ -49,6 +50,30 @@ export class Runner {
       running.delete(this);
       this._buttons(false);
     }
+  }
+
+  // Send a request to a tab's endpoint and draw its drafts; the reply and its stage, or null.
+  async follow(body) {
+    const part = (name) => $(`${this.tab}-${name}`);
+    const stage = new Stage("canvas mono");
+    part("stage").replaceChildren(stage.el);
+    part("stage").hidden = false;
+    part("result").hidden = true;
+    const clock = new Clock(part("took"));
+    let reply = null;
+    await this.run(async (signal) => {
+      for await (const event of stream(`/v1/dgemma/${this.tab}`, body, signal)) {
+        if (event.dgemma?.type === "draft") {
+          stage.draft(event.dgemma);
+          clock.draft(event.dgemma);
+        }
+        if (event.object === `dgemma.${this.tab}`) reply = event;
+      }
+    });
+    clock.end();
+    if (reply) return { reply, stage };
+    part("stage").hidden = true;
+    return null;
   }
 
   _buttons(isRunning) {

@@ -7,6 +7,7 @@ MLP width, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +70,7 @@ class QwenLayer:
     down: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QwenWeights:
+class QwenWeights(NamedTuple):
     """Weights of the model."""
 
     embedding_VD: Tensor

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from dgemma.eval.spans import split_function
 from recipes.nano import raw
@@ -64,8 +64,7 @@ DEF = "def"  # without a space: the next token brings it
 LEETCODE = "As a LeetCode solution, camelCase."
 
 
-@dataclass(frozen=True, slots=True)
-class RequestText:
+class RequestText(NamedTuple):
     """A user's message and the prefix of the reply."""
 
     prompt: str
