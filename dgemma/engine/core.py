@@ -23,7 +23,7 @@ from dgemma.device import empty_cache
 from dgemma.engine.image_features import ImageFeatures
 from dgemma.engine.prefix_cache import PrefixStore
 from dgemma.engine.request import Prefix, Program, Request, Task
-from dgemma.engine.scheduler import MAX_HOST_TASKS, OVERCOMMIT, AdmittedTask, Scheduler
+from dgemma.engine.scheduler import MAX_HOST_TASKS, OVERCOMMIT, Scheduler
 from dgemma.errors import DeadlineExceeded, DgemmaError
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
@@ -39,7 +39,7 @@ PREFIX_BYTES = 2 << 30  # memory for the KV caches of finished requests, at most
 PREFIX_FRACTION = 0.05  # ...and of a GPU's memory
 
 T = TypeVar("T")
-ScheduledTask = tuple[AdmittedTask, list[ForwardInput]]
+ScheduledTask = tuple[Task, list[ForwardInput]]
 logger = logging.getLogger("dgemma")
 
 
@@ -198,8 +198,8 @@ class EngineCore:
         for host_task in self.scheduler.admit_host():
             host_task.future = self._host.submit(host_task.function, *host_task.arguments)
             host_task.future.add_done_callback(lambda _: self._on_host_done())
-        for item in self.scheduler.admit():
-            self._start(item)
+        for task in self.scheduler.admit():
+            self._start(task)
         batch = self.scheduler.batch()
         self._run_pass(batch)
         has_moved = bool(batch)
@@ -229,16 +229,17 @@ class EngineCore:
                 waited = now - request.arrived
                 self._fail(request, DeadlineExceeded(waited, has_started=request.has_started))
 
-    def _start(self, item: AdmittedTask) -> None:
-        is_plain = item.request.plain_task is item.task  # a program is ended as a whole
-        with self._failing(item.request):
-            item.task.start(self, item.request.deadline if is_plain else inf)
-            if item.task.is_done:  # a prefix that was cached, a grammar without a text that fits
-                self._end_task(item)
+    def _start(self, task: Task) -> None:
+        request = self.scheduler.admitted[task]
+        is_plain = request.plain_task is task  # a program is ended as a whole
+        with self._failing(request):
+            task.start(self, request.deadline if is_plain else inf)
+            if task.is_done:  # a prefix that was cached, a grammar without a text that fits
+                self._end_task(task)
 
-    def _run_pass(self, batch: Sequence[AdmittedTask]) -> None:
+    def _run_pass(self, batch: Sequence[Task]) -> None:
         """Run tasks together; if the pass fails, one by one, so that the others do not fail."""
-        inputs = [(item, self._inputs(item)) for item in batch]
+        inputs = [(task, self._inputs(task)) for task in batch]
         # A task that fails ends its request, and with it the tasks collected before.
         tasks = [scheduled for scheduled in inputs if scheduled[0] in self.scheduler.admitted]
         if not tasks:
@@ -249,25 +250,21 @@ class EngineCore:
         self.num_failed_passes += 1
         self.num_consecutive_failures += 1
         if len(tasks) == 1:
-            self._fail(tasks[0][0].request, error)
+            self._fail(self.scheduler.admitted[tasks[0][0]], error)
             return
         logger.error("a pass failed; its tasks are run one by one", exc_info=error)
         del error
         empty_cache(self.device)
         for scheduled in tasks:
-            item = scheduled[0]
-            if (
-                item in self.scheduler.admitted
-                and (error := self._try_pass([scheduled])) is not None
-            ):
-                self._fail(item.request, error)
+            request = self.scheduler.admitted.get(scheduled[0])
+            if request is not None and (error := self._try_pass([scheduled])) is not None:
+                self._fail(request, error)
 
-    def _inputs(self, item: AdmittedTask) -> list[ForwardInput]:
-        try:
-            return item.task.inputs()
-        except Exception as error:
-            self._fail(item.request, error)
-            return []
+    def _inputs(self, task: Task) -> list[ForwardInput]:
+        if (request := self.scheduler.admitted.get(task)) is not None:  # else it has failed
+            with self._failing(request):
+                return task.inputs()
+        return []
 
     def _try_pass(self, tasks: Sequence[ScheduledTask]) -> Exception | None:
         """Run a pass and hand out its outputs; return the error if it failed.
@@ -282,14 +279,15 @@ class EngineCore:
         except Exception as error:
             return without_frames(error)
         self.num_consecutive_failures = 0
-        for item, inputs in tasks:
+        for task, inputs in tasks:
             task_outputs, outputs = outputs[: len(inputs)], outputs[len(inputs) :]
-            if item in self.scheduler.admitted:  # its request has not failed in this pass
-                with self._failing(item.request):
-                    item.task.process(inputs, task_outputs)
-                    item.request.collect(item.task)
-                    if item.task.is_done:
-                        self._end_task(item)
+            request = self.scheduler.admitted.get(task)
+            if request is not None:  # it has not failed in this pass
+                with self._failing(request):
+                    task.process(inputs, task_outputs)
+                    request.collect(task)
+                    if task.is_done:
+                        self._end_task(task)
         return None
 
     # --- ends
@@ -302,10 +300,10 @@ class EngineCore:
         except Exception as error:
             self._fail(request, error)
 
-    def _end_task(self, item: AdmittedTask) -> None:
-        item.request.collect(item.task)
-        self.scheduler.release(item)
-        self._close(item.task)
+    def _end_task(self, task: Task) -> None:
+        self.scheduler.admitted[task].collect(task)
+        self.scheduler.release(task)
+        self._close(task)
 
     def _close(self, task: Task) -> None:
         """Release a task's memory. An error here fails no request."""

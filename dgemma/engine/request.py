@@ -143,6 +143,7 @@ class Task(ABC):
     def __init__(self, num_tokens: int, prefix: Prefix | None = None) -> None:
         self.num_tokens = num_tokens  # KV cache slots that it allocates at most, without the prefix
         self.prefix = prefix
+        self.last_pass = -1  # that it was in, by the scheduler's count
         self.is_done = False
         self.events: list[Event] = []  # since they were last collected
         self.result: Any = None

@@ -8,7 +8,6 @@ new request never waits for another one to end: passes then take tasks in turn.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from dgemma.engine.request import HostTask, Request, Task
@@ -21,22 +20,13 @@ OVERCOMMIT = 2  # tasks admitted per task of a full pass, at most
 MAX_HOST_SECONDS = 0.2  # of a pass for its constraints, unless a single one takes longer
 
 
-@dataclass(eq=False, slots=True)
-class AdmittedTask:
-    """A task that was admitted."""
-
-    request: Request[Any]
-    task: Task
-    last_pass: int = -1
-
-
 class Scheduler:
     """Requests in order of arrival, and the tasks of theirs that were admitted."""
 
     def __init__(self, max_batch_size: int, max_tokens: int) -> None:
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.requests: list[Request[Any]] = []
-        self.admitted: list[AdmittedTask] = []
+        self.admitted: dict[Task, Request[Any]] = {}  # in order of admission
         self.num_passes = 0
         # With their owners; those of a cancelled request too, until their thread is free.
         self.host_tasks: list[tuple[str, HostTask]] = []
@@ -59,18 +49,17 @@ class Scheduler:
         """Forget a request and its tasks, and its owner's turn if it was the owner's last one."""
         if request in self.requests:
             self.requests.remove(request)
-        self.admitted = [item for item in self.admitted if item.request is not request]
+        self.admitted = {t: owner for t, owner in self.admitted.items() if owner is not request}
         if all(other.owner != request.owner for other in self.requests):
             self._last_admitted.pop(request.owner, None)
 
-    def release(self, item: AdmittedTask) -> None:
+    def release(self, task: Task) -> None:
         """Forget a task that is done."""
-        self.admitted.remove(item)
-        item.request.running.remove(item.task)
+        self.admitted.pop(task).running.remove(task)
 
     # --- admission
 
-    def admit(self) -> Iterator[AdmittedTask]:
+    def admit(self) -> Iterator[Task]:
         """Yield tasks to start, fairest first, while the next one fits the batch and memory.
 
         A task that does not fit is waited for, so that small ones cannot keep it out for ever; if
@@ -85,8 +74,8 @@ class Scheduler:
                 return
             request.running.append(task)
             self._start_first(request)
-            self.admitted.append(AdmittedTask(request, task))
-            yield self.admitted[-1]
+            self.admitted[task] = request
+            yield task
 
     def admit_host(self) -> Iterator[HostTask]:
         """Yield host tasks to start."""
@@ -112,7 +101,7 @@ class Scheduler:
 
     def _next_request(self) -> Request[Any] | None:
         """Return the request whose next task should be admitted, if one can be."""
-        counts = Counter(item.request.owner for item in self.admitted)
+        counts = Counter(request.owner for request in self.admitted.values())
         waiting = [r for r in self.requests if r.waiting and isinstance(r.waiting[0], Task)]
         if not waiting or len(self.admitted) >= OVERCOMMIT * self.max_batch_size:
             return None
@@ -140,41 +129,43 @@ class Scheduler:
         tasks = [t for r in self.requests for t in (*r.running, *r.waiting) if isinstance(t, Task)]
         prefixes = {id(task.prefix): task.prefix for task in tasks if task.prefix is not None}
         shared = sum(len(prefix.ids) for prefix in prefixes.values())
-        return shared + sum(item.task.num_tokens for item in self.admitted)
+        return shared + sum(task.num_tokens for task in self.admitted)
 
     # --- passes
 
-    def batch(self) -> list[AdmittedTask]:
+    def batch(self) -> list[Task]:
         """Return the tasks of the next pass: at most `max_batch_size`, and few slow ones.
 
         Slow are long commits, and constraints: their time on the host is that of all.
         """
         self.num_passes += 1
-        num_chunks = sum(item.task.has_long_commit for item in self.admitted)
+        num_chunks = sum(task.has_long_commit for task in self.admitted)
         is_mixed = num_chunks < len(self.admitted)
         chunks_left = MAX_PREFILLS_WITH_CANVASES if is_mixed else MAX_PREFILLS
         counts: Counter[str] = Counter()
         by_request: Counter[int] = Counter()
 
-        def turn(item: AdmittedTask) -> tuple[int, int, int]:
-            return counts[item.request.owner], by_request[id(item.request)], item.last_pass
+        def turn(task: Task) -> tuple[int, int, int]:
+            request = self.admitted[task]
+            return counts[request.owner], by_request[id(request)], task.last_pass
 
-        chosen: list[AdmittedTask] = []
+        chosen: list[Task] = []
         seconds = 0.0
         waiting = list(self.admitted)
         while waiting and len(chosen) < self.max_batch_size:
-            item = min(waiting, key=turn)
-            waiting.remove(item)
-            if item.task.has_long_commit:
+            task = min(waiting, key=turn)
+            waiting.remove(task)
+            if task.has_long_commit:
                 if chunks_left == 0:
                     continue
                 chunks_left -= 1
-            if item.task.host_seconds > 0:
-                if seconds > 0 and seconds + item.task.host_seconds > MAX_HOST_SECONDS:
+            if task.host_seconds > 0:
+                if seconds > 0 and seconds + task.host_seconds > MAX_HOST_SECONDS:
                     continue
-                seconds += item.task.host_seconds
-            counts[item.request.owner] += 1
-            by_request[id(item.request)] += 1
-            item.last_pass = self.num_passes
-            chosen.append(item)
+                seconds += task.host_seconds
+            request = self.admitted[task]
+            counts[request.owner] += 1
+            by_request[id(request)] += 1
+            task.last_pass = self.num_passes
+            chosen.append(task)
         return chosen

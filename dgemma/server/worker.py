@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,20 +23,12 @@ if TYPE_CHECKING:
 
     # None: it has left the queue. The request itself: it has ended, with a result or an error.
     Item: TypeAlias = Text | Committed | Draft | Retry | EngineRequest[Any] | None
+    Deliver: TypeAlias = Callable[[Item], None]  # to the client, from the engine's thread
 
 logger = logging.getLogger("dgemma.server")
 MAX_FAILURES = 3  # passes that fail in a row before the server reports itself unhealthy
 MAX_RETRY_AFTER = 60  # seconds
 THREAD_ENDED = "the engine thread has ended; restart the server"
-
-
-@dataclass(slots=True)
-class Receiver:
-    """The client's end of a request."""
-
-    deliver: "Callable[[Item], None]"
-    has_started: bool = False
-    has_text: bool = False
 
 
 class Worker:
@@ -47,7 +38,10 @@ class Worker:
         self.engine, self.limits, self.metrics = engine, limits, metrics
         engine.set_limits(max_batch_size=limits.max_batch_size, max_tokens=limits.max_context)
         engine.call_when_host_done(self._wake)
-        self._live: dict[EngineRequest[Any], Receiver] = {}
+        self._live: dict[EngineRequest[Any], Deliver] = {}
+        # Of those, the ones whose start, and whose first text, was not reported yet.
+        self._unreported: set[EngineRequest[Any]] = set()
+        self._without_text: set[EngineRequest[Any]] = set()
         self._arrived: list[EngineRequest[Any]] = []
         self._cancelled: list[EngineRequest[Any]] = []
         self._lock = threading.Condition()
@@ -103,11 +97,13 @@ class Worker:
             sentence = f"too many requests are waiting; a key may have {most} in the queue"
             raise ApiError(429, sentence, code="queue_full", retry_after=retry_after)
 
-    def submit(self, requests: "dict[EngineRequest[Any], Callable[[Item], None]]") -> None:
+    def submit(self, requests: "dict[EngineRequest[Any], Deliver]") -> None:
         """Queue the answers of one HTTP request, all of them or none."""
         with self._lock:
             self.check_room(next(iter(requests)).owner, len(requests))
-            self._live |= {request: Receiver(deliver) for request, deliver in requests.items()}
+            self._live |= requests
+            self._unreported |= requests.keys()
+            self._without_text |= requests.keys()
             self._arrived += requests
             self._lock.notify()
 
@@ -206,18 +202,18 @@ class Worker:
     def _report_request(self, request: "EngineRequest[Any]") -> None:
         from dgemma.engine import Done, Text
 
-        receiver = self._live[request]
-        is_new = (request.has_started or request.is_over) and not receiver.has_started
+        deliver = self._live[request]
+        is_new = (request.has_started or request.is_over) and request in self._unreported
         if is_new and request.error is None:  # else a stream has not begun, and gets a status
-            receiver.has_started = True
-            receiver.deliver(None)
+            self._unreported.discard(request)
+            deliver(None)
         while request.events:
             event = request.events.popleft()
-            if isinstance(event, Text) and not receiver.has_text:
-                receiver.has_text = True
+            if isinstance(event, Text) and request in self._without_text:
+                self._without_text.discard(request)
                 self.metrics.first_block.observe(time.monotonic() - request.arrived)
             if not isinstance(event, Done):  # Done is the result
-                receiver.deliver(event)
+                deliver(event)
         if request.is_over and not request.is_cancelled:
             self._finish(request)
 
@@ -253,10 +249,12 @@ class Worker:
 
     def _end(self, request: "EngineRequest[Any]") -> None:
         """Deliver the end of a request and forget it."""
-        receiver = self._forget(request)
-        if receiver is not None:
-            receiver.deliver(request)
+        deliver = self._forget(request)
+        if deliver is not None:
+            deliver(request)
 
-    def _forget(self, request: "EngineRequest[Any]") -> Receiver | None:
+    def _forget(self, request: "EngineRequest[Any]") -> "Deliver | None":
         with self._lock:
+            self._unreported.discard(request)
+            self._without_text.discard(request)
             return self._live.pop(request, None)

@@ -254,9 +254,9 @@ def test_packing_lets_go_of_each_weight() -> None:
 def test_a_torn_cache_is_not_remembered(wild: Engine) -> None:
     stream = wild.stream(Prompt(text="", ids=(5, 6, 7)), SamplingParams(max_tokens=64, drafts=True))
     next(stream)
-    (item,) = wild.scheduler.admitted
-    assert isinstance(item.task, Generation)
-    item.task.sequence.cache.is_consistent = False
+    (task,) = wild.scheduler.admitted
+    assert isinstance(task, Generation)
+    task.sequence.cache.is_consistent = False
     stream.close()
     assert len(wild.prefixes) == 0
 
@@ -269,7 +269,7 @@ def test_a_torn_cache_is_not_used_after_a_failed_pass(wild: Engine) -> None:
     wild.prefixes.clear()
     torn, other = (wild.submit(wild.generation(prompt, params)) for prompt in prompts)
     wild.step()
-    (task,) = (item.task for item in wild.scheduler.admitted if item.request is torn)
+    (task,) = (task for task, request in wild.scheduler.admitted.items() if request is torn)
     assert isinstance(task, Generation)
     task.sequence.cache.is_consistent = False
     while wild.scheduler.admitted:

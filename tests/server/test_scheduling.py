@@ -14,8 +14,7 @@ import pytest
 
 from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.engine import Engine
-from dgemma.engine.request import Request
-from dgemma.engine.scheduler import AdmittedTask
+from dgemma.engine.request import Request, Task
 from dgemma.server.auth import Keys
 from tests.server.conftest import Running, wait_for
 from tests.taught import ANSWERS, LONG, SHORT
@@ -36,7 +35,7 @@ class Brake:
         self._seconds = 0.0
         run_pass = engine._run_pass
 
-        def braked(batch: Sequence[AdmittedTask]) -> None:
+        def braked(batch: Sequence[Task]) -> None:
             if not batch:
                 return
             while not self._is_off and not self._passes.acquire(timeout=0.05):
@@ -105,8 +104,8 @@ def test_a_key_cannot_crowd_out_another(serve: Serve, pool: ThreadPoolExecutor) 
     braked = engine._run_pass
     ran: dict[Request[Any], None] = {}  # in their order, which clients may hear of in another
 
-    def recorded(batch: Sequence[AdmittedTask]) -> None:
-        ran.update(dict.fromkeys(slot.request for slot in batch))
+    def recorded(batch: Sequence[Task]) -> None:
+        ran.update(dict.fromkeys(engine.scheduler.admitted[task] for task in batch))
         braked(batch)
 
     engine._run_pass = recorded  # type: ignore[method-assign]
