@@ -263,7 +263,8 @@ def _read_result(raw: object) -> Message:
     """Read the result of a tool; one that failed says so in its text."""
     block = _read_block(raw, ("tool_result",))
     content = block.get("content") or ""
-    texts = [content] if isinstance(content, str) else [_read_text(part) for part in content]
+    parts = content if isinstance(content, str) else reader.read_list(content, "content")
+    texts = [parts] if isinstance(parts, str) else [_read_text(part) for part in parts]
     failed = reader.read_flag(block.get("is_error"), "a tool_result block's is_error")
     return Message(
         role="tool",

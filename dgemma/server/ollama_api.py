@@ -235,7 +235,8 @@ def _read_message(raw: object) -> Message:
     if fields.get("images"):
         raise UsageError("pictures are read by /v1/chat/completions; send it there, or text here")
     calls = []
-    for number, entry in enumerate(fields.get("tool_calls") or ()):
+    entries = reader.read_list(fields.get("tool_calls") or [], "tool_calls")
+    for number, entry in enumerate(entries):
         call = reader.read_fields(entry, {"id", "type", "function"}, "a tool call")
         function = reader.read_object(call.get("function"), "a tool call's function")
         calls.append(

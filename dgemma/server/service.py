@@ -6,6 +6,7 @@ task of the engine's scheduler: it waits for its fair turn and has a deadline li
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -47,6 +48,7 @@ T = TypeVar("T")
 MAX_INLINE_BYTES = 1 << 14  # of a body that is parsed on the event loop
 GRACE_SECONDS = 2.0  # after a deadline, in which the engine may return the answer so far
 MAX_BACKLOG = 256  # events that a client may fall behind before drafts are left out
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON escapes it
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -248,7 +250,10 @@ class StrictRequest(Request):
 
 
 def read_json(data: bytes) -> Any:
-    """Parse JSON; refuses a key that is given twice, and numbers that JSON has not."""
+    """Parse JSON; refuses keys that are given twice, infinite numbers, and text that is no Unicode.
+
+    Replies could not hold the last two.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -260,8 +265,25 @@ def read_json(data: bytes) -> Any:
     def refuse(number: str) -> NoReturn:
         raise ApiError(400, f"the body is not JSON: {number} is no number there")
 
+    def finite(number: str) -> float:
+        if not isfinite(value := float(number)):
+            raise ApiError(400, f"the body has the number {number[:60]}; use one below 1.8e308")
+        return value
+
     try:
-        return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+        found = json.loads(
+            data.decode("utf-8-sig"),
+            object_pairs_hook=unique,
+            parse_constant=refuse,
+            parse_float=finite,
+        )
+        if SURROGATE.search(data):  # of a pair or not
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(error.object[error.start]):04X}"
+        sentence = f"the body holds half a surrogate pair, {code}; send whole Unicode characters"
+        raise ApiError(400, sentence) from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tests.taught import ANSWERS, LONG, SHORT
 
 USER = [{"role": "user", "content": SHORT}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+APPLY = "<|original_code|>\na\n<|/original_code|>\n<|update_snippet|>\nb\n<|/update_snippet|>"
 # A good body of each route, to be spoiled.
 GOOD: list[tuple[str, dict[str, Any]]] = [
     (
@@ -55,6 +56,84 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/dgemma/fill", {"text": ["a", "b"], "candidates": 1, "max_tokens": 1}),
     ("/v1/dgemma/edit", {"text": "abc", "selection": [[0, 1]], "strength": 0.5}),
     ("/v1/dgemma/sudoku", {"puzzle": "0" * 81, "restarts": 0}),
+    ("/v1/apply/completions", {"messages": [{"role": "user", "content": APPLY}]}),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 1,
+            "system": [{"type": "text", "text": "the", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": SHORT}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "a", "signature": "b"},
+                        {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [1.5]}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "text", "text": "a"}],
+                            "is_error": False,
+                        }
+                    ],
+                },
+            ],
+            "tools": [{"name": "f", "description": "a", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 9},
+            "output_config": {"effort": "low"},
+            "stop_sequences": ["a"],
+        },
+    ),
+    (
+        "/v1/messages/count_tokens",
+        {"messages": USER, "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": SHORT}]},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "a"},
+            ],
+            "instructions": "the",
+            "max_output_tokens": 1,
+            "tools": [{"type": "function", "name": "f", "parameters": {"a": [1.5]}}],
+            "tool_choice": "none",
+            "text": {"format": {"type": "text"}, "verbosity": "low"},
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+        },
+    ),
+    (
+        "/api/chat",
+        {
+            "stream": False,
+            "messages": [
+                *USER,
+                {
+                    "role": "assistant",
+                    "content": "a",
+                    "thinking": "b",
+                    "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+                },
+                {"role": "tool", "content": "a", "tool_name": "f"},
+            ],
+            "tools": [TOOL],
+            "think": True,
+            "options": {"num_predict": 1, "stop": ["a"], "seed": 1, "temperature": 0.5},
+        },
+    ),
+    ("/api/generate", {"prompt": "a", "raw": True, "stream": True, "options": {"num_predict": 1}}),
+    ("/api/generate", {"prompt": "a", "suffix": "b", "system": "", "format": "", "stream": False}),
+    ("/api/show", {"model": MODEL, "verbose": True}),
     ("/tokenize", {"content": "the", "with_pieces": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
 ]
@@ -62,6 +141,30 @@ ODD: list[Any] = [
     *(None, True, -1, 0, 1, 2**63, 10**30, 1e308, "", "x", "\ud800", "\0", [], {}, [[]], [None]),
     *([1, "x"], {"a": {"b": []}}, "auto", "required", {"type": "function"}, [{}], "<|turn>"),
 ]
+
+
+DEEP: Any = 1
+for _ in range(400):
+    DEEP = {"a": [DEEP]}
+BEYOND = "1e400"  # a legal number that no float holds
+ODD += [DEEP, BEYOND]
+
+
+def written(body: Any) -> bytes:
+    """Write JSON; BEYOND is a number."""
+    return json.dumps(body).replace(f'"{BEYOND}"', BEYOND).encode()
+
+
+def with_odd_values(body: Any) -> Iterator[Any]:
+    """Yield the body with each of its values, at any depth, replaced by each odd one."""
+    yield from ODD
+    if not isinstance(body, dict | list):
+        return
+    for place in list(body) if isinstance(body, dict) else range(len(body)):
+        for odd in with_odd_values(body[place]):
+            spoilt: Any = body.copy()
+            spoilt[place] = odd
+            yield spoilt
 
 
 def spoil_json(body: Any, dice: random.Random) -> Any:
@@ -151,6 +254,28 @@ def test_ten_thousand_random_bodies_do_no_harm(checkpoint: Path, caplog: Any) ->
     assert seen[400] > 5_000 and seen[200] > 100
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     assert not engine.scheduler.requests
+
+
+def test_any_value_of_a_body_may_be_odd(checkpoint: Path, caplog: Any) -> None:
+    """Each value of a good body of each route, replaced by each odd one, is no server's error."""
+    limits = Limits(max_batch_size=64, max_queue=1024, max_seconds=0.05)
+    app = make_app(load(checkpoint), Settings(names=(MODEL,), limits=limits))
+    bodies = [(path, written(odd)) for path, good in GOOD for odd in with_odd_values(good)]
+    wrong: list[tuple[int, str, bytes]] = []
+
+    async def ask(mine: list[tuple[str, bytes]]) -> None:
+        for path, data in mine:
+            status = await post(app, path, data)
+            if status not in (200, 400, 404, 503):
+                wrong.append((status, path, data))
+
+    async def main() -> None:
+        async with app.router.lifespan_context(app):
+            await asyncio.gather(*(ask(bodies[start::20]) for start in range(20)))
+
+    asyncio.run(main())
+    assert not wrong, f"{len(wrong)} of {len(bodies)}, such as {wrong[0]}"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def kill(line: socket.socket) -> None:
