@@ -7,8 +7,10 @@ they would have got. A line is refused by a reply; only a file that cannot be re
 
 import asyncio
 import hashlib
+import http.client
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.server.call import Call, opening, whole_reply
-from dgemma.server.errors import ApiError
+from dgemma.server.errors import OLLAMA_PATH, ApiError
+from dgemma.server.service import read_json
 
 if TYPE_CHECKING:
     from dgemma.server.app import App
@@ -30,6 +33,7 @@ RETRIED = frozenset({408, 429, 502, 503, 504})
 RETRY_SECONDS = 300.0  # that a server may be away or busy before a run is broken off
 MAX_WAIT_SECONDS = 15.0
 REPLY_SECONDS = 3600.0
+URL_PATH = re.compile(r"/(?!/)[!-~]*")  # what a request line may hold
 
 LineReply = tuple[int, dict[str, Any]]  # status and body
 
@@ -49,8 +53,12 @@ class BatchLine:
 
     @property
     def seeded_body(self) -> bytes:
-        has_seed = self.body.get("seed") is not None or not self.url.startswith(SEEDED_PATHS)
-        return json.dumps(self.body if has_seed else {**self.body, "seed": self.seed}).encode()
+        body = self.body
+        if body.get("seed") is None and self.url.startswith(SEEDED_PATHS):
+            body = {**body, "seed": self.seed}
+        if self.url.startswith(OLLAMA_PATH):  # which streams if it is not told otherwise
+            body = {"stream": False, **body}
+        return json.dumps(body).encode()
 
     def result(self, reply: LineReply) -> bytes:
         """Write the line of the output file."""
@@ -87,7 +95,8 @@ class BatchCounts:
 def read_batch(path: Path) -> list[BatchLine]:
     """Read a file of requests; a line that cannot be one is named."""
     try:
-        rows = path.read_text(encoding="utf-8").splitlines()
+        # Not by splitlines: JSON's strings may hold other characters at which it ends a line.
+        rows = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the batch file {path} cannot be read: {error}") from None
     lines: dict[str, BatchLine] = {}
@@ -107,13 +116,13 @@ def read_batch(path: Path) -> list[BatchLine]:
 
 def _read_line(row: str, where: str) -> BatchLine:
     try:
-        raw = json.loads(row)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}") from None
+        raw = read_json(row.encode())
+    except ApiError as error:
+        raise UsageError(f"{where} {error.message.removeprefix('the body ')}") from None
     match raw:
         case {"custom_id": str(name), "url": str(url), "body": dict(body), **more} if name:
             method = more.pop("method", "POST")
-            if method != "POST" or more or not url.startswith("/"):
+            if method != "POST" or more or not URL_PATH.fullmatch(url):
                 raise UsageError(
                     f"{where} must have the method POST, a url that is a path, and no other field"
                 )
@@ -238,7 +247,7 @@ def url_sender(url: str, key: str | None) -> Sender:
                 if status not in RETRIED:
                     return status, _object(data)
                 reason = f"answers {status}"
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 reason, retry_after = f"cannot be reached: {error}", 0.0
             if time.monotonic() - started > RETRY_SECONDS:
                 raise DgemmaError(

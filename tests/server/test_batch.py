@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,53 @@ def test_a_running_server_answers_a_file(shared: Running, tmp_path: Path) -> Non
     assert text_of(replies(output)["a"]) == ANSWERS[SHORT]
 
 
+def test_a_text_may_hold_any_character_that_json_allows_in_a_line(tmp_path: Path) -> None:
+    """Among them those at which Python ends a line."""
+    file, odd = tmp_path / "in.jsonl", "a\u2028b\x85c\u2029d\x1ce"
+    rows = [request("a\u2028", odd), request("b", odd)]
+    whole = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    file.write_text(whole.replace("\x1c", "\\u001c"), encoding="utf-8", newline="")
+    assert [line.custom_id for line in read_batch(file)] == ["a\u2028", "b"]
+    assert read_batch(file)[1].body["messages"][0]["content"] == odd
+
+
+def test_ollama_s_routes_answer_in_one_piece_too(
+    routes: App, shared: Running, tmp_path: Path
+) -> None:
+    """They stream unless they are told not to."""
+    body = {"messages": [{"role": "user", "content": SHORT}]}
+    file = write(tmp_path / "in.jsonl", [{"custom_id": "a", "url": "/api/chat", "body": body}])
+    for send in (engine_sender(routes), url_sender(shared.url, None)):
+        output = tmp_path / "out.jsonl"
+        output.unlink(missing_ok=True)
+        counts = asyncio.run(run_batch(read_batch(file), output, send, 1))
+        assert counts.failed == 0
+        assert replies(output)["a"]["response"]["body"]["message"]["content"] == ANSWERS[SHORT]
+
+
+def test_a_reply_that_is_cut_short_is_asked_for_again(tmp_path: Path) -> None:
+    """As a server that is killed leaves it."""
+    whole = b'{"id": "x"}'
+    lines = [BatchLine(custom_id="a", url=CHAT, body={})]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            for data in (whole[:4], b"", whole):
+                line, _ = listening.accept()
+                with line:
+                    line.recv(1 << 16)
+                    line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n" + data)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        output = tmp_path / "out.jsonl"
+        counts = asyncio.run(run_batch(lines, output, url_sender(url, None), 1))
+        thread.join()
+    assert (counts.done, counts.failed) == (1, 0)
+    assert replies(output)["a"]["response"]["body"] == {"id": "x"}
+
+
 def test_a_server_that_stays_away_ends_the_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("dgemma.server.batch.RETRY_SECONDS", 0.1)
     output = tmp_path / "out.jsonl"
@@ -142,6 +191,14 @@ def test_a_server_that_stays_away_ends_the_run(tmp_path: Path, monkeypatch: Any)
         (json.dumps({**request("a"), "custom_id": ""}), "must have custom_id"),
         (json.dumps({**request("a"), "method": "GET"}), "must have the method POST"),
         (json.dumps({**request("a"), "more": 1}), "no other field"),
+        (json.dumps({**request("a"), "url": "/v1/chat completions"}), "a url that is a path"),
+        (json.dumps({**request("a"), "url": "/é"}), "a url that is a path"),
+        (json.dumps({**request("a"), "url": "/\ud800"}), "half a surrogate pair"),
+        (json.dumps({**request("a"), "url": "//host/path"}), "a url that is a path"),
+        (json.dumps({**request("a"), "custom_id": "\ud800"}), "half a surrogate pair"),
+        ('{"custom_id": "a", "custom_id": "b"}', "'custom_id' twice"),
+        ('{"custom_id": "a", "url": "/", "body": {"temperature": NaN}}', "NaN is no number"),
+        ('{"custom_id": "a", "url": "/", "body": {"a": 1e999}}', "the number 1e999; use one below"),
         (json.dumps(request("a")) + "\n" + json.dumps(request("a")), "custom_id 'a' of another"),
         ("", "has no requests"),
     ],
