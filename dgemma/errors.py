@@ -1,6 +1,16 @@
 """Errors meant for people. Each message says what was given, what is allowed, and what to do."""
 
+import ctypes
+import os
+import signal
+from typing import Any
+
 MAX_SENTENCE = 2000  # characters
+CUT_SHORT = (
+    "a file of weights was cut short while it was read, or its disk failed; fetch it again, and "
+    "replace weights by a rename, not in place"
+)
+_handlers: list[Any] = []  # kept while the process may receive their signal
 
 
 class DgemmaError(Exception):
@@ -46,3 +56,21 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Refuse a parameter whose value is not allowed."""
     if not holds:
         raise UsageError(f"{name} is {value}; it must be {allowed}")
+
+
+def explain_bus_errors(descriptor: int = 2) -> None:
+    """Report SIGBUS (mapped file truncated) as one sentence, by default on stderr.
+
+    The system then sends SIGBUS to the thread that reads. A handler of Python's own would run
+    later, never: the same read is tried again and again. This one runs at once, in that thread,
+    which reads weights and holds no lock.
+    """
+    if not hasattr(signal, "SIGBUS"):
+        return
+
+    def end(_signal: int) -> None:
+        os.write(descriptor, f"dgemma: {CUT_SHORT}\n".encode())
+        os._exit(1)
+
+    _handlers.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(end))
+    ctypes.CDLL(None).signal(signal.SIGBUS, _handlers[-1])

@@ -7,7 +7,6 @@ range, so it is written here from the command's signature and the command line.
 
 import io
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,18 +16,13 @@ from typing import Any, get_args
 import typer
 
 from dgemma.cli.app import FAILED, INTERRUPTED, WRONG_CALL, app, option_hints
-from dgemma.errors import DgemmaError, UsageError
+from dgemma.errors import DgemmaError, UsageError, explain_bus_errors
 
 # Modules of the commands, in the order of `dgemma --help`; importing one registers its command.
 COMMANDS = (
     *("generate", "chat", "fill", "edit", "sudoku", "serve", "batch", "info", "fit"),
     *("bench", "eval", "train", "export", "quantize", "download"),
 )
-CUT_SHORT = (
-    "a file of weights was cut short while it was read, or its disk failed; fetch it again, and "
-    "replace weights by a rename, not in place"
-)
-_kept: list[Any] = []
 NUMBER_TYPES = {int: "a whole number", float: "a number"}
 # Raised by typer for a wrong call: click's class or, depending on the version, a copy of it.
 WrongCall: Any = typer.BadParameter.__mro__[1]
@@ -40,7 +34,7 @@ for _name in COMMANDS:
 def main() -> None:
     """Run the command line and exit with 0, or with a sentence on stderr and the right code."""
     _repair_streams()
-    _explain_bus_errors()
+    explain_bus_errors()
     try:
         code = app(prog_name="dgemma", standalone_mode=False)
         if code == INTERRUPTED:  # typer's code after Ctrl-C
@@ -68,25 +62,6 @@ def _repair_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         elif mode == "w" and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-
-
-def _explain_bus_errors() -> None:
-    """Report SIGBUS (mapped file truncated) as one sentence.
-
-    The system then sends SIGBUS to the thread that reads. A handler of Python's own would run
-    later, never: the same read is tried again and again. This one runs at once, in that thread,
-    which reads weights and holds no lock.
-    """
-    if not hasattr(signal, "SIGBUS"):
-        return
-    import ctypes
-
-    def end(_signal: int) -> None:
-        os.write(2, f"dgemma: {CUT_SHORT}\n".encode())
-        os._exit(FAILED)
-
-    _kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(end))  # while the process may receive it
-    ctypes.CDLL(None).signal(signal.SIGBUS, _kept[-1])
 
 
 def _fail(sentence: str, code: int) -> None:

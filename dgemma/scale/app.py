@@ -23,7 +23,8 @@ from dgemma.weights.hub import ModelOptions
 
 ROUTER = "dgemma.scale.app:PrefixRouter"
 MAX_ONGOING = 1 << 16  # per replica: its own queue is fair between keys, Ray's is not
-HEALTH_SECONDS = 5.0
+HEALTH_SECONDS = 1.0  # between checks: a replica that died is replaced after the next one
+HUNG_SECONDS = 10.0  # without an answer to a check; after three such checks it is replaced
 QUEUE_LENGTH_SECONDS = 3.0  # for a replica to tell its queue's length
 SHARE_OF_ROWS = 0.75  # of a batch that a replica has on average, when autoscaling adds one
 
@@ -70,7 +71,7 @@ def model_app(
         max_ongoing_requests=MAX_ONGOING,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         health_check_period_s=HEALTH_SECONDS,
-        health_check_timeout_s=30,
+        health_check_timeout_s=HUNG_SECONDS,
         graceful_shutdown_timeout_s=settings.limits.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),

@@ -45,7 +45,10 @@ MAX_ATTEMPTS = 12  # replicas that may die under one request
 BACKOFF_SECONDS = 0.05  # before the second attempt, doubled with each up to...
 MAX_BACKOFF_SECONDS = 2.0
 POLL_SECONDS = 2.0  # between looks at all replicas
-POLL_TIMEOUT = 10.0
+POLL_TIMEOUT = 5.0
+LATE_SECONDS = 5.0  # after a request's deadline, by which its replica should have answered
+MAX_SILENT = 16  # replicas that do not answer, whose numbers are kept by name
+LATE = ApiError(503, "no replica answered in time; try again", code="timeout", retry_after=5)
 ABANDONED = ApiError(503, "the server is stopping; try again", code="draining", retry_after=5)
 
 
@@ -54,20 +57,28 @@ class FleetMetrics:
     """Numbers of all replicas, summed; those of replicas that are gone still count."""
 
     _by_replica: dict[str, list[MetricFamily]] = field(default_factory=dict)
-    _retired: dict[str, MetricFamily] = field(
-        default_factory=dict
-    )  # counters of those that are gone
+    # Counters of those that did not answer lately: a hung one may come back...
+    _silent: dict[str, list[MetricFamily]] = field(default_factory=dict)
+    # ...and of those that have not for longest.
+    _retired: dict[str, MetricFamily] = field(default_factory=dict)
 
     def take(self, stats: list[ReplicaStats]) -> None:
         present = {replica.replica: replica.metrics for replica in stats}
         for name in self._by_replica.keys() - present.keys():
-            ended = [family for family in self._by_replica[name] if family[1] != "gauge"]
-            self._retired = sum_families([*self._retired.values(), *ended])
+            self._silent[name] = [
+                family for family in self._by_replica[name] if family[1] != "gauge"
+            ]
+        for name in present:
+            self._silent.pop(name, None)
+        while len(self._silent) > MAX_SILENT:
+            oldest = self._silent.pop(next(iter(self._silent)))
+            self._retired = sum_families([*self._retired.values(), *oldest])
         self._by_replica = present
 
     def collect(self, own: list[MetricFamily]) -> list[Metric]:
         """Return families for Prometheus, with the front's own."""
-        fleet = [family for families in self._by_replica.values() for family in families]
+        known = [*self._by_replica.values(), *self._silent.values()]
+        fleet = [family for families in known for family in families]
         metrics = []
         for name, kind, note, samples in sum_families(
             [*self._retired.values(), *own, *fleet]
@@ -124,10 +135,13 @@ class Front:
             await asyncio.sleep(POLL_SECONDS)
 
     async def poll(self) -> None:
-        """Ask all replicas how they are; those that do not answer are not counted."""
+        """Ask all replicas how they are; those that do not answer in time are not counted."""
         try:
-            found = await self.handle.broadcast("stats").results_async(
-                timeout_s=POLL_TIMEOUT, return_exceptions=True
+            # results_async would lose the answers of all if that of one is late.
+            found = await asyncio.to_thread(
+                self.handle.broadcast("stats").results,
+                timeout_s=POLL_TIMEOUT,
+                return_exceptions=True,
             )
         except Exception:  # there is no replica, or Ray stops
             found = []
@@ -167,11 +181,11 @@ class Front:
     async def relay(self, request: Request) -> Response:
         """Answer by a replica."""
         owner = request.state.owner
-        if request.method == "POST":
-            self._check_room(owner)
         body = await request.body()
         relay = Relay(self, await self._ask(request, body), request.state.arrived)
-        self.in_flight[owner] += 1
+        if request.method == "POST":
+            self._check_room(owner)
+        self.in_flight[owner] += 1  # nothing is awaited between the check and this
         self.relays.add(relay)
         relay.on_close = lambda: self._end(owner, relay)
         try:
@@ -250,7 +264,7 @@ class Relay:
                 head = await self._head()
                 if head.is_stream:
                     return head, None
-                return head, b"".join([piece async for piece in self.pieces])
+                return head, b"".join([piece async for piece in self._pieces()])
             except Exception as error:
                 await self._again(error)
 
@@ -259,7 +273,7 @@ class Relay:
         try:
             while True:
                 try:
-                    async for piece in self.pieces:
+                    async for piece in self._pieces():
                         if data := self.replay.feed(piece):
                             yield data
                     if self.replay.is_over:
@@ -304,9 +318,32 @@ class Relay:
         committed = {index: tuple(given) for index, given in self.replay.committed.items()}
         call = replace(self.ask.call, seconds=seconds, committed=committed)
         self.pieces = self.front.asks.remote(replace(self.ask, call=call))
-        head = await anext(self.pieces)
+        try:
+            head = await self._next()
+        except StopAsyncIteration:
+            raise RuntimeError("a replica ended without a reply") from None
         assert isinstance(head, ReplyHead)
         return head
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """Yield what follows the head of the present reply."""
+        with suppress(StopAsyncIteration):
+            while True:
+                yield await self._next()
+
+    async def _next(self) -> Any:
+        """Wait for the replica, or until there is one, but not much past the deadline."""
+        try:
+            async with asyncio.timeout(max(self._seconds_left, 0) + LATE_SECONDS) as limit:
+                return await anext(self.pieces)
+        except TimeoutError:
+            if limit.expired():
+                raise LATE from None
+            raise
+
+    @property
+    def _seconds_left(self) -> float:
+        return self.front.settings.limits.max_seconds - (time.monotonic() - self.arrived)
 
     async def _resume(self, error: Exception) -> None:
         """Ask another replica for the same stream."""
@@ -328,7 +365,7 @@ class Relay:
         if isinstance(error, ApiError) or not is_death(error):
             raise error
         self.num_attempts += 1
-        left = self.front.settings.limits.max_seconds - (time.monotonic() - self.arrived)
+        left = self._seconds_left
         if self.num_attempts >= MAX_ATTEMPTS or left <= 0:
             self.front.lost.inc()
             sentence = "no replica could answer; try again"

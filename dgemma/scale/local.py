@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dgemma.errors import DgemmaError, UsageError
-from dgemma.scale.replica import ReplicaOptions
+from dgemma.scale.replica import FAULTS, ReplicaOptions
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def private_environment(environment: MutableMapping[str, str], directory: Path) 
         RAY_agent_register_timeout_ms=str(1000 * START_SECONDS),
         RAY_worker_register_timeout_seconds=str(START_SECONDS),
         RAY_DEDUP_LOGS="0",
+        **{FAULTS: str(directory / "faults")},
         RAY_SERVE_LOG_TO_STDERR="0",
     )
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_SERVE_ENABLE_HA_PROXY"):
@@ -198,6 +199,19 @@ def private_ray(options: ReplicaOptions) -> Iterator[None]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def report_faults(path: Path, seconds: float = 0.5) -> None:
+    """Print what replicas write when they end; the same sentence again is not printed."""
+    path.touch(mode=0o600)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        last = ""
+        while path.exists():
+            if (line := file.readline()) and line != last:
+                last = line
+                print(f"{line.rstrip()} (a replica; it is started again)", file=sys.stderr)
+            elif not line:
+                time.sleep(seconds)
+
+
 def serve_replicas(
     fleet: Fleet, listening: socket.socket, banner: str, on_drain: Callable[[int], None]
 ) -> None:
@@ -210,6 +224,8 @@ def serve_replicas(
         from dgemma.scale.front import make_front
         from dgemma.server.lifecycle import make_server
 
+        faults = Path(os.environ[FAULTS])
+        threading.Thread(target=report_faults, args=[faults], name="faults", daemon=True).start()
         app = make_front(fleet.update(), fleet.settings)
         server = make_server(app, on_drain)
         signal.signal(signal.SIGHUP, lambda *_: fleet.update_in_background())

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dgemma.errors import UsageError
+from dgemma.errors import DgemmaError, UsageError, explain_bus_errors
 from dgemma.server.call import Call, run_call
 from dgemma.server.service import Settings
 from dgemma.weights.hub import ModelOptions
@@ -14,6 +14,7 @@ from dgemma.weights.hub import ModelOptions
 # Requests by which the preferred replica may be busier than the least busy one: a batch, within
 # which a request waits for nobody.
 SLACK = 8
+FAULTS = "DGEMMA_REPLICA_FAULTS"  # variable: the file to which a replica writes why it ends
 STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
 MetricFamily = tuple[str, str, str, list[Sample]]  # name, type, documentation, samples
@@ -89,7 +90,8 @@ def rank_replicas(opening: str, load: dict[str, int], slack: int = SLACK) -> lis
         return sorted(load, key=lambda replica: load[replica])
 
     def weight(replica: str) -> bytes:
-        return hashlib.blake2b(f"{opening}|{replica}".encode(), digest_size=8).digest()
+        named = f"{opening}|{replica}".encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(named, digest_size=8).digest()
 
     limit = min(load.values(), default=0) + slack
     return sorted(load, key=lambda replica: (load[replica] <= limit, weight(replica)), reverse=True)
@@ -101,6 +103,8 @@ class Model:
     def __init__(
         self, arguments: ModelOptions, settings: Settings, *, is_on_loopback: bool = False
     ) -> None:
+        faults = _open_faults()
+        explain_bus_errors(faults)
         if is_on_loopback:
             bind_to_loopback()
         from dgemma.device import bound_kernel_cache
@@ -108,7 +112,11 @@ class Model:
         from dgemma.server.app import make_routes
 
         bound_kernel_cache(os.environ)
-        engine = Engine.load(**asdict(arguments))
+        try:
+            engine = Engine.load(**asdict(arguments))
+        except DgemmaError as error:
+            os.write(faults, f"dgemma: {error}\n".encode())
+            raise
         self.app = make_routes(engine, settings)
         self.service = self.app.state.service
         self.service.worker.start()
@@ -173,6 +181,11 @@ def bind_to_loopback() -> None:
     replica.add_port_to_grpc_server = lambda server, address: bind(
         server, address.replace("[::]", "127.0.0.1")
     )
+
+
+def _open_faults() -> int:
+    path = os.environ.get(FAULTS)
+    return 2 if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 def _replica_name() -> str:

@@ -141,6 +141,11 @@ def test_a_busy_replica_comes_after_the_others() -> None:
     assert rank("talk", {}) == []
 
 
+def test_an_opening_that_is_no_unicode_has_a_replica_too() -> None:
+    """Ray's router stops for all requests if the choice for one of them fails."""
+    assert sorted(rank('["\ud800"]', {"a": 0, "b": 0})) == ["a", "b"]
+
+
 def test_interleaving_helpers_make_whole_streams() -> None:
     """The tests above mean something only if different seeds give different orders."""
     orders = {joined(stream(2, 3, seed)) for seed in range(9)}

@@ -6,6 +6,7 @@ Every run of the suite has the core of them; `make replicas` adds those that wai
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -23,7 +24,13 @@ import httpx
 import pytest
 
 from dgemma.errors import UsageError
-from dgemma.scale.local import local_options, num_gpus, short_directory, wait_for_slow_node
+from dgemma.scale.local import (
+    local_options,
+    num_gpus,
+    report_faults,
+    short_directory,
+    wait_for_slow_node,
+)
 from tests.taught import ANSWERS, LONG, SHORT
 
 pytest.importorskip("ray")
@@ -46,6 +53,10 @@ class Served:
     process: subprocess.Popen[str]
     url: str
     log: Path
+
+    @property
+    def weights(self) -> Path:
+        return self.log.parent / "mine" / "model.safetensors"
 
     def post(self, path: str, body: dict[str, Any], **more: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {KEY}"}
@@ -132,7 +143,9 @@ def kill(pids: list[int]) -> None:
 @pytest.fixture(scope="module")
 def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("served") / "log"
-    command = [*COMMAND, "--model", str(checkpoint), "--name"]
+    mine = log.parent / "mine"  # which a test damages
+    shutil.copytree(checkpoint, mine)
+    command = [*COMMAND, "--model", str(mine), "--name"]
     command += ["taught", "--port", "0", "--replicas", "2", "--cpus-per-replica", "1"]
     command += ["--dtype", "float32", "--quant", "none", "--device", "cpu", "--max-queue", "8"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DGEMMA_API_KEYS": KEY}
@@ -295,6 +308,45 @@ def test_metrics_are_summed_over_replicas_also_those_that_are_gone(served: Serve
     assert float(again[1]) >= before
 
 
+@waits_long
+def test_a_replica_that_hangs_hides_no_other_and_is_counted_once(served: Served) -> None:
+    def number(name: str) -> float:
+        found = re.search(rf"^{name} ([\d.e+]+)$", served.get("/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    served.wait_for_replicas()
+    before = number("dgemma_committed_tokens_total")
+    victim = served.replicas[0]
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        served.wait_for_replicas(1)
+        assert served.get("/ready").status_code == 200
+        assert number("dgemma_committed_tokens_total") == before
+    finally:
+        os.kill(victim, signal.SIGCONT)
+    served.wait_for_replicas()
+    assert number("dgemma_committed_tokens_total") == before
+
+
+@waits_long
+def test_weights_that_are_cut_short_are_told_and_served_again_once_they_are_back(
+    served: Served,
+) -> None:
+    """The replicas die when they read them, and cannot be started; the request waits."""
+    served.wait_for_replicas()
+    whole = served.weights.read_bytes()
+    os.truncate(served.weights, 4096)
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(served.stream, LONG)
+        wait_for(lambda: "a file of weights was cut short" in served.log.read_text())
+        wait_for(lambda: "model.safetensors is cut short" in served.log.read_text())
+        renewed = served.weights.with_suffix(".new")
+        renewed.write_bytes(whole)
+        renewed.rename(served.weights)
+        assert stream.result() == (ANSWERS[LONG], True)
+    served.wait_for_replicas()
+
+
 def sockets(pid: int) -> list[tuple[str, str, str]]:
     """State, local and remote address of the TCP sockets of a process."""
     inodes = set()
@@ -370,6 +422,26 @@ def test_a_signal_drains_and_leaves_nothing_behind(served: Served) -> None:
     log = served.log.read_text()
     assert "Traceback" not in log
     assert "finishing 1 request" in log
+
+
+def test_the_last_words_of_replicas_are_printed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "faults"
+    path.touch()
+    thread = threading.Thread(target=report_faults, args=[path, 0.001])
+    thread.start()
+    with path.open("a") as file:
+        for line in ("dgemma: one\n", "dgemma: one\n", "dgemma: two\n"):
+            file.write(line)
+            file.flush()
+    said = ""
+    while "two" not in said:
+        said += capsys.readouterr().err
+    path.unlink()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [line.split()[1] for line in said.splitlines()] == ["one", "two"]
 
 
 def test_replicas_get_a_card_each_or_a_share_of_the_cores(monkeypatch: Any) -> None:

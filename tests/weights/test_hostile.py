@@ -291,10 +291,11 @@ def test_a_file_that_is_cut_short_while_it_is_read_ends_in_a_sentence(tmp_path: 
     size = 4 << 20
     entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
     script = (
-        "import os, sys, threading; from pathlib import Path; from dgemma import cli\n"
+        "import os, sys, threading; from pathlib import Path\n"
+        "from dgemma.errors import explain_bus_errors\n"
         "from dgemma.weights.files import read_header\n"
         "from dgemma.weights.safetensors_io import MappedTensors\n"
-        "path = Path(sys.argv[1]); cli._explain_bus_errors()\n"
+        "path = Path(sys.argv[1]); explain_bus_errors()\n"
         "tensor = MappedTensors(read_header(path))['a']; os.truncate(path, 4096)\n"
         "read = lambda: tensor.sum().item()\n"
         "thread = threading.Thread(target=read)\n"
