@@ -72,7 +72,7 @@ sbom: $(READY)  ## out/sbom.cdx.json, CycloneDX
 	mkdir -p out
 	$(BIN)/python .ci/supply_chain.py sbom > out/sbom.cdx.json
 
-audit: $(READY)  ## known weaknesses of the pinned versions; ADVISORIES=a file of OSV's, no network
+audit: $(READY)  ## known weaknesses of the pinned versions, by PyPI; ADVISORIES=a file of OSV's, no network
 	$(BIN)/python .ci/supply_chain.py audit $(ADVISORIES)
 
 # Run with the lowest versions that pyproject.toml allows: its ranges are a promise.

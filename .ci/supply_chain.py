@@ -1,20 +1,25 @@
-"""The packages of the test environment: a bill of materials, and known weaknesses, without network.
+"""The packages of the test environment: a bill of materials, and known weaknesses.
 
     python .ci/supply_chain.py sbom > out/sbom.cdx.json
-    python .ci/supply_chain.py audit all.zip
+    python .ci/supply_chain.py audit [all.zip]
 
 `sbom` writes CycloneDX 1.6 from requirements.lock. `audit` compares the lock and constraints.txt
-with advisories in OSV's form: a JSON file, a directory of them, or the dump of an ecosystem
-(https://osv-vulnerabilities.storage.googleapis.com/PyPI/all.zip), fetched wherever there is a
-network. Exits with 1 if a version is affected.
+with advisories, without a network: a JSON file in OSV's form, a directory of them, or the dump of
+an ecosystem (https://osv-vulnerabilities.storage.googleapis.com/PyPI/all.zip). Without a file it
+asks PyPI about each version, and names those about which there is no answer: a mirror may know the
+newest version of a package alone. Exits with 1 if a version is affected.
 """
 
 import argparse
 import json
 import re
 import sys
+import urllib.error
+import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,8 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)")
+PYPI = "https://pypi.org"
+TIMEOUT = 30  # seconds, of a question
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
@@ -70,6 +77,38 @@ def advisories(source: Path) -> Iterator[dict[str, Any]]:
         yield from raw if isinstance(raw, list) else [raw]
 
 
+def ask_pypi(
+    lock: dict[str, tuple[str, list[str]]], url: str = PYPI
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return records in OSV's form about the locked versions, and packages without an answer."""
+    records, silent = [], []
+    with ThreadPoolExecutor(8) as pool:
+        versions = [version.partition("+")[0] for version, _ in lock.values()]
+        answers = pool.map(partial(_ask_version, url), lock, versions)
+        for (name, (version, _)), answer in zip(lock.items(), answers, strict=True):
+            if answer is None:
+                silent.append(f"{name} {version}")
+                continue
+            affected = {"package": {"ecosystem": "PyPI", "name": name}, "versions": [version]}
+            records += [{**found, "affected": [affected]} for found in answer]
+    return records, silent
+
+
+def _ask_version(url: str, name: str, version: str) -> list[dict[str, Any]] | None:
+    """Return the weaknesses of a version; None: neither it nor the newest is this one."""
+    for page in (f"{url}/pypi/{name}/{version}/json", f"{url}/pypi/{name}/json"):
+        try:
+            with urllib.request.urlopen(page, timeout=TIMEOUT) as reply:
+                found = json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+            continue
+        if found["info"]["version"] == version:
+            return list(found["vulnerabilities"] or [])
+    return None
+
+
 def is_affected(version: str, affected: dict[str, Any]) -> bool:
     """True if an advisory's entry names a version, or has a range that contains it."""
     if version in affected.get("versions", []):
@@ -95,10 +134,10 @@ def _contains(events: list[dict[str, str]], version: Version) -> bool:
     return inside
 
 
-def audit(lock: dict[str, tuple[str, list[str]]], source: Path) -> list[str]:
+def audit(lock: dict[str, tuple[str, list[str]]], records: Iterable[dict[str, Any]]) -> list[str]:
     """Return a sentence for each locked version that an advisory names."""
     found = []
-    for record in advisories(source):
+    for record in records:
         if record.get("withdrawn"):
             continue
         for affected in record.get("affected", []):
@@ -107,7 +146,7 @@ def audit(lock: dict[str, tuple[str, list[str]]], source: Path) -> list[str]:
             if package.get("ecosystem") != "PyPI" or name not in lock:
                 continue
             if is_affected(lock[name][0], affected):
-                summary = record.get("summary", "")
+                summary = record.get("summary") or ""
                 found.append(f"{name} {lock[name][0]}: {record.get('id')} {summary}".strip())
     return sorted(set(found))
 
@@ -121,11 +160,19 @@ def main() -> int:
     if args.command == "sbom":
         print(json.dumps(sbom(lock), indent=1))
         return 0
-    if args.advisories is None or not args.advisories.exists():
-        parser.error("give the advisories: a JSON file, a directory of them, or OSV's all.zip")
-    lock = {**read_lock(ROOT / "constraints.txt"), **lock}
-    found = audit(lock, args.advisories)
-    print("\n".join(found) or f"none of {len(lock)} packages is named")
+    lock, silent = {**read_lock(ROOT / "constraints.txt"), **lock}, list[str]()
+    if args.advisories is None:
+        records, silent = ask_pypi(lock)
+    elif args.advisories.exists():
+        records = list(advisories(args.advisories))
+    else:
+        parser.error(f"{args.advisories} does not exist; give advisories in OSV's form, or nothing")
+    found = audit(lock, records)
+    print(
+        "\n".join([*found, f"{len(found)} known weaknesses in {len(lock) - len(silent)} packages"])
+    )
+    if silent:
+        print(f"no answer about {len(silent)}: {', '.join(silent)}")
     return int(bool(found))
 
 

@@ -5,9 +5,12 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -80,8 +83,40 @@ def test_an_advisory_is_found_by_version_and_by_range(chain: ModuleType, tmp_pat
         {**record(6, "rich", versions=["15.0.0"]), "withdrawn": "2026-01-01T00:00:00Z"},
     ]
     (tmp_path / "all.json").write_text(json.dumps(records))
-    found = chain.audit(lock, tmp_path)
+    found = chain.audit(lock, chain.advisories(tmp_path))
     assert [line.split()[2] for line in found] == ["TEST-1", "TEST-3", "TEST-4"]
+
+
+def test_pypi_is_asked_about_versions_and_a_mirror_about_the_newest(chain: ModuleType) -> None:
+    weak = {"id": "TEST-1", "summary": None, "fixed_in": ["2"], "withdrawn": None}
+    pages: dict[str, tuple[str, list[Any]]] = {
+        "/pypi/weak/1/json": ("1", [weak]),
+        "/pypi/newest/3/json": ("", []),
+        "/pypi/newest/json": ("3", [{**weak, "id": "TEST-2"}]),
+        "/pypi/older/json": ("5", [weak]),
+        "/pypi/good/1/json": ("1", []),
+    }
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            version, found = pages.get(self.path, ("", []))
+            body = json.dumps({"info": {"version": version}, "vulnerabilities": found}).encode()
+            self.send_response(200 if version else 404)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    versions = {"weak": "1+cpu", "newest": "3", "older": "4", "good": "1"}
+    lock = {name: (version, list[str]()) for name, version in versions.items()}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever).start()
+        records, silent = chain.ask_pypi(lock, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert silent == ["older 4"]
+    assert chain.audit(lock, records) == ["newest 3: TEST-2", "weak 1+cpu: TEST-1"]
 
 
 def test_the_bill_of_materials_lists_every_package_with_its_digests(tmp_path: Path) -> None:
