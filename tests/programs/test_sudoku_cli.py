@@ -30,6 +30,7 @@ from dgemma.programs.sudoku.solve import (
     solve_program,
     sudoku_task,
 )
+from dgemma.server.sudoku_api import sudoku_answer
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.reply import Reply
 from dgemma.text.tokenizer import Tokenizer
@@ -159,6 +160,11 @@ def test_only_what_does_not_settle_is_begun_again(engine: Engine) -> None:
     hasty.sampler = replace(engine.sampler, max_denoising_steps=1)  # no canvas settles in one step
     [one] = solve(hasty, [PUZZLE], SudokuParams(restarts=3))
     assert (one.converged, one.restarts, one.steps) == (False, 3, 4)
+    prompts = [sudoku_task(hasty, PUZZLE, n, SudokuParams()).prompt for n in range(4)]
+    assert one.prompt_tokens == sum(len(prompt.ids) for prompt in prompts)
+    params = SudokuParams(restarts=3)  # as the server counts them in `usage`
+    [done] = hasty.run_all([sudoku_answer(hasty, solve_program(hasty, PUZZLE, params), params)])
+    assert done.prompt_tokens == one.prompt_tokens
     [one] = solve(hasty, [PUZZLE])
     assert (one.converged, one.restarts, one.steps) == (False, 0, 1)
     # Settled but wrong, and a restart would be free to find the right one: it is not made.

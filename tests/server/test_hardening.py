@@ -154,9 +154,8 @@ def test_a_dead_thread_is_told_at_once(serve: Serve, pool: ThreadPoolExecutor, c
     begun = time.monotonic()
     brake.off()
     answers = [answer.result(timeout=30) for answer in waiting]
-    assert all(
-        answer.status_code == 500 or '"type": "server_error"' in answer.text for answer in answers
-    )
+    for answer in answers:  # the stream may be the one that has begun
+        assert answer.status_code == 500 or '"server_error"' in answer.text, answer.text
     assert server.ask(SHORT).status_code == 500
     assert time.monotonic() - begun < 10
     for path in ("/health", "/ready"):
