@@ -44,6 +44,7 @@ class ForwardInput:
     draw: TokenDraw | None = None  # of the token after the last one committed
     needs_logits: bool = False  # for a constraint, which draws by itself
     targets: tuple[int, ...] = ()  # score them: target i is predicted by tokens[: i + 1]
+    draws: tuple[TokenDraw, ...] = ()  # of a token beside each target, instead of the likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class ForwardOutput:
     logprob: float | None = None  # of the token at temperature 1; NaN if any logit is
     logits_V: Tensor | None = None  # valid until the next pass
     logprobs: tuple[float, ...] = ()  # of the targets
-    best: tuple[tuple[int, float], ...] = ()  # likeliest token there, and its log-probability
+    best: tuple[tuple[int, float], ...] = ()  # token chosen there, its log-probability
 
 
 class Backend(Protocol):

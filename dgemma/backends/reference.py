@@ -61,7 +61,7 @@ class ReferenceBackend:
             end = next(ends) if item.tokens else 0
             if item.targets:
                 hidden_ND = step.hidden_TD[end - len(item.targets) : end]
-                outputs.append(score(self.model, hidden_ND, item.targets))
+                outputs.append(score(self.model, hidden_ND, item))
             elif item.state is not None:
                 outputs.append(ForwardOutput(state=next(states)))
             elif item.draw is not None:
@@ -85,17 +85,26 @@ def commit_segment(item: ForwardInput) -> Segment:
     return Segment(item.cache, len(item.tokens), commit=True, images=images)
 
 
-def score(model: Gemma, hidden_ND: Tensor, targets: Sequence[int]) -> ForwardOutput:
-    """Log-probability of each target and of the likeliest token, a bounded number at a time."""
-    target_N1 = torch.tensor(targets, device=hidden_ND.device)[:, None]
+def score(model: Gemma, hidden_ND: Tensor, item: ForwardInput) -> ForwardOutput:
+    """Log-probability of each target, and of the likeliest token or one drawn in its place.
+
+    A bounded number of positions at a time.
+    """
+    target_N1 = torch.tensor(item.targets, device=hidden_ND.device)[:, None]
     split = (torch.split(x, SCORED_POSITIONS) for x in (hidden_ND, target_N1))
     logprobs: list[float] = []
     best: list[tuple[int, float]] = []
     for states_ND, piece_N1 in zip(*split, strict=True):
-        logprob_NV = model.logits(states_ND).log_softmax(-1)
+        logits_NV = model.logits(states_ND)
+        logprob_NV = logits_NV.log_softmax(-1)
         logprobs += logprob_NV.gather(-1, piece_N1)[:, 0].tolist()
-        top = logprob_NV.max(-1)
-        best += zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        if item.draws:
+            draws = item.draws[len(best) : len(logprobs)]
+            pairs = zip(logits_NV, draws, strict=True)
+            best += [draw_token(logits_V, d.temperature, d.uniform) for logits_V, d in pairs]
+        else:
+            top = logprob_NV.max(-1)
+            best += zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return ForwardOutput(logprobs=tuple(logprobs), best=tuple(best))
 
 

@@ -50,7 +50,7 @@ class GenerateOptions(ReplyOptions):
         None, "Of AR: ngram (what followed before) or canvas; the same tokens in fewer passes."
     )
     verify: str | None = option(
-        None, "Diffusion drafts that the causal mode verifies: strict (greedy AR) or loose."
+        None, "Diffusion drafts that the causal mode verifies: strict (AR's text) or loose."
     )
     show: bool = option(False, "Watch the canvas converge.")
 
@@ -195,7 +195,7 @@ def _chat(
 
 def _drafting(params: "SamplingParams", options: GenerateOptions) -> "SpeculativeParams | None":
     """Read --draft and --verify; refuse what they cannot be combined with."""
-    from dgemma.programs.speculative import CANVAS_DRAFT_STEPS, SpeculativeParams
+    from dgemma.programs.speculative import SpeculativeParams
 
     draft, verify = options.draft, options.verify
     if draft is None and verify is None:
@@ -204,13 +204,14 @@ def _drafting(params: "SamplingParams", options: GenerateOptions) -> "Speculativ
         raise UsageError("--draft speeds up AR; give it with --mode ar, and without --verify")
     if verify is not None and params.mode != "diffusion":
         raise UsageError("--verify checks drafts of diffusion; leave out --mode, or use --draft")
-    if params.temperature or params.drafts:
-        raise UsageError("drafts are verified greedily; leave out --temperature and --show")
+    if params.drafts:
+        raise UsageError("what is verified appears token by token; leave out --show")
+    if verify is not None and options.steps is not None:
+        raise UsageError("a verified canvas takes one step in each pass; leave out --steps")
     return SpeculativeParams(
         drafter=draft or "canvas",  # type: ignore[arg-type]  # checked there
         accept=verify or "strict",  # type: ignore[arg-type]
         length=params.canvas_length or 0,
-        steps=options.steps or CANVAS_DRAFT_STEPS,
     )
 
 

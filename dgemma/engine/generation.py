@@ -253,12 +253,15 @@ class Generation(Task):
 
     # --- AR tokens
 
-    def _token_draw(self) -> TokenDraw:
-        """Return temperature and noise of the next draw; noise is keyed by the token's index."""
+    def _token_draw(self, offset: int = 0) -> TokenDraw:
+        """Return temperature and noise of the next draw, or of one `offset` draws later.
+
+        Noise is keyed by the token's index.
+        """
         temperature = self.params.temperature or 0.0
         if temperature == 0:
             return TokenDraw()
-        block, position = divmod(len(self.progress.logprobs), AR_BLOCK_LENGTH)
+        block, position = divmod(len(self.progress.logprobs) + offset, AR_BLOCK_LENGTH)
         vocab, cpu = self.sequence.cache.config.vocab_size, torch.device("cpu")
         noise = self.noise.block(AR_BLOCK + block, 0, AR_BLOCK_LENGTH, vocab, cpu)
         return TokenDraw(temperature, float(noise.uniform_NL[0, position]))

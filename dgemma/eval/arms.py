@@ -24,7 +24,7 @@ from dgemma.eval.workload import BenchCase, Workload
 from dgemma.programs.edit.edit import EditParams, EditResult, edit_program
 from dgemma.programs.infill.document import InfillDocument
 from dgemma.programs.infill.infill import FillParams, FillResult, fill_program
-from dgemma.programs.speculative import CANVAS_DRAFT_STEPS, SpeculativeParams, speculative_task
+from dgemma.programs.speculative import SpeculativeParams, speculative_task
 from dgemma.programs.sudoku.grid import prompt_text
 from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult, solve_program
 from dgemma.text.chat import Message, Prompt, Tool
@@ -132,16 +132,15 @@ class EngineArm:
         self.mode: Mode = spec.mode  # type: ignore[assignment]  # parse_arm allows no other
         self.drafts = self.mode != "ar" and spec.settings.get("drafts", "on") != "off"
         self.drafting, self.preset = self._drafting(), spec.settings.get("preset")
-        # With a drafting, steps are those of its canvases.
         self.sampler = None if self.drafting is not None else self._sampler()
 
     def _drafting(self) -> SpeculativeParams | None:
         given = self.spec.settings
         if "verify" in given:
-            steps, length = given.get("steps", CANVAS_DRAFT_STEPS), given.get("length", 0)
-            return SpeculativeParams(
-                drafter="canvas", accept=given["verify"], steps=steps, length=length
-            )
+            if "steps" in given:
+                raise UsageError(f"arm {self.spec.text!r}: a verified canvas takes one step a pass")
+            length = given.get("length", 0)
+            return SpeculativeParams(drafter="canvas", accept=given["verify"], length=length)
         if "draft" in given:
             return SpeculativeParams(drafter=given["draft"], length=given.get("length", 0))
         return None
@@ -223,7 +222,7 @@ class EngineArm:
 
     def _task(self, prompt: Prompt, params: SamplingParams) -> Generation:
         """Return the task of a reply; what drafts cannot do is done without them."""
-        if self.drafting is None or params.temperature or params.constraint is not None:
+        if self.drafting is None or params.constraint is not None:
             return self.engine.generation(prompt, params)
         plain = replace(
             params, mode="ar", sampler=None, preset=None, canvas_length=None, drafts=False

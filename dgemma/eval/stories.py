@@ -2,7 +2,8 @@
 
 Low perplexity alone is no merit (a dull story is likely), so distinct-2 is measured too: the share
 of distinct ones among all pairs of adjacent words. Doubled words ("the frog frog") are pairs of one
-word twice, typical of a canvas that accepts both in one step.
+word twice, typical of a canvas that accepts both in one step. Canvases that the causal mode
+verifies write AR's stories, so that of them only the tokens per pass are measured.
 
 The story model is stories15M, a causal model of 15M parameters. Its files have the llama2.c layout
 in float16 without the header, and llama2.c's tokenizer. All rows of a batch have the same length so
@@ -29,12 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.config import WHOLE_MODES
-from dgemma.engine import Engine, Mode, SamplingParams
+from dgemma.engine import Done, Engine, Mode, SamplingParams
 from dgemma.errors import CheckpointError
 from dgemma.eval.answers import EvalPrompt, generate_all
 from dgemma.eval.data import Data, MissingData
 from dgemma.eval.infill import fill_canvases, sample_holes, trim_context
 from dgemma.eval.measure import SHARE, Case, Estimate, Measure, ratio
+from dgemma.programs.speculative import SpeculativeParams, speculative_task
 
 TASK, SAMPLES = "stories", "samples"
 COUNT, SAMPLE_COUNT = 100, 10
@@ -72,7 +74,8 @@ def stories(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Me
     losses: dict[Mode, list[tuple[float, float]]] = {}
     measures: list[Measure] = []
     for mode in WHOLE_MODES:
-        texts = write_stories(engine, mode, limit or COUNT, seed)
+        replies = _write_stories(engine, mode, limit or COUNT, seed)
+        texts = [done.text for done in replies]
         written = [text.strip() for text in texts if text.strip()]
         losses[mode] = [(nats, float(n)) for nats, n in likelihood(scorer, tokenizer, written)]
         note = f"temperature {AR_TEMPERATURE}" if mode == "ar" else "the model's sampler"
@@ -82,7 +85,11 @@ def stories(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Me
             distinct_2(case, texts),
             doubled_words(case, texts),
             case.share("not empty", [bool(text.strip()) for text in texts]),
+            _tokens_per_pass(case, "tokens per pass", replies),
         ]
+    verified = _verify_stories(engine, limit or COUNT, seed)
+    case, name = Case(TASK, "diffusion"), "tokens per pass, verified"
+    measures.append(_tokens_per_pass(case, name, verified, f"temperature {AR_TEMPERATURE}"))
     return [*measures, _ratio(losses["diffusion"], losses["ar"])]
 
 
@@ -94,21 +101,36 @@ def story_prompt(number: int) -> str:
 
 def write_stories(engine: Engine, mode: Mode, count: int, seed: int) -> list[str]:
     """Write stories with seeds `seed`, `seed + 1`, ..."""
+    return [done.text for done in _write_stories(engine, mode, count, seed)]
+
+
+def _write_stories(engine: Engine, mode: Mode, count: int, seed: int) -> list[Done]:
+    prompts = [EvalPrompt(story_prompt(i), _params(mode, seed + i)) for i in range(count)]
+    replies = [done for done in generate_all(engine, prompts, f"{TASK}, {mode}") if done]
+    if len(replies) < count:
+        raise MissingData(f"the model's context does not hold a prompt and {MAX_TOKENS} tokens")
+    return replies
+
+
+def _params(mode: Mode, seed: int) -> SamplingParams:
     temperature = AR_TEMPERATURE if mode == "ar" else None
-    prompts = [
-        EvalPrompt(
-            story_prompt(i),
-            SamplingParams(
-                mode=mode, temperature=temperature, seed=seed + i, max_tokens=MAX_TOKENS
-            ),
-        )
+    return SamplingParams(mode=mode, temperature=temperature, seed=seed, max_tokens=MAX_TOKENS)
+
+
+def _verify_stories(engine: Engine, count: int, seed: int) -> list[Done]:
+    """Write stories on canvases that the causal mode verifies."""
+    drafting = SpeculativeParams(drafter="canvas")
+    tasks = [
+        speculative_task(engine, story_prompt(i), _params("ar", seed + i), drafting)
         for i in range(count)
     ]
-    replies = generate_all(engine, prompts, f"{TASK}, {mode}")
-    texts = [done.text for done in replies if done is not None]
-    if len(texts) < count:
-        raise MissingData(f"the model's context does not hold a prompt and {MAX_TOKENS} tokens")
-    return texts
+    return engine.run_all(tasks)
+
+
+def _tokens_per_pass(case: Case, name: str, replies: Sequence[Done], note: str = "") -> Measure:
+    """Measure tokens per pass, without passes that only commit."""
+    pairs = [(float(done.tokens), float(done.steps)) for done in replies]
+    return case.rate(name, pairs, "tokens", note)
 
 
 def perplexity(case: Case, losses: Sequence[tuple[float, float]], note: str) -> Measure:

@@ -1,14 +1,17 @@
-"""Speculative AR: drafted tokens are verified by one causal pass of the same weights.
+"""Speculative decoding: tokens drafted on a canvas or from the text, verified by the causal mode.
 
 A draft comes from the text so far (prompt lookup: what followed the last tokens when they occurred
-before) or from a canvas of a few denoising steps. One pass commits the draft and returns the
-likeliest token at each position; the draft is kept up to the first token that the rule does not
-accept, which is replaced by the likeliest one, and the KV cache is truncated there.
+before) or from a canvas: what one denoising step over noise expects after the last tokens. One pass
+commits the draft and chooses a token at each position as AR would, the likeliest or drawn at the
+temperature; the draft is kept up to the first token that the rule does not accept, which is
+replaced by the chosen one, and the KV cache is truncated there. The same pass steps the next
+canvas, in a cache of its own without drafts. It does not see what the pass chooses, so the next
+draft is the part of it after the chosen tokens.
 
-`strict` accepts the likeliest token alone, so the reply is that of greedy AR, token for token in
-float32; in 16 bits a pass of several tokens may round ties differently. `loose` accepts a token
-whose probability is at least min(0.09, 0.3 · the likeliest one's): the canvas decides among likely
-tokens, and the causal mode only refuses.
+`strict` accepts the chosen token alone, so the reply is that of AR with the same seed, token for
+token in float32; in 16 bits a pass of several tokens may round otherwise. `loose`, without a
+temperature, accepts a token whose probability is at least min(0.09, 0.3 · the likeliest one's): the
+canvas decides among likely tokens, and the causal mode only refuses.
 """
 
 import math
@@ -17,22 +20,25 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from dgemma.backends.base import ForwardInput, ForwardOutput
-from dgemma.diffusion.denoise import CanvasState
-from dgemma.engine.canvas_policy import CanvasPolicy, CanvasPreset
+from dgemma.diffusion import denoise
+from dgemma.diffusion.canvas import NO_PINS
 from dgemma.engine.events import Done
 from dgemma.engine.generation import FAULT, Generation
 from dgemma.engine.params import SamplingParams, require_denoiser
+from dgemma.engine.scoring import ONE_STEP
 from dgemma.errors import UsageError, require
+from dgemma.model.kv_cache import KVCache
 from dgemma.text.chat import Prompt
 
 if TYPE_CHECKING:
+    from dgemma.engine.core import EngineCore
     from dgemma.engine.engine import Engine
 
 Drafter = Literal["ngram", "canvas"]
 Acceptance = Literal["strict", "loose"]
 MAX_NGRAM = 3  # tokens that are looked up, then fewer
 MIN_PROBABILITY, MIN_RATIO = 0.09, 0.3  # of a token that the loose rule accepts
-CANVAS_DRAFT_STEPS = 4
+CANVAS_LENGTH = 32  # of which the first tokens are the draft
 MAX_LENGTH = 256  # of a draft: the KV cache is truncated by so many tokens at most
 
 
@@ -42,8 +48,7 @@ class SpeculativeParams:
 
     drafter: Drafter = "ngram"
     accept: Acceptance = "strict"
-    length: int = 0  # tokens of a draft; 0: 10 of n-grams, 32 of a canvas
-    steps: int = CANVAS_DRAFT_STEPS  # of a canvas
+    length: int = 0  # tokens of a draft; 0: 10 of n-grams, 4 of a canvas
 
     def __post_init__(self) -> None:
         if self.drafter not in ("ngram", "canvas") or self.accept not in ("strict", "loose"):
@@ -52,11 +57,10 @@ class SpeculativeParams:
                 "canvas, and strict or loose"
             )
         require(0 <= self.length <= MAX_LENGTH, "draft length", self.length, f"0 to {MAX_LENGTH}")
-        require(self.steps >= 1, "draft steps", self.steps, "1 or more")
 
     @property
     def num_tokens(self) -> int:
-        return self.length or (10 if self.drafter == "ngram" else 32)
+        return self.length or (10 if self.drafter == "ngram" else 4)
 
 
 def speculative(
@@ -80,11 +84,13 @@ def speculative_task(
     """Check a request and return its task."""
     drafting = drafting or SpeculativeParams()
     params = replace(params or SamplingParams(), mode="ar")
-    if params.temperature or params.constraint is not None or params.committed:
+    if params.constraint is not None or params.committed:
         raise UsageError(
-            "drafts are verified against greedy AR: leave out temperature, constraints and what "
-            "another engine has committed"
+            "drafts are verified against AR: leave out constraints and what another engine has "
+            "committed"
         )
+    if params.temperature and drafting.accept == "loose":
+        raise UsageError("loose verification is greedy; leave out the temperature, or use strict")
     if drafting.drafter == "canvas":
         require_denoiser(engine.model.config, "it cannot draft on a canvas; use ngram")
         longest = engine.model.config.canvas_length
@@ -98,59 +104,70 @@ class SpeculativeReply(Generation):
 
     def __init__(self, engine: "Engine", plain: Generation, drafting: SpeculativeParams) -> None:
         super().__init__(engine, plain.prompt, plain.params, plain.limits)
-        self.drafting, self.sampler = drafting, engine.sampler
-        self.canvas_length = engine.model.config.canvas_length
-        self.draft: tuple[int, ...] | None = None  # to be verified in the next pass
+        self.drafting, self.config = drafting, engine.model.config
+        self.draft: tuple[int, ...] = ()  # to be verified in the next pass
+        self.canvas_cache: KVCache | None = None  # of chosen tokens alone
+        if drafting.drafter == "canvas":
+            self.num_tokens *= 2
 
     def inputs(self) -> list[ForwardInput]:
         if self.sequence.has_long_commit:
             return super().inputs()
-        sequence = self.sequence
-        if self.draft is None and self.drafting.drafter == "ngram":
-            self.draft = lookup(sequence.ids, self._num_drafted())
-        if self.draft is None:
-            if self._num_drafted() == 0:
-                self.draft = ()
-            else:
-                tokens = sequence.next_tokens()
-                self.state = self.state or self._new_canvas()
-                return [ForwardInput(cache=sequence.cache, tokens=tokens, state=self.state)]
-        if not sequence.next_tokens():  # committed with the canvas's first step
-            sequence.cache.truncate(len(sequence.ids) - 1)
-            sequence.num_committed = sequence.cache.length
-        tokens = (*sequence.next_tokens(), *self.draft)
-        # The last position's target is not known; its likeliest token is what is asked for.
-        return [ForwardInput(cache=sequence.cache, tokens=tokens, targets=(*self.draft, 0))]
+        if self.drafting.drafter == "ngram":
+            self.draft = lookup(self.sequence.ids, self._num_drafted())
+        return [self._verification() if self.draft else super().inputs()[0], *self._canvas()]
 
     def _num_drafted(self) -> int:
         """Tokens of the next draft: the pass adds one more, and both count."""
         return min(self.drafting.num_tokens, self.limits.max_tokens - len(self.reader.ids) - 1)
 
-    def _new_canvas(self) -> CanvasState:
-        length = min(self._num_drafted(), self.canvas_length)
-        sampler = replace(self.sampler, max_denoising_steps=self.drafting.steps)
-        self.policy = CanvasPolicy(CanvasPreset(length, sampler))
-        return self._new_state()
+    def _verification(self) -> ForwardInput:
+        tokens = (*self.sequence.next_tokens(), *self.draft)
+        num_draws = len(self.draft) + 1 if self.params.temperature else 0  # none: the likeliest
+        draws = tuple(self._token_draw(offset) for offset in range(num_draws))
+        # The last position's target is not known; the token chosen there is what is asked for.
+        targets = (*self.draft, 0)
+        return ForwardInput(cache=self.sequence.cache, tokens=tokens, targets=targets, draws=draws)
+
+    def _canvas(self) -> list[ForwardInput]:
+        """Return a fresh canvas after the tokens chosen so far, for the draft after the next."""
+        sequence, config = self.sequence, self.config
+        if self.drafting.drafter == "ngram" or not sequence.is_prefilled or self._num_drafted() < 1:
+            return []
+        if self.canvas_cache is None:
+            self.canvas_cache = sequence.cache.copy(sequence.num_committed)
+        cache, num_free = self.canvas_cache, config.max_position_embeddings - len(sequence.ids)
+        length = min(CANVAS_LENGTH, config.canvas_length, num_free)
+        block = self.progress.blocks
+        noise = self.noise.block(block, 1, length, config.vocab_size, cache.device)
+        tokens = tuple(sequence.ids[cache.length :])
+        return [
+            ForwardInput(cache=cache, tokens=tokens, state=denoise.start(ONE_STEP, noise, NO_PINS))
+        ]
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
-        (given,), (output,) = inputs, outputs
-        if given.targets:
-            self._verify(given, output)
-        elif output.state is not None:
-            self.sequence.commit(len(given.tokens))
-            self.progress.steps += 1
-            self.state = output.state
-            if output.state.is_done:
-                self.draft, self.state = tuple(output.state.canvas.guess_L.tolist()), None
-                self.progress.blocks += 1
+        num_before, canvases = len(self.sequence.ids), outputs[1:]
+        if inputs[0].targets:
+            self._verify(inputs[0], outputs[0])
+            if not self.is_done and self._is_over_budget():
+                self._finish("budget")
         else:
-            self.sequence.commit(len(given.tokens))
-        if not self.is_done and self._is_over_budget():
-            self._finish("budget")
+            super().process(inputs[:1], outputs[:1])
+        self.draft = ()
+        if canvases and not self.is_done:
+            self.progress.blocks += 1
+            assert canvases[0].state is not None
+            begin = len(self.sequence.ids) - num_before
+            guess = canvases[0].state.canvas.guess_L[begin : begin + self._num_drafted()]
+            self.draft = tuple(guess.tolist())
+
+    def close(self, engine: "EngineCore") -> None:
+        self.canvas_cache = None
+        super().close(engine)
 
     def _verify(self, given: ForwardInput, output: ForwardOutput) -> None:
         """Commit what is accepted of the draft and one more token; drop the rest."""
-        draft, self.draft, sequence = self.draft or (), None, self.sequence
+        draft, sequence = self.draft, self.sequence
         num_before = len(given.tokens) - len(draft)
         self.progress.steps += 1
         accepted = 0

@@ -1,4 +1,4 @@
-"""Drafted AR: greedy tokens, fewer passes, a cache that stays in step."""
+"""Verified drafts: the tokens of AR, fewer passes, caches that stay in step."""
 
 from dataclasses import replace
 
@@ -32,12 +32,35 @@ def test_strict_drafts_give_greedy_ar_in_fewer_passes(
 ) -> None:
     params = SamplingParams(mode="ar", max_tokens=40, seed=3)
     plain = nano.generate(prompt, params)
-    drafting = SpeculativeParams(drafter=drafter, steps=2)  # type: ignore[arg-type]
+    drafting = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
     done = speculative(nano, prompt, params, drafting)
     assert done.ids == plain.ids and done.finish == plain.finish and done.text == plain.text
+    assert done.steps < plain.steps
     assert done.logprobs == pytest.approx(plain.logprobs, abs=2e-3)
     if drafter == "ngram" and prompt.startswith("Rename"):
         assert done.steps < plain.steps / 2
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "canvas"])
+def test_strict_drafts_give_what_ar_draws_with_the_seed(nano: Engine, drafter: str) -> None:
+    params = SamplingParams(mode="ar", max_tokens=60, seed=7, temperature=0.8)
+    plain = nano.generate(PROMPTS[1], params)
+    drafting = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
+    done = speculative(nano, PROMPTS[1], params, drafting)
+    assert done.ids == plain.ids and done.finish == plain.finish and done.text == plain.text
+    assert done.logprobs == pytest.approx(plain.logprobs, abs=2e-3)
+    assert done.steps < plain.steps
+    other = speculative(nano, PROMPTS[1], replace(params, seed=8), drafting)
+    assert other.ids != done.ids
+
+
+def test_a_canvas_is_stepped_in_the_pass_that_verifies(nano: Engine) -> None:
+    """Each pass after the second verifies a draft, and all but the last step a canvas."""
+    params = SamplingParams(mode="ar", max_tokens=30, temperature=0.8, seed=7)
+    before = nano.scheduler.num_passes
+    done = speculative(nano, PROMPTS[1], params, SpeculativeParams(drafter="canvas"))
+    assert nano.scheduler.num_passes - before == done.steps
+    assert done.steps - 2 <= done.blocks < done.steps < done.tokens
 
 
 def test_several_drafted_replies_share_passes_with_others(nano: Engine) -> None:
@@ -53,7 +76,7 @@ def test_every_limit_and_stop_cuts_where_ar_is_cut(nano: Engine) -> None:
     for limit in range(1, 8):
         params = SamplingParams(mode="ar", max_tokens=limit)
         for drafter in ("ngram", "canvas"):
-            drafting = SpeculativeParams(drafter=drafter, steps=1)  # type: ignore[arg-type]
+            drafting = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
             done = speculative(nano, PROMPTS[0], params, drafting)
             assert done.ids == nano.generate(PROMPTS[0], params).ids
     params = SamplingParams(mode="ar", max_tokens=40, stop=("total",))
@@ -71,7 +94,7 @@ def test_a_sliding_window_is_truncated_with_the_draft() -> None:
     plain = engine.generate("the cat sat on the mat", params)
     assert plain.tokens > 40
     for drafter in ("ngram", "canvas"):
-        drafting = SpeculativeParams(drafter=drafter, length=8, steps=1)  # type: ignore[arg-type]
+        drafting = SpeculativeParams(drafter=drafter, length=8)  # type: ignore[arg-type]
         done = speculative(engine, "the cat sat on the mat", params, drafting)
         assert done.ids == plain.ids
 
@@ -80,7 +103,7 @@ def test_the_loose_rule_keeps_more_of_a_draft(nano: Engine) -> None:
     params = SamplingParams(mode="ar", max_tokens=48, seed=1)
     passes = [
         speculative(
-            nano, PROMPTS[1], params, SpeculativeParams(drafter="canvas", accept=rule, steps=2)
+            nano, PROMPTS[1], params, SpeculativeParams(drafter="canvas", accept=rule)
         ).tokens_per_step
         for rule in ("strict", "loose")
     ]
@@ -94,8 +117,9 @@ def test_the_last_occurrence_is_continued() -> None:
 
 
 def test_what_cannot_be_verified_is_refused(nano: Engine) -> None:
-    with pytest.raises(UsageError, match="greedy AR"):
-        speculative(nano, "a", SamplingParams(temperature=0.5))
+    loose = SpeculativeParams(drafter="canvas", accept="loose")
+    with pytest.raises(UsageError, match="loose verification is greedy; leave out the temp"):
+        speculative(nano, "a", SamplingParams(temperature=0.5), loose)
     with pytest.raises(UsageError, match="use ngram or canvas"):
         SpeculativeParams(drafter="mind")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="draft length is 300"):

@@ -287,7 +287,7 @@ class CudaBackend:
         hidden_TD = self.encode(torch.tensor(tokens, device=self.device), batch)
         texts = torch.split(hidden_TD, [len(item.tokens) for item in scoring])
         outputs = [
-            score(self.model, hidden_ND[-len(item.targets) :], item.targets)
+            score(self.model, hidden_ND[-len(item.targets) :], item)
             for hidden_ND, item in zip(texts, scoring, strict=True)
         ]
         batch.close()
