@@ -45,6 +45,7 @@ docs: $(READY) out/tiny/model.safetensors  ## pages that are generated
 	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/make_serve.py
 	$(BIN)/python docs/make_training.py
+	$(BIN)/python docs/make_outputs.py
 
 dist: $(READY)  ## sdist and wheel with their hashes, see docs/release.md
 	rm -rf dist

@@ -50,19 +50,25 @@ def test_the_readme_stays_short() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["python.md", "fill-and-edit.md", "structure.md"])
-def test_the_python_code_of_a_page_runs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run all blocks of a page in order, with nano in the place of other models."""
-    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) > 2
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {}
-    for block in blocks:
-        for model in ("path/to/checkpoint", "google/diffusiongemma-26B-A4B-it"):
-            block = block.replace(f'"{model}"', repr(str(ROOT / "dgemma" / "models" / "nano")))
-        exec(compile(block, name, "exec"), namespace)
+def test_the_examples_of_a_page_print_what_it_shows(name: str) -> None:
+    """Run its Python and its commands with nano, in float32."""
+    check = [sys.executable, ROOT / "docs" / "make_outputs.py", "--check", f"docs/{name}"]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_shown_output_that_differs_is_refused(tmp_path: Path) -> None:
+    page = "```python\n1 + 1\n# 3\n```\n\n```\n$ cat a.txt\none\n$ wc -l a.txt\n2 a.txt\n```\n"
+    (tmp_path / "page.md").write_text(page, "utf-8")
+    call = [sys.executable, ROOT / "docs" / "make_outputs.py", tmp_path / "page.md"]
+    done = subprocess.run([*call, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "# 2" in done.stderr and "1 a.txt" in done.stderr
+    assert (tmp_path / "page.md").read_text("utf-8") == page
+    subprocess.run(call, check=True, capture_output=True)
+    assert (tmp_path / "page.md").read_text("utf-8") == page.replace("# 3", "# 2").replace(
+        "2 a", "1 a"
+    )
+    subprocess.run([*call, "--check"], check=True, capture_output=True)
 
 
 def test_every_file_of_the_package_that_a_page_names_exists() -> None:

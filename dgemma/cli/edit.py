@@ -26,7 +26,7 @@ class EditOptions:
 
     do: str | None = option(
         None,
-        "What to change. Without it words that the model doubts are corrected; nano finds few "
+        "What to change. Without it words that the model doubts are replaced; nano finds few "
         "mistakes.",
     )
     lines: str | None = option(None, "Only these lines, counted from 1.", metavar="A:B")

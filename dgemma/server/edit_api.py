@@ -55,7 +55,7 @@ class EditBody(Body):
 
     text: str = honoured(..., "the text to change", min_length=1)
     instruction: str | None = honoured(
-        None, "what to change; without it the text is corrected", min_length=1
+        None, "what to change; without it words that the model doubts are replaced", min_length=1
     )
     selection: list[Pair] | None = honoured(
         None,

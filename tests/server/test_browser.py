@@ -651,6 +651,19 @@ def test_starters_lead_with_what_the_model_does_well(visit: Callable[..., Any]) 
     page.wait_for_selector("#verdict b.good")
 
 
+def test_an_end_that_the_limit_wrote_is_named(visit: Callable[..., Any]) -> None:
+    page = visit()
+    page.click("#instruct")
+    page.fill(
+        "#schema", '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}'
+    )
+    page.click("#instructions-form .primary")
+    ask(page, STORY)
+    page.wait_for_selector(".answer .again")
+    told = page.locator(".answer footer").inner_text()
+    assert "is the limit's, not the model's" in told and "cut at its longest" not in told
+
+
 PICTURE = """async selector => {
   const surface = document.createElement('canvas');
   surface.width = 2000; surface.height = 1000;

@@ -110,7 +110,7 @@ def edit(
     instruction: str | None = None,
     params: EditParams = EDIT_DEFAULTS,
 ) -> EditResult:
-    """Change a text as instructed, only where it must; without an instruction, correct it."""
+    """Change a text as instructed, only where it must; without an instruction, doubtful words."""
     return engine.run(edit_program(engine, text, instruction, params))
 
 

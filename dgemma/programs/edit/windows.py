@@ -80,7 +80,7 @@ class SegmentTokens:
 class EditConfig:
     """Settings of all windows of an edit."""
 
-    has_instruction: bool  # else the text is corrected
+    has_instruction: bool  # else words that the model doubts are replaced
     sampler: Sampler
     drafts: bool
     cost: Cost

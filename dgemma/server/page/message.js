@@ -90,13 +90,15 @@ export class AnswerView {
   }
 }
 
-function cost({ took, stopped }) {
+function cost({ took, stopped, content }) {
   const parts = stopped ? ["stopped"] : [];
   if (took) {
     parts.push(took.mode === "ar" ? plural(took.steps, "token") : `${plural(took.blocks, "canvas")}, ${plural(took.steps, "step")}`);
     if (took.mode !== "ar") parts.push(`${took.tokens_per_step.toFixed(1)} tokens a step`);
     parts.push(seconds(took.seconds), `seed ${took.seed}`);
-    if (took.finish === "length") parts.push("cut at its longest");
+    if (took.forced_from != null) parts.push(`the end ${[...content].slice(took.forced_from).join("")} is the limit's, not the model's`);
+    else if (took.finish === "length") parts.push("cut at its longest");
+    else if (took.finish === "budget") parts.push("cut at its time limit");
     if (took.fault) parts.push(took.fault);
   }
   return parts.join(" · ");
