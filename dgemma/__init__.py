@@ -7,14 +7,13 @@ wheels for Linux) or 200 ms (libomp and libiomp5). Where another program wants t
 spinning thread holds it and the thread that it waits for does not run: a busy machine becomes many
 times slower. There, threads that sleep at once are fastest. On a quiet machine each sleep costs a
 wake-up, a quarter of the time of a small model, which a short spin avoids (`bench/threads.py`).
+`device.SpinControl` chooses between the two as the load changes.
 """
 
 import os
-import re
 import sys
 from collections.abc import MutableMapping
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,9 +32,8 @@ __version__ = "0.1.0"
 
 SHORT_SPIN = "1000"  # rounds, about 20 microseconds: as long as the pause between two loops
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")  # a user's choice
-MAX_PRESSURE = 15.0  # percent of the last ten seconds in which some task waited for a core
-PRESSURE = Path("/proc/pressure/cpu")
-
+# libgomp: a short spin, and none (that is the policy) while it has more threads than cores.
+SHORT_SPINNING = {"GOMP_SPINCOUNT": SHORT_SPIN, "OMP_WAIT_POLICY": "passive"}
 
 HOMES = {
     "Canvas": "dgemma.diffusion.canvas",
@@ -107,23 +105,7 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
     if "torch" in sys.modules or any(name in environment for name in WAITING):
         return
     environment["KMP_BLOCKTIME"] = "0"  # milliseconds; libomp and libiomp5 know no short spin
-    if is_busy():
-        environment["OMP_WAIT_POLICY"] = "passive"
-    else:
-        environment["GOMP_SPINCOUNT"] = SHORT_SPIN
-
-
-def is_busy() -> bool:
-    """True if other programs compete for the cores: by Linux's pressure, or the load average."""
-    try:
-        found = re.search(r"some avg10=([\d.]+)", PRESSURE.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        found = None
-    if found is not None:
-        return float(found[1]) > MAX_PRESSURE
-    if not hasattr(os, "getloadavg"):  # Windows
-        return False
-    return os.getloadavg()[0] > (os.cpu_count() or 1)
+    environment.update(SHORT_SPINNING)
 
 
 def __getattr__(name: str) -> Any:

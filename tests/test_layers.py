@@ -17,7 +17,7 @@ ROWS = [
     "errors options",
     "config",
     "images",
-    "text device roofline",
+    "text device cpu_threads roofline",
     "model",
     "diffusion quant",
     "backends constrain",

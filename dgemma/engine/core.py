@@ -19,6 +19,7 @@ import torch
 
 from dgemma.backends.base import ForwardInput
 from dgemma.backends.choose import choose_backend
+from dgemma.cpu_threads import spin_control
 from dgemma.device import empty_cache
 from dgemma.engine.image_features import ImageFeatures
 from dgemma.engine.prefix_cache import PrefixStore
@@ -272,6 +273,8 @@ class EngineCore:
         A failed pass has committed nothing.
         """
         inputs = [given for _, inputs in tasks for given in inputs]
+        if self.device.type == "cpu":
+            spin_control().update()
         try:
             if not all(given.cache.is_consistent for given in inputs):
                 raise RuntimeError("a failed pass left this request's KV cache inconsistent")

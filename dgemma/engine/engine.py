@@ -15,6 +15,7 @@ from dgemma.constrain.grammar import ConstraintArgs
 from dgemma.constrain.matcher import Constraint, compile_constraint
 from dgemma.constrain.tool_grammar import grammar_of
 from dgemma.constrain.vocabulary import vocabulary
+from dgemma.cpu_threads import spin_control
 from dgemma.diffusion.sampler import Rule, Sampler, released_sampler
 from dgemma.engine.core import MAX_BATCH_SIZE, EngineCore
 from dgemma.engine.events import Done, Event
@@ -93,6 +94,7 @@ class Engine(EngineCore):
             checkpoint.model, tokenizer, chosen.template, generation, prefix_bytes=prefix_bytes
         )
         engine.images = image_features(checkpoint)
+        spin_control().end_pool()  # passes may run in another thread
         return engine
 
     def set_rule(self, rule: Rule) -> None:

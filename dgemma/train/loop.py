@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dgemma.cpu_threads import spin_control
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.train.batches import DeviceBatch, LoaderConfig, MixedBatches, Mixture, Prefetcher
 from dgemma.train.checkpoint import (
@@ -226,6 +227,8 @@ class Trainer:
         if self.step == 0:
             self.measure_heldout()
         while True:
+            if self.device.type == "cpu":
+                spin_control().update()
             self.train_step(self.prefetcher.take())
             is_last = self.step == self.schedule.steps
             is_saving = is_last or self.step % self.run.settings.save_every == 0
