@@ -12,6 +12,7 @@ import torch
 from common import EXAMPLE, Times, gpu_memory, reset_memory, wall
 
 from dgemma.config import VisionConfig
+from dgemma.config.vision_config import RELEASED_TOWER
 from dgemma.engine.image_features import ImageFeatures
 from dgemma.images import Picture
 from dgemma.model.vision import Grid, ImageEncoder
@@ -20,15 +21,6 @@ from dgemma.text.chat import Prompt, PromptImage
 if TYPE_CHECKING:
     from _paths_common import Bench, Report
 
-RELEASED_TOWER = VisionConfig(
-    hidden_size=1152,
-    intermediate_size=4304,
-    num_hidden_layers=27,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    head_dim=72,
-    standardize=True,
-)
 # Rows and columns of soft tokens: they fill the budgets of 70, 280 and 1,120.
 SHAPES = {70: (7, 10), 280: (14, 20), 1120: (28, 40)}
 FRAMES, FRAME_SHAPE = 32, (6, 11)  # of a video of 16:9

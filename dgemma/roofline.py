@@ -20,7 +20,7 @@ TFLOP/s). Datasheet rates are dense, with float32 accumulation.
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dgemma.config import FULL, SLIDING, AttentionShape, ModelConfig
 from dgemma.errors import UsageError
@@ -213,8 +213,7 @@ class Pass:
         return before + (self.rows if self.name != "commit" else (self.rows + 1) / 2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassCost:
+class PassCost(NamedTuple):
     """Operations and bytes of one pass in one format, on any device."""
 
     flop: float

@@ -21,7 +21,8 @@ LISTED = {"data": "[[data]]"}  # tables that may be repeated
 def comments(table: type) -> dict[str, str]:
     """Read the comment of each field: on its line, or on the lines above it."""
     found, above = {}, list[str]()
-    for line in inspect.getsource(table).splitlines():
+    tables = [kind for kind in reversed(table.__mro__) if is_dataclass(kind)]
+    for line in "\n".join(map(inspect.getsource, tables)).splitlines():
         text = line.strip()
         if text.startswith("#"):
             above.append(text.removeprefix("# "))

@@ -19,7 +19,6 @@ from dgemma.config import (
     GenerationConfig,
     LongReply,
     ModelConfig,
-    VisionConfig,
     config_to_json,
     generation_config_to_json,
     load_config,
@@ -36,6 +35,7 @@ from dgemma.config.json_files import (
     TEXT_KEYS,
     TOP_KEYS,
 )
+from dgemma.config.vision_config import RELEASED_TOWER
 from dgemma.errors import CheckpointError, ConfigError
 from dgemma.roofline import RELEASED as RELEASED_SHAPE
 from tests.tiny import GENERATION, TINY, configs, gemma4_twin, twin
@@ -87,15 +87,7 @@ def test_the_released_config_reads_to_its_known_values(released: Path) -> None:
         vision=config.vision,
         media_ids={"boi_token_id": 255999, "eoi_token_id": 258882, "image_token_id": 258880},
     )
-    assert config.vision == VisionConfig(
-        hidden_size=1152,
-        intermediate_size=4304,
-        num_hidden_layers=27,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=72,
-        standardize=True,
-    )
+    assert config.vision == RELEASED_TOWER
     assert (config.vision.cell, config.vision.patch_width) == (48, 768)
     assert config.image_attention == "sliding"
     assert config.num_hidden_layers == 30 and config.can_denoise

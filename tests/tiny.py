@@ -15,7 +15,6 @@ from examples.tiny_model import tiny_config
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaForBlockDiffusion, Gemma4ForConditionalGeneration
 
-CPU = torch.device("cpu")
 # No sampler parameter has its default value.
 GENERATION = GenerationConfig(
     max_denoising_steps=9,
@@ -25,6 +24,7 @@ GENERATION = GenerationConfig(
     stability_threshold=3,
     confidence_threshold=0.2,
 )
+CPU = torch.device("cpu")
 VISION = VisionConfig(
     hidden_size=8,
     intermediate_size=8,

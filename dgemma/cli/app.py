@@ -37,15 +37,21 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyOptions:
+class SamplerOptions:
+    """Options of whatever refines a canvas."""
+
+    seed: int | None = option(None, "Same seed, same text.")
+    preset: str | None = option(None, PRESETS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyOptions(SamplerOptions):
     """Options of what answers a message."""
 
     mode: str = option("diffusion", f"{', '.join(MODES)} (AR thought).")
     temperature: float | None = option(None, "Of draws; AR is greedy without it.")
     max_tokens: int | None = option(None, "Longest answer.")
-    seed: int | None = option(None, "Same seed, same answer.")
     thinking: bool = option(False, "Let the model think first.", "--thinking/--no-thinking")
-    preset: str | None = option(None, PRESETS)
 
     def params(self, *, drafts: bool = False) -> "SamplingParams":
         """Return the parameters of a request; AR mode has no drafts."""

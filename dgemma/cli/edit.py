@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import PRESETS, AsJson, app, load_engine, with_options
+from dgemma.cli.app import AsJson, SamplerOptions, app, load_engine, with_options
 from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
 from dgemma.options import option
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EditOptions:
+class EditOptions(SamplerOptions):
     """Options of `dgemma edit`."""
 
     do: str | None = option(
@@ -34,9 +34,7 @@ class EditOptions:
         None, "0 to 1: how readily text is opened; 0.5 without it, 1 opens all."
     )
     passes: int | None = option(None, "Most times over the text; 2, or 3 without --do.")
-    seed: int | None = option(None, "Same seed, same edit.")
     apply: bool = option(False, "Write the file, or print a diff.", "--apply/--diff")
-    preset: str | None = option(None, PRESETS)
     show: bool = option(False, "Watch a canvas converge.")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import PRESETS, AsJson, app, load_engine, with_options
+from dgemma.cli.app import AsJson, SamplerOptions, app, load_engine, with_options
 from dgemma.cli.text_files import STDIN, check_writable, print_text, read_text, write_text
 from dgemma.errors import UsageError
 from dgemma.options import option
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FillOptions:
+class FillOptions(SamplerOptions):
     """Options of `dgemma fill`."""
 
     length: list[int] | None = option(
@@ -40,9 +40,7 @@ class FillOptions:
         "Prompt style: base, the text alone; instruct, a user turn that shows the whole text; "
         "both, the default if there is a chat template.",
     )
-    seed: int | None = option(None, "Same seed, same text.")
     in_place: bool = option(False, "Write the file instead of stdout.")
-    preset: str | None = option(None, PRESETS)
     show: bool = option(False, "Watch a canvas converge.")
 
     def params(self, num_holes: int) -> "FillParams":

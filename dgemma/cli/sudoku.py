@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, INTERRUPTED, PRESETS, AsJson, app, load_engine, with_options
+from dgemma.cli.app import (
+    FAILED,
+    INTERRUPTED,
+    AsJson,
+    SamplerOptions,
+    app,
+    load_engine,
+    with_options,
+)
 from dgemma.errors import UsageError
 from dgemma.options import option
 from dgemma.programs.sudoku.grid import CELLS, parse
@@ -31,7 +39,7 @@ MAX_SHOWN = 100  # characters of an argument that an error quotes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SudokuOptions:
+class SudokuOptions(SamplerOptions):
     """Options of `dgemma sudoku`."""
 
     image: list[Path] | None = option(
@@ -46,8 +54,6 @@ class SudokuOptions:
         f"Most new attempts, {RESTARTS} if not given, each in another form of the puzzle (lines "
         "shuffled, digits renamed); made only if a canvas does not converge.",
     )
-    seed: int | None = option(None, "Same seed, same solution.")
-    preset: str | None = option(None, PRESETS)
     show: bool = option(False, "Watch the canvas converge.")
 
     def params(self) -> "SudokuParams":

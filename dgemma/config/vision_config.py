@@ -120,6 +120,18 @@ class VisionConfig:
         return 3 * self.patch_size**2
 
 
+# Of google/diffusiongemma-26B-A4B-it.
+RELEASED_TOWER = VisionConfig(
+    hidden_size=1152,
+    intermediate_size=4304,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    head_dim=72,
+    standardize=True,
+)
+
+
 SIZES = tuple(f.name for f in fields(VisionConfig) if f.name != "rope_theta")
 VISION_KEYS = (
     frozenset(SIZES) | {"rope_parameters"} | REQUIRED_VISION.keys() | IGNORED_VISION.keys()

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.batches import MixedBatches, Mixture, MixtureComponent
-from dgemma.train.corruption import Corruption, LineTokens
+from dgemma.train.corruption import Corruption, LineTokens, NoiseSettings
 from dgemma.train.distributed import SINGLE_PROCESS, ProcessGroup, gather_to_cpu, shard_model
 from dgemma.train.layers import compile_sharded_layers
 from dgemma.train.loop import RunOptions, Trainer
@@ -400,18 +400,13 @@ class MixtureBuilder:
     def _corruption(self, data: DataSource) -> Corruption:
         canvas, has_lines = self.recipe.canvas, data.line_hole_fraction > 0
         holes, padding = data.hole_fraction, data.padding_loss_fraction
+        settings = {field.name: getattr(data, field.name) for field in fields(NoiseSettings)}
         return Corruption(
+            **settings,
             vocab_size=self.base.model.config.vocab_size,
             hole_fraction=canvas.hole_fraction if holes is None else holes,
             padding_loss_fraction=canvas.padding_loss_fraction if padding is None else padding,
-            noise_level_power=data.noise_level_power,
-            repeat_noise_fraction=data.repeat_noise_fraction,
-            line_hole_fraction=data.line_hole_fraction,
-            ordered_fraction=data.ordered_fraction,
-            canvas_loss_weight=data.canvas_loss_weight,
-            hole_loss_weight=data.hole_loss_weight,
             lines=LineTokens.of(Tokenizer.load(self.base.tokenizer)) if has_lines else None,
-            on_policy=data.on_policy,
         )
 
     def _canvas_lengths(self, lengths: Mapping[str, float] | None) -> dict[int, float]:

@@ -76,8 +76,30 @@ class LineTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Corruption:
-    """Noise of a source's canvases, and their weight in the loss.
+class NoiseSettings:
+    """Noise of a source's canvases and their weight in the loss, as a recipe may set them."""
+
+    noise_level_power: float = 1.0  # noise levels are u^power, u ~ U(0, 1); 0.5: mostly high levels
+    # fraction of its noise that copies a clean token up to four positions away
+    repeat_noise_fraction: float = 0.0
+    # fraction of its canvases with holes whose holes are whole code lines, one to two thirds of
+    # them, without docstrings, headers and comments. Half of its texts are split at a line then
+    line_hole_fraction: float = 0.0
+    # fraction of its canvases without holes that are clean on the left and noise on the right, with
+    # up to 48 positions between: what a sampler leaves that accepts from left to right
+    ordered_fraction: float = 0.0
+    # weight of its canvas rows in the loss, against other sources' that are further from learned
+    canvas_loss_weight: int = 1
+    # further weight of canvases with holes, which have few targets
+    hole_loss_weight: int = 1
+    # whether `rollout_fraction` and `persistent_sequences` are for it; false where more than one
+    # reply is right, or the model learns to distrust its own samples
+    on_policy: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corruption(NoiseSettings):
+    """Noise of the canvases of a source.
 
     In most canvases every token is replaced with the same probability, the noise level, drawn from
     U(0, 1). In some only spans (holes) are noised, at levels that are mostly high, and all other
@@ -88,16 +110,9 @@ class Corruption:
     vocab_size: int
     min_level: float = 1e-4
     max_level: float = 1.0 - 1e-4
-    noise_level_power: float = 1.0  # exponent of the level; below 1, high levels are more frequent
     hole_fraction: float = 0.2  # of the canvases
-    line_hole_fraction: float = 0.0  # of the canvases with holes: those whose holes are code lines
-    ordered_fraction: float = 0.0  # of the canvases without holes: clean on the left, then noise
     lines: LineTokens | None = None  # needed for holes of lines
-    repeat_noise_fraction: float = 0.0  # of the noise: copies of a clean token nearby
-    canvas_loss_weight: int = 1
-    hole_loss_weight: int = 1  # further factor for canvases with holes, which have few targets
     padding_loss_fraction: float = 1.0  # of the padding of a last canvas: positions with a target
-    on_policy: bool = True  # whether sampler steps may change its canvases (`train/onpolicy.py`)
 
 
 class CanvasText(NamedTuple):

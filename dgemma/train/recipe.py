@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from dgemma.errors import ConfigError, UsageError
+from dgemma.train.corruption import NoiseSettings
 from dgemma.train.layers import CompileMode
 from dgemma.train.objective import LossSettings
 from dgemma.train.optim import OptimSettings, Schedule
@@ -94,7 +95,7 @@ class CanvasSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSource:
+class DataSource(NoiseSettings):
     """One table for each source."""
 
     file: str | None = None  # tokens (`.npz`), or texts or chats (`.jsonl`, `.json`)
@@ -112,22 +113,6 @@ class DataSource:
     hole_fraction: float | None = None  # default: as `[canvas]`
     padding_loss_fraction: float | None = None  # default: as `[canvas]`
     lengths: Mapping[str, float] | None = None  # default: as `[canvas]`
-    # fraction of its canvases with holes whose holes are whole code lines, one to two thirds of
-    # them, without docstrings, headers and comments. Half of its texts are split at a line then
-    line_hole_fraction: float = 0.0
-    # fraction of its canvases without holes that are clean on the left and noise on the right, with
-    # up to 48 positions between: what a sampler leaves that accepts from left to right
-    ordered_fraction: float = 0.0
-    # weight of its canvas rows in the loss, against other sources' that are further from learned
-    canvas_loss_weight: int = 1
-    # further weight of canvases with holes, which have few targets
-    hole_loss_weight: int = 1
-    noise_level_power: float = 1.0  # noise levels are u^power, u ~ U(0, 1); 0.5: mostly high levels
-    # fraction of its noise that copies a clean token up to four positions away
-    repeat_noise_fraction: float = 0.0
-    # whether `rollout_fraction` and `persistent_sequences` are for it; false where more than one
-    # reply is right, or the model learns to distrust its own samples
-    on_policy: bool = True
     # examples to compute the held-out loss on, as `file`; never trained on
     heldout: str | None = None
     # fraction of the examples of `file` that is held out instead, if there are ten or more

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dgemma.engine import Engine
+from dgemma.engine.generation import Generation
 from dgemma.server.app import App, make_app, make_routes
 from dgemma.server.lifecycle import Server, bind, make_server
 from dgemma.server.limits import Limits
@@ -155,3 +156,15 @@ def routes(checkpoint: Path) -> Iterator[App]:
     app.state.service.worker.start()
     yield app
     app.state.service.worker.stop()
+
+
+def fail_one(monkeypatch: pytest.MonkeyPatch, method: str, error: Exception) -> None:
+    """Let a method of generations raise where the seed is 666."""
+    real = getattr(Generation, method)
+
+    def broken(self: Generation, *arguments: Any) -> None:
+        if self.noise.seed == 666:
+            raise error
+        real(self, *arguments)
+
+    monkeypatch.setattr(Generation, method, broken)

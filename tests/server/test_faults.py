@@ -15,11 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from dgemma.engine.generation import Generation
 from dgemma.server.app import make_app
 from dgemma.server.limits import Limits
 from dgemma.server.service import Settings
-from tests.server.conftest import MODEL, Running, load, wait_for
+from tests.server.conftest import MODEL, Running, fail_one, load, wait_for
 from tests.server.test_scheduling import ENDLESS, Brake, hang_up_later
 from tests.taught import ANSWERS, LONG, SHORT
 
@@ -314,14 +313,7 @@ def test_a_grammar_that_cannot_be_begun_is_its_own_requests_fault(
 ) -> None:
     """What fails while a request is let in is told to its client, which does not wait for ever."""
     server = serve()
-    start = Generation.start
-
-    def refuse(self: Generation, engine: Any, deadline: float) -> None:
-        if self.noise.seed == 666:
-            raise RuntimeError("the grammar is too deep")
-        start(self, engine, deadline)
-
-    monkeypatch.setattr(Generation, "start", refuse)
+    fail_one(monkeypatch, "start", RuntimeError("the grammar is too deep"))
     assert server.ask(SHORT, seed=666).status_code == 500
     assert server.ask(SHORT, seed=666, stream=True).status_code == 500
     assert server.ask(SHORT, seed=1).json()["choices"][0]["message"]["content"] == ANSWERS[SHORT]

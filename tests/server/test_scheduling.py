@@ -16,7 +16,7 @@ from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.engine import Engine
 from dgemma.engine.request import Request, Task
 from dgemma.server.auth import Keys
-from tests.server.conftest import Running, wait_for
+from tests.server.conftest import Running, fail_one, wait_for
 from tests.taught import ANSWERS, LONG, SHORT
 
 Serve = Callable[..., Running]
@@ -266,16 +266,7 @@ def test_a_row_that_breaks_a_pass_takes_nobody_with_it(
 def test_an_error_in_one_row_is_its_own(
     serve: Serve, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from dgemma.engine.generation import Generation
-
-    real = Generation.process
-
-    def process(self: Generation, inputs: Any, outputs: Any) -> None:
-        if self.noise.seed == 666:
-            raise ValueError("a bug")
-        real(self, inputs, outputs)
-
-    monkeypatch.setattr(Generation, "process", process)
+    fail_one(monkeypatch, "process", ValueError("a bug"))
     server = serve()
     answers = [ask(server, pool, LONG, seed=seed) for seed in (1, 666, 2)]
     assert [answer.result(timeout=30).status_code for answer in answers] == [200, 500, 200]
