@@ -9,8 +9,10 @@ its traceback, and the others run.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -41,6 +43,7 @@ from dgemma.weights.names import ROPE_FREQS, TOKEN_EMBD
 
 FILE_TYPE = "Q4_K_M"
 PROMPT, REPEATED_ROWS = 32, 2048
+WRITERS = 8
 CONTROL_PIECES = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 
 
@@ -72,14 +75,20 @@ def draw(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def make(path: Path, config: ModelConfig, device: torch.device) -> None:
-    """Write a file of random blocks, quantized on a device; layers and experts repeat them."""
+    """Write a file of random blocks, quantized on a device; layers and experts repeat them.
+
+    Threads write, since a copy into the page cache takes longer than all else.
+    """
     shapes = gguf_shapes(config)
     types = tensor_types(shapes, FILE_TYPE)
     words = plain_pieces(config.vocab_size)
     metadata = gguf_metadata(config, GenerationConfig(), words, "random", FILE_TYPES[FILE_TYPE])
     blocks: dict[tuple[object, ...], bytes] = {}
-    with path.open("wb") as file:
-        file.write(header_bytes(metadata, shapes, types))
+    header = header_bytes(metadata, shapes, types)
+    with path.open("wb") as file, ThreadPoolExecutor(WRITERS) as pool:
+        file.write(header)
+        file.flush()
+        start, writes = len(header), []
         for name, shape in shapes.items():
             key = (name.split(".")[-2:], shape, types[name].name)
             known = blocks.setdefault(tuple(map(str, key)), b"")
@@ -88,9 +97,13 @@ def make(path: Path, config: ModelConfig, device: torch.device) -> None:
                 known = encode(tensor.to(device), types[name]).cpu().numpy().tobytes()
                 blocks[tuple(map(str, key))] = known
             size = types[name].row_bytes(prod(shape))
-            for _ in range(size // len(known)):
-                file.write(known)
-            file.write(b"\0" * (-size % 32))
+            starts = range(start, start + size, len(known))
+            writes += [pool.submit(os.pwrite, file.fileno(), known, at) for at in starts]
+            start += -(-size // 32) * 32
+        file.truncate(start)
+        assert sum(done.result() for done in writes) == sum(
+            types[name].row_bytes(prod(shape)) for name, shape in shapes.items()
+        )
 
 
 def memory(key: str) -> float:

@@ -1,12 +1,15 @@
 """The GPU part of `quant.py gguf`: packed experts beside NVFP4, kernel by kernel, and streamed."""
 
 import gc
+import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from common import (
@@ -22,19 +25,24 @@ from common import (
 from torch import Tensor
 
 from dgemma.backends.choose import choose_backend
+from dgemma.backends.cuda.backend import CudaBackend
+from dgemma.backends.cuda.streaming import StreamedExperts
 from dgemma.config import ModelConfig
+from dgemma.device import usable_memory
 from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import KVCache
 from dgemma.model.moe import gelu_and_mul
 from dgemma.quant.gguf import BlockTensor, BlockWeight
 from dgemma.quant.gguf_tiles import BLOCK_FORMATS, TiledBlocks, tile_blocks
-from dgemma.weights.gguf_checkpoint import open_gguf, tiled_bytes
-from dgemma.weights.inference import gguf_choice
-from dgemma.weights.layer_formats import Quant
-from dgemma.weights.load import Streamed, load_model
+from dgemma.weights.hub import ModelOptions
+from dgemma.weights.inference import load_for_inference, plan_load
 
 PARTS = ["resident", "nvfp4", "kernels", "streamed"]
 CONTEXT = 4096
-LIMITS = (16e9, 12e9)
+# Bytes that driver and torch may take together; None: all of the GPU. The process's share of the
+# memory is bounded, so that everything is chosen as on a card of that size.
+RESIDENT: tuple[float | None, ...] = (None, 21.5e9)
+STREAMED: tuple[float | None, ...] = (16e9, 12e9)
 STEPS = 16
 COPIES = 2  # of a layer's weights, so that the L2 cache does not hold them
 GATE_UP, DOWN = ("Q4_K", "Q5_K", "Q6_K", "Q8_0"), ("Q5_0", "Q5_1", "Q8_0")
@@ -42,10 +50,10 @@ GATE_UP, DOWN = ("Q4_K", "Q5_K", "Q6_K", "Q8_0"), ("Q5_0", "Q5_1", "Q8_0")
 
 def measure_gpu(path: Path, config: ModelConfig, only: Sequence[str]) -> Facts:
     parts: dict[str, Callable[[], Facts]] = {
-        "resident": lambda: resident(path),
+        "resident": lambda: within(path, RESIDENT),
         "nvfp4": lambda: nvfp4(config),
         "kernels": lambda: kernels(config),
-        "streamed": lambda: streamed(path, config),
+        "streamed": lambda: within(path, STREAMED),
     }
     facts: Facts = {"file_gb": path.stat().st_size / 1e9}
     for name in only:
@@ -107,32 +115,89 @@ def run(model: Gemma, name: str) -> Facts:
     facts["token"] = requests.tokens(STEPS).facts()
     facts["commit"] = requests.commits().facts()
     facts["running"] = gpu_memory(device)
-    for key in ("step", "token", "commit", "running"):
+    facts["memory"] = breakdown(backend, requests.caches)
+    for key in ("step", "token", "commit", "running", "memory"):
         show(f"{name} {key}", facts[key])
     return facts
 
 
-def load(path: Path, form: Streamed, name: str) -> tuple[Gemma, Facts]:
+def breakdown(backend: object, caches: Sequence[KVCache]) -> Facts:
+    """Return GB by use. What is not torch's own is the driver, and the kernels it has loaded."""
+    if not isinstance(backend, CudaBackend):
+        return {}
+    model, device = backend.model, backend.device
+    weights: dict[str, list[Tensor]] = {"experts": [], "tables": [], "dense": []}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        part = "tables" if "embed_tokens" in name else "dense"
+        weights["experts" if ".experts." in name else part].append(tensor)
+    streamed = [part for part in model.modules() if isinstance(part, StreamedExperts)]
+    buffers = [*(pool.buffers for pool in backend.pools.values()), backend.decoder.buffers]
+    uses = {
+        **{name: held(tensors) for name, tensors in weights.items()},
+        "staging": 2 * streamed[0].staging.num_bytes if streamed else 0,
+        "kv_cache": sum(cache.num_bytes for cache in caches),
+        "logits": held(backend.passes._logits.values()),
+        "canvases": held(t for b in buffers for t in vars(b).values() if isinstance(t, Tensor)),
+    }
+    uses["other_tensors"] = torch.cuda.memory_allocated(device) - sum(uses.values())
+    # Captured passes keep their memory reserved and not allocated.
+    reserved = torch.cuda.memory_reserved(device)
+    uses["passes_and_cached"] = reserved - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    uses["outside_torch"] = total - free - reserved
+    return {name: round(size / 1e9, 3) for name, size in uses.items()}
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the device memory that tensors are views of, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cuda"]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def within(path: Path, limits: Sequence[float | None]) -> Facts:
+    """Load a file as on cards of some sizes, and measure it."""
     device = torch.device("cuda")
     reset_memory(device)
-    begin = time.perf_counter()
-    model = load_model(path, device=device, dtype=torch.bfloat16, quant=form).model
-    wait(device)
-    facts: Facts = {"load_s": round(time.perf_counter() - begin, 1), **gpu_memory(device)}
-    return model, show(f"{name} load", facts)
-
-
-def resident(path: Path) -> Facts:
-    found: Facts = {}
-    forms: tuple[Quant, ...] = ("gguf_fp8", "gguf")
-    for quant in forms:
-        found[quant] = attempt(quant, partial(whole, path, Streamed(quant, frozenset()), quant))
+    outside = gpu_memory(device)["outside_torch_gb"] * 1e9
+    found: Facts = {"copy_gb_s": show("host to device, GB/s", host_bandwidth())}
+    for limit in limits:
+        name = "gguf" if limit is None else f"within {limit / 1e9:g} GB"
+        total = torch.cuda.get_device_properties(device).total_memory
+        fraction = 1.0 if limit is None else (limit - outside) / total
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        with new_selftest():
+            found[name] = attempt(name, partial(whole, path, name))
+        torch.cuda.set_per_process_memory_fraction(1.0)
     return found
 
 
-def whole(path: Path, form: Streamed, name: str) -> Facts:
-    model, facts = load(path, form, name)
-    return {"load": facts, **run(model, name)}
+@contextmanager
+def new_selftest() -> Iterator[None]:
+    """Forget results of the self-test, so that a first start's memory is measured."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    with TemporaryDirectory() as place:
+        os.environ["XDG_CACHE_HOME"] = place
+        try:
+            yield
+        finally:
+            del os.environ["XDG_CACHE_HOME"]
+            if before is not None:
+                os.environ["XDG_CACHE_HOME"] = before
+
+
+def whole(path: Path, name: str) -> Facts:
+    device, options = torch.device("cuda"), ModelOptions(device="cuda")
+    reset_memory(device)
+    choice = plan_load(path, options).choice
+    print(f"{name}: {usable_memory(device) / 1e9:.1f} GB for torch, {choice.reason}", flush=True)
+    begin = time.perf_counter()
+    model = load_for_inference(path, options).model
+    wait(device)
+    facts: Facts = {"load_s": round(time.perf_counter() - begin, 1), **gpu_memory(device)}
+    show(f"{name} load", facts)
+    streamed = [part.num_bytes for part in model.modules() if isinstance(part, StreamedExperts)]
+    layers = {"streamed_layers": len(streamed), "streamed_gb": round(sum(streamed) / 1e9, 2)}
+    return {"quant": choice.quant, **layers, "load": facts, **run(model, name)}
 
 
 def nvfp4(config: ModelConfig) -> Facts:
@@ -148,27 +213,6 @@ def _nvfp4(config: ModelConfig, bits: int) -> Facts:
     reset_memory(device)
     model = build(config, "nvfp4", device=device, tables=(bits, bits))
     return run(model, f"nvfp4, tables in {bits} bits")
-
-
-def streamed(path: Path, config: ModelConfig) -> Facts:
-    """Stream as many layers as fit the rest into so much memory, driver and all."""
-    found: Facts = {}
-    sizes = tiled_bytes(config, open_gguf(path).tensors)
-    assert sizes is not None
-    reset_memory(torch.device("cuda"))
-    outside = gpu_memory(torch.device("cuda"))["outside_torch_gb"] * 1e9
-    found["copy_gb_s"] = show("host to device, GB/s", host_bandwidth())
-    for limit in LIMITS:
-        choice = gguf_choice(config, sizes, limit - outside, has_fp8=True)
-        name = f"within {limit / 1e9:.0f} GB"
-        print(f"{name}: {choice.quant}, {choice.reason}", flush=True)
-        form = Streamed(choice.quant, choice.streamed)
-        found[name] = {
-            "streamed_layers": len(choice.streamed),
-            "streamed_gb": round(sum(sizes[layer] for layer in choice.streamed) / 1e9, 2),
-            **attempt(name, partial(whole, path, form, name)),
-        }
-    return found
 
 
 def host_bandwidth() -> float:

@@ -59,6 +59,12 @@ def describe_device(device: torch.device) -> str:
     return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
 
 
+def usable_memory(device: torch.device) -> float:
+    """Return the bytes of a GPU that torch may take: its memory, or this process's fraction."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return float(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
 def empty_cache(device: torch.device | str) -> None:
     """Release cached GPU memory that nothing uses: it is fragmented, and larger blocks need it."""
     if torch.device(device).type == "cuda":

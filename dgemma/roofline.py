@@ -32,6 +32,7 @@ NORM_TRAFFIC = 16  # times a layer's norms and sums read or write the residual
 NORMS = 7  # of a layer, all of the residual's width
 STEPS_PER_BLOCK = (8, 16, 32, 48)
 BANDWIDTH_FRACTION, FLOP_FRACTION = 0.9, 0.8
+PCIE_4, PCIE_5 = 24.0, 50.0  # GB/s from pinned memory by 16 lanes, as measured by others
 
 # The released google/diffusiongemma-26B-A4B-it.
 RELEASED = ModelConfig(
@@ -89,6 +90,7 @@ class Device:
     layer_micros: float = 15.0  # launch overhead of a layer
     efficiency: float = 1.0  # relative to the format's own efficiency
     backend: str = "cuda"  # only fused backends have predicted times
+    link: float = 0.0  # 10^9 bytes a second from host memory; 0: there is no other memory
     source: str
 
     def rate(self, bits: float) -> float:
@@ -115,12 +117,15 @@ def obstacle(fmt: WeightFormat, device: Device) -> str:
     return ""
 
 
-def _sheet(name: str, bandwidth: float, rates: Mapping[int, float], memory: float) -> Device:
+def _sheet(
+    name: str, bandwidth: float, rates: Mapping[int, float], memory: float, link: float = 0.0
+) -> Device:
     return Device(
         name=name,
         bandwidth=BANDWIDTH_FRACTION * bandwidth,
         rates={bits: FLOP_FRACTION * rate for bits, rate in rates.items()},
         memory=memory,
+        link=link,
         source="datasheet",
     )
 
@@ -136,6 +141,7 @@ H200 = Device(
     bandwidth=4300,
     rates={8: 1450, 16: 790, 32: 50},
     memory=141,
+    link=55,
     source="measured, but for 8-bit arithmetic",
 )
 DEVICES: dict[str, Device] = {
@@ -148,11 +154,14 @@ DEVICES: dict[str, Device] = {
         memory=80,
         source="datasheet, scaled as the H200 was",
     ),
-    "rtx5090": _sheet("RTX 5090", 1792, {8: 419, 16: 209.5, 32: 104.8}, 32),
-    "rtx4090": _sheet("RTX 4090 (24 GB)", 1008, {8: 330.3, 16: 165.2, 32: 82.6}, 24),
-    "rtx3090": _sheet("RTX 3090 (24 GB)", 936, {16: 71, 32: 35.6}, 24),
-    "rtx5080": _sheet("RTX 5080 (16 GB)", 960, {8: 225, 16: 112.6, 32: 56.3}, 16),
-    "rtx4060ti": _sheet("RTX 4060 Ti (16 GB)", 288, {8: 88, 16: 44, 32: 22}, 16),
+    "rtx5090": _sheet("RTX 5090", 1792, {8: 419, 16: 209.5, 32: 104.8}, 32, PCIE_5),
+    "rtx4090": _sheet("RTX 4090 (24 GB)", 1008, {8: 330.3, 16: 165.2, 32: 82.6}, 24, PCIE_4),
+    "rtx3090": _sheet("RTX 3090 (24 GB)", 936, {16: 71, 32: 35.6}, 24, PCIE_4),
+    "rtx5080": _sheet("RTX 5080 (16 GB)", 960, {8: 225, 16: 112.6, 32: 56.3}, 16, PCIE_5),
+    # Eight lanes, half of the others'.
+    "rtx4060ti": _sheet("RTX 4060 Ti (16 GB)", 288, {8: 88, 16: 44, 32: 22}, 16, PCIE_4 / 2),
+    "rtx5070": _sheet("RTX 5070 (12 GB)", 672, {8: 123.5, 16: 61.7, 32: 30.9}, 12, PCIE_5),
+    "rtx3060": _sheet("RTX 3060 (12 GB)", 360, {16: 25.5, 32: 12.7}, 12, PCIE_4),
     # From 1 PFLOP/s in 4 bits with sparsity: half of it dense, half again per doubled width.
     "spark": _sheet("DGX Spark", 273, {8: 250, 16: 125, 32: 31}, 128),
     "m4max": _apple("Apple M4 Max (128 GB)", 546, 18.4, 128),
@@ -250,6 +259,8 @@ class Prediction:
     memory: Memory
     max_context: int  # that still fits; 0: not even the weights do
     obstacle: str  # the reason why there is no predicted speed; else empty
+    streamed_layers: int = 0  # whose experts are in host memory
+    streamed_bytes: float = 0.0  # copied in each step
 
     @property
     def fits(self) -> bool:
@@ -272,7 +283,8 @@ def predict(config: ModelConfig, context: int, fmt: WeightFormat, device: Device
     reason, fmt = obstacle(fmt, device), format_on(fmt, device)
     runs = passes(config, context)
     step, commit, token = (pass_time(config, run, fmt, device) for run in runs)
-    block = config.canvas_length
+    break_even, per_second = rates(config, step, commit, token)
+    held = memory(config, context, fmt, device)
     return Prediction(
         device=device,
         format=fmt,
@@ -281,12 +293,21 @@ def predict(config: ModelConfig, context: int, fmt: WeightFormat, device: Device
         step=step,
         commit=commit,
         token=token,
-        break_even=max(0.0, (block * token - commit) / step),
-        per_second=tuple(block / (n * step + commit) for n in STEPS_PER_BLOCK),
-        memory=memory(config, context, fmt, device),
-        max_context=_max_context(config, fmt, device),
+        break_even=break_even,
+        per_second=per_second,
+        memory=held,
+        max_context=max_context(config, fmt, held, device),
         obstacle=reason,
     )
+
+
+def rates(
+    config: ModelConfig, step: float, commit: float, token: float
+) -> tuple[float, tuple[float, ...]]:
+    """Return the break-even steps per block, and tokens per second at `STEPS_PER_BLOCK`."""
+    block = config.canvas_length
+    break_even = max(0.0, (block * token - commit) / step)
+    return break_even, tuple(block / (n * step + commit) for n in STEPS_PER_BLOCK)
 
 
 def cost(config: ModelConfig, run: Pass, fmt: WeightFormat) -> PassCost:
@@ -361,11 +382,11 @@ def cache_elements(config: ModelConfig, context: int) -> float:
     return total
 
 
-def _max_context(config: ModelConfig, fmt: WeightFormat, device: Device) -> int:
-    """Bisect for the longest context whose KV cache fits."""
-    limit = 1e9 * device.memory
+def max_context(config: ModelConfig, fmt: WeightFormat, held: Memory, device: Device) -> int:
+    """Bisect for the longest context whose KV cache fits beside the rest."""
+    room = 1e9 * device.memory - held.weights - held.work
     lengths = range(1, config.max_position_embeddings + 1)
-    return bisect_right(lengths, limit, key=lambda n: memory(config, n, fmt, device).total)
+    return bisect_right(lengths, room, key=lambda n: cache_elements(config, n) * fmt.exact / 8)
 
 
 def _gemm(name: str, group: WeightGroup, rows: int, weights: int, activations: int) -> Op:

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from dgemma.roofline import (
 )
 from dgemma.weights.load import count_parameters
 from tests.tiny import TINY
+from tests.weights.gguf_tiny import tiny_keys, tiny_tensors, write_tiny
 
 STEP, COMMIT, TOKEN = passes(RELEASED, 1024)
 H200 = DEVICES["h200"]
@@ -147,8 +150,8 @@ def test_the_command_says_predicted_everywhere() -> None:
     report = json.loads(done.stdout)
     assert report["kind"] == "predicted" and report["context"] == 4096
     assert {row["kind"] for row in report["rows"]} == {"predicted"}
-    assert [row["weights"] for row in report["rows"]] == ["bf16", "fp8", "4-bit"]
-    assert [row["fits"] for row in report["rows"]] == [False, False, True]
+    assert [row["weights"] for row in report["rows"]] == ["bf16", "fp8", "4-bit", "Q4_K_M"]
+    assert [row["fits"] for row in report["rows"]] == [False, False, True, True]
     assert fit("-m", "nano").stdout.startswith("predicted, not measured: nano")
 
 
@@ -180,4 +183,54 @@ def test_auto_predicts_for_this_machine() -> None:
     assert row["device"] == "auto" and row["fits"] and row["step_ms"] > row["step_floor_ms"] > 0
     assert row["device_gb"] > 1
     if not torch.cuda.is_available() and row["device_gb"] < 50:
-        assert "No form of this model has a predicted speed here" in fit_here("--device", "auto")
+        found = fit_here("--device", "auto", "--gguf", "BF16")
+        assert "No form of this model has a predicted speed here" in found
+
+
+def row_of(device: str, *arguments: str) -> dict[str, Any]:
+    """Return the prediction of the GGUF file, which is the last."""
+    rows: list[dict[str, Any]] = json.loads(fit_here("--device", device, "--json", *arguments))[
+        "rows"
+    ]
+    return rows[-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "streamed", "step", "token"),
+    # Measured on an H200, whose memory was taken to be that of the smaller cards.
+    [("h200", 0, 11.56, 2.94), ("16", 13, 114.7, 11.3), ("12", 20, 193.8, 17.4)],
+)
+def test_a_packed_gguf_file_is_predicted_as_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch, device: str, streamed: int, step: float, token: float
+) -> None:
+    for size in (16, 12):
+        monkeypatch.setitem(DEVICES, str(size), replace(H200, memory=size))
+    row = row_of(device, "--context", "4096")
+    assert row["weights"] == "Q4_K_M" and abs(row["streamed_layers"] - streamed) <= 1
+    assert row["step_ms"] == pytest.approx(step, rel=0.1)
+    assert row["ar_token_ms"] == pytest.approx(token, rel=0.3)
+    assert row["memory_gb"] <= row["device_gb"]
+
+
+def test_cards_of_12_to_24_gb_hold_a_q4_k_m_or_stream_it() -> None:
+    layers = {name: row_of(name)["streamed_layers"] for name in ("rtx4090", "rtx5080", "rtx3060")}
+    assert layers["rtx4090"] == 0 < layers["rtx5080"] < layers["rtx3060"] <= 30
+    slow, fast = row_of("rtx4060ti"), row_of("rtx5080")
+    assert slow["streamed_gb"] == fast["streamed_gb"] and slow["step_ms"] > 2 * fast["step_ms"]
+    assert "13 layers streamed, 6.8 GB a step" in fit_here("--device", "rtx5080")
+    assert row_of("rtx5080", "--gguf", "Q4_0")["streamed_layers"] < layers["rtx5080"]
+    assert row_of("rtx4090", "--gguf", "F16")["obstacle"] == "does not fit"  # no kernels
+    assert "reference backend" in row_of("m4max")["obstacle"]
+
+
+def test_a_gguf_file_on_a_cpu_stays_mapped_unless_it_is_small(tmp_path: Path) -> None:
+    row = row_of("cpu")
+    assert 19e9 < 1e9 * row["memory_gb"] < 22e9 and 10e3 < row["step_ms"] < 100e3
+    path = write_tiny(tmp_path / "tiny.gguf", tiny_keys(), tiny_tensors())
+    small = row_of("cpu", str(path), "--context", "64")
+    assert small["weights"] == "GGUF" and small["memory_gb"] < 1
+    assert row_of("h200", str(path), "--context", "64")["step_ms"] > 0
+    with pytest.raises(UsageError, match="has types of its own"):
+        fit_here(str(path), "--gguf", "Q8_0")
+    with pytest.raises(UsageError, match="'Q9' is not known"):
+        fit_here("--gguf", "Q9")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgemma.cli.app import AsJson, app
+from dgemma.cli.export import GGUF_TYPES
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
     from dgemma.config import ModelConfig
     from dgemma.roofline import Device, Prediction
+    from dgemma.weights.gguf_memory import GGUFForm
 
-RELEASED_NAME = "released"
+RELEASED_NAME, DEFAULT_GGUF = "released", "Q4_K_M"
 # Hub repositories of the released model, in any format: OWNER/diffusiongemma-26B-A4B-it...
 RELEASED_HUB_NAME = "/diffusiongemma-26b-a4b-it"
 THIS_MACHINE, ALL = "auto", "all"
@@ -28,7 +30,7 @@ APPLE_GPU_FRACTION = 0.75  # of an Apple machine's memory
 COPY_BYTES, GEMM_SIZE, TRIALS = 1 << 28, 2048, 5  # of the timings on an unknown machine
 NOTHING_RUNS = """
 No form of this model has a predicted speed here. The built-in nano takes under 1 GB: dgemma chat.
-A GGUF file (Q4_K_M: 16.8 GB) runs on a CPU from the mapped file, slowly: docs/gguf.md."""
+A smaller GGUF file may fit, by its type: --gguf Q4_0."""
 SPEEDS = (
     "step_ms",
     "step_floor_ms",
@@ -58,28 +60,46 @@ def fit(
         str, typer.Option(help="auto (this machine), one of the known devices, or all.")
     ] = ALL,
     context: Annotated[int, typer.Option(help="Tokens before the canvas.")] = 1024,
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A GGUF type: {', '.join(GGUF_TYPES)}. Default: Q4_K_M of the released model, "
+            "and of a GGUF file its own types."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict step time, AR token time, break-even steps and memory. Nothing here is measured.
 
     Needs a config only, neither weights nor the device. `even at` is the number of steps per block
-    at which diffusion is as fast as AR; `tok/s` is at 16 steps per block, commit included. Of a
-    machine that is not among the known devices, `--device auto` times a copy and a GEMM first.
+    at which diffusion is as fast as AR; `tok/s` is at 16 steps per block, commit included. Where a
+    GGUF file does not fit, layers are streamed from host memory. Of a machine that is not among
+    the known devices, `--device auto` times copies and a GEMM first.
     """
     from dgemma.roofline import FORMATS, predict
+    from dgemma.weights.gguf_memory import predict_gguf
 
     if name and model and name != model:
         raise UsageError(f"the model is {name!r} and --model is {model!r}; give one of them")
     model = name or model or RELEASED_NAME
     config, devices = _config(model), _devices(device)
+    form = _gguf_form(model, config, gguf)
     predictions = {
         name: [predict(config, context, fmt, known) for fmt in FORMATS]
         for name, known in devices.items()
     }
+    for name, known in devices.items():
+        predictions[name] += [predict_gguf(config, context, form, known)] if form else []
     if as_json:
         print(json.dumps(_report(model, config, context, predictions), ensure_ascii=False))
         return
     _print(model, config, context, predictions)
+
+
+def _is_released(model: str) -> bool:
+    return model == RELEASED_NAME or (
+        RELEASED_HUB_NAME in model.lower() and not os.path.exists(model)
+    )
 
 
 def _config(model: str) -> "ModelConfig":
@@ -87,10 +107,24 @@ def _config(model: str) -> "ModelConfig":
     from dgemma.weights.hub import find_checkpoint
     from dgemma.weights.source import model_config
 
-    is_released = model == RELEASED_NAME or (
-        RELEASED_HUB_NAME in model.lower() and not os.path.exists(model)
-    )
-    return RELEASED if is_released else model_config(find_checkpoint(model))
+    return RELEASED if _is_released(model) else model_config(find_checkpoint(model))
+
+
+def _gguf_form(model: str, config: "ModelConfig", file_type: str | None) -> "GGUFForm | None":
+    """Describe a GGUF file by its header, or one that the model could be written as."""
+    from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf
+    from dgemma.weights.gguf_memory import blocks_of_type, gguf_form
+    from dgemma.weights.hub import find_checkpoint
+
+    path = None if _is_released(model) else find_checkpoint(model)
+    if path is not None and is_gguf(path):
+        if file_type is not None:
+            raise UsageError(f"{model} has types of its own; leave out --gguf {file_type}")
+        return gguf_form("GGUF", config, open_gguf(path).tensors.blocks)
+    file_type = file_type or (None if path else DEFAULT_GGUF)
+    if file_type is None:
+        return None
+    return gguf_form(file_type, config, blocks_of_type(config, file_type))
 
 
 def _devices(name: str) -> "dict[str, Device]":
@@ -155,7 +189,19 @@ def _timed(device: "torch.device", name: str, memory: float) -> "Device":
         rates[bits] = 2 * GEMM_SIZE**3 / seconds / 1e12
     like = DEVICES["cpu"] if device.type == "cpu" else H200
     timed = replace(like, name=name, bandwidth=bandwidth, rates=rates, memory=memory)
-    return replace(timed, source="timed just now", backend=BACKENDS[device.type])
+    return replace(
+        timed, source="timed just now", backend=BACKENDS[device.type], link=_link(target)
+    )
+
+
+def _link(target: "torch.Tensor") -> float:
+    """Time copies from pinned memory; 0 where the memory is the host's."""
+    import torch
+
+    if target.device.type != "cuda":
+        return 0.0
+    pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+    return target.nbytes / _best_seconds(partial(target.copy_, pinned)) / 1e9
 
 
 def _best_seconds(work: "Callable[[], torch.Tensor]") -> float:
@@ -179,7 +225,8 @@ def _print(
         )
     for name, rows in predictions.items():
         known = rows[0].device
-        print(f"\n{name}: {known.name}, {known.bandwidth:.0f} GB/s, {known.memory:.0f} GB")
+        link = f", {known.link:.0f} GB/s from host memory" if known.link else ""
+        print(f"\n{name}: {known.name}, {known.bandwidth:.0f} GB/s, {known.memory:.0f} GB{link}")
         print(f"  {COLUMNS}")
         for row in rows:
             print(f"  {_line(row)}")
@@ -195,8 +242,14 @@ def _line(row: "Prediction") -> str:
     return (
         f"{row.format.name:7} {1e3 * row.step:8.1f} {1e3 * row.step_floor:6.1f}"
         f" {1e3 * row.token:6.1f} {row.break_even:8.1f} {row.per_second[1]:6.0f}"
-        f" {size}  up to {row.max_context} tokens"
+        f" {size}  up to {row.max_context} tokens{_streaming(row)}"
     )
+
+
+def _streaming(row: "Prediction") -> str:
+    if not row.streamed_layers:
+        return ""
+    return f"; {row.streamed_layers} layers streamed, {row.streamed_bytes / 1e9:.1f} GB a step"
 
 
 def _costs(config: "ModelConfig", context: int) -> dict[str, dict[str, float]]:
@@ -248,6 +301,8 @@ def _row(name: str, row: "Prediction") -> dict[str, Any]:
         "weights_gb": row.memory.weights / 1e9,
         "cache_gb": row.memory.cache / 1e9,
         "memory_gb": row.memory.total / 1e9,
+        "streamed_layers": row.streamed_layers,
+        "streamed_gb": row.streamed_bytes / 1e9,
         "device_gb": row.device.memory,
         "fits": row.fits,
         "longest_context": row.max_context,

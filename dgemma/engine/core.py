@@ -20,7 +20,7 @@ import torch
 from dgemma.backends.base import ForwardInput
 from dgemma.backends.choose import choose_backend
 from dgemma.cpu_threads import spin_control
-from dgemma.device import empty_cache
+from dgemma.device import empty_cache, usable_memory
 from dgemma.engine.image_features import ImageFeatures
 from dgemma.engine.prefix_cache import PrefixStore
 from dgemma.engine.request import Prefix, Program, Request, Task
@@ -359,13 +359,12 @@ def prefix_capacity(device: torch.device) -> int:
     """Bytes of the prefix cache, where none are given."""
     if device.type != "cuda":
         return PREFIX_BYTES
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return min(PREFIX_BYTES, int(PREFIX_FRACTION * memory))
+    return min(PREFIX_BYTES, int(PREFIX_FRACTION * usable_memory(device)))
 
 
 def prefill_chunk(device: torch.device, dtype: torch.dtype) -> int:
     """Tokens of one prompt that a pass commits; prompts are always cut at its multiples."""
     if device.type != "cuda":
         return PREFILL_CHUNK if dtype == torch.float32 else CPU_CHUNK_16
-    memory = torch.cuda.get_device_properties(device).total_memory
+    memory = usable_memory(device)
     return next(chunk for least, chunk in GPU_CHUNKS if memory >= least)

@@ -78,11 +78,17 @@ class TileFormat:
         return self.scales in ("k", "q6")
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of stacked matrices, but for extra bytes that two blocks share."""
-        extra = 2 / self.extra_blocks if self.extra_blocks else 0
+        """Return the bytes of stacked matrices."""
+        count, inputs = prod(shape), shape[-1]
         words = 8 if self.bits == 8 else 4
         scales = self.scale_words * 32 / TILE_DEPTH + self.has_super * 32 / SUPER_BLOCK
-        return int(prod(shape) * (words + extra + scales) / 8)
+        extra = self.extra_bytes(inputs) * (count // inputs)
+        return int(count * (words + scales) / 8) + extra
+
+    def extra_bytes(self, inputs: int) -> int:
+        """Return the bytes of the extra plane for one output."""
+        blocks = inputs // TILE_DEPTH
+        return WORDS * -(-blocks // self.extra_blocks) if self.extra_blocks else 0
 
 
 TILE_FORMATS = {
@@ -121,9 +127,6 @@ class TiledBlocks:
     ) -> "TiledBlocks":
         fmt = TILE_FORMATS[name]
         tiles = outputs // TILE_ROWS * (inputs // TILE_DEPTH)
-        extra = 0
-        if fmt.extra_blocks:
-            extra = outputs * WORDS * -(-inputs // TILE_DEPTH // fmt.extra_blocks)
 
         def plane(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(experts, size, dtype=dtype, device=device)
@@ -135,7 +138,7 @@ class TiledBlocks:
             words_EW=plane(
                 tiles * TILE_ROWS * WORDS, torch.int32 if fmt.bits == 8 else torch.int16
             ),
-            extra_EW=plane(extra, torch.int8),
+            extra_EW=plane(outputs * fmt.extra_bytes(inputs), torch.int8),
             scales_EW=plane(tiles * TILE_ROWS * fmt.scale_words),
             super_EW=plane(outputs * inputs // SUPER_BLOCK if fmt.has_super else 0),
         )

@@ -21,7 +21,7 @@ from dgemma.backends.cuda.streaming import Staging, StreamedExperts
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.errors import CheckpointError
 from dgemma.quant.gguf import BlockExperts, BlockLinear, BlockTensor, BlockWeight
-from dgemma.quant.gguf_tiles import TILE_FORMATS, TiledBlockExperts, can_tile_blocks
+from dgemma.quant.gguf_tiles import TiledBlockExperts
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.files import GGUF_SUFFIX, StoredTensor, listing
 from dgemma.weights.gguf import GGUFFile
@@ -258,20 +258,6 @@ def load_tiled_experts(
         for each in tensors.names[name]:
             tensors.file.release(each)
     return taken
-
-
-def tiled_bytes(config: ModelConfig, tensors: GGUFTensors) -> list[int] | None:
-    """Return the bytes of each layer's experts in tiles; None if a layer has no kernels."""
-    sizes = [0] * config.num_hidden_layers
-    for name, spec in text_specs(config).items():
-        if spec.group == "text" and spec.target.endswith(EXPERTS):
-            weight = tensors.blocks(name)
-            if not can_tile_blocks(weight):
-                return None
-            layer = layer_of(spec.target)
-            assert layer is not None
-            sizes[layer] += TILE_FORMATS[weight.tensors[0].format.name].num_bytes(weight.shape)
-    return sizes
 
 
 def load_blocks(

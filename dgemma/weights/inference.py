@@ -16,9 +16,8 @@ import torch
 
 from dgemma.backends.cpu import can_pack, int8_linear, pack, pack_int8, packed_linear
 from dgemma.backends.cuda.device import unsupported_reason
-from dgemma.backends.cuda.streaming import streamed_layers
 from dgemma.config import ModelConfig
-from dgemma.device import choose_device, choose_dtype
+from dgemma.device import choose_device, choose_dtype, usable_memory
 from dgemma.errors import UsageError
 from dgemma.model.moe import Linear, linear
 from dgemma.quant.fp8 import has_e4m3
@@ -26,16 +25,20 @@ from dgemma.quant.head import can_transpose, quantize_head
 from dgemma.quant.qtensor import quantize_int8
 from dgemma.roofline import (
     BF16,
-    DEVICES,
     FLOAT32,
     FOUR_BIT,
     FP8,
     WeightFormat,
     memory,
-    stored_parameters,
 )
 from dgemma.weights.files import INT8_INDEX, OnProgress
-from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf, tiled_bytes
+from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf
+from dgemma.weights.gguf_memory import (
+    MAX_DEQUANTIZED_BYTES,
+    WITHOUT_DRIVER,
+    plan_gguf,
+    tiled_bytes,
+)
 from dgemma.weights.hub import ModelOptions
 from dgemma.weights.layer_formats import STORED_FORMATS, Quant, check_widths, layer_format
 from dgemma.weights.load import Checkpoint, Streamed, count_parameters, load_model
@@ -46,10 +49,6 @@ from dgemma.weights.source import model_config
 QUANT_OPTIONS = ("auto", "none", "int8", "fp8", "nvfp4")
 MIN_CONTEXT = 4096  # tokens that must fit in memory with the weights
 MIN_FREE_BYTES = 4e9  # left for longer contexts before the token table is stored again
-WORKSPACE_BYTES = 0.8e9  # of captured passes and libraries, where all of a GPU is to be used
-MAX_DEQUANTIZED_BYTES = 3e9  # of a GGUF model on a CPU; larger ones stay blocks
-# Free memory is measured with the driver already loaded.
-WITHOUT_DRIVER = replace(DEVICES["h200"], runtime=0.0)
 # Minimum speedup of 8-bit GEMMs over float32. At nano's widths they are 2.0 times as fast, and a
 # whole step 1.5 times.
 MIN_SPEEDUP = 1.2
@@ -195,7 +194,7 @@ def _auto_gguf(
     """Choose blocks: mapped ones on a CPU, unless the model is small; repacked ones on a GPU."""
     if device.type == "cuda":
         reason = unsupported_reason(device, dtype)
-        sizes = tiled_bytes(config, open_gguf(directory).tensors)
+        sizes = tiled_bytes(config, open_gguf(directory).tensors.blocks)
         if reason is None and dtype != torch.bfloat16:
             reason = f"kernels of blocks take bfloat16, not {_short(dtype)}"
         if reason is None and sizes is not None:
@@ -212,38 +211,21 @@ def _auto_gguf(
 def gguf_choice(
     config: ModelConfig, sizes: Sequence[int], free: float, *, has_fp8: bool
 ) -> QuantChoice:
-    """Choose how a GGUF file is held on a GPU: everything else in 16 or 8 bits, then streaming.
-
-    `sizes`: bytes of each layer's experts. As few layers are streamed as the memory allows.
-    """
-    quants: tuple[Quant, ...] = ("gguf", "gguf_fp8") if has_fp8 else ("gguf",)
-    needs = {quant: gguf_bytes(config, sizes, quant) for quant in quants}
-    for quant, need in needs.items():
-        if need <= free:
-            rest = "16 bits" if quant == "gguf" else "fp8"
-            return QuantChoice(quant, f"GGUF blocks, repacked; the rest in {rest}")
-    quant, need = quants[-1], needs[quants[-1]]
-    for count in range(1, len(sizes) + 1):
-        layers = streamed_layers(len(sizes), count)
-        largest = max(sizes[layer] for layer in layers)
-        left = need - sum(sizes[layer] for layer in layers) + min(2, count) * largest
-        if left <= free:
-            reason = (
-                f"GGUF blocks, repacked; the experts of {count} of {len(sizes)} layers are "
-                f"streamed from host memory, since {_gb(need)} are needed and {_gb(free)} free"
-            )
-            return QuantChoice(quant, reason, streamed=layers)
-    raise UsageError(
-        f"the model needs {_gb(left)} on the GPU with the experts of all layers in host memory, "
-        f"and {_gb(free)} are free; use --device cpu, or close what uses the GPU"
+    """Choose how a GGUF file is held on a GPU; `sizes`: bytes of each layer's experts."""
+    plan = plan_gguf(config, sizes, free, has_fp8=has_fp8, context=_context(config))
+    if plan.total > free:
+        raise UsageError(
+            f"the model needs {_gb(plan.total)} on the GPU with the experts of all layers in host "
+            f"memory, and {_gb(free)} are free; use --device cpu, or close what uses the GPU"
+        )
+    if not plan.streamed:
+        rest = "16 bits" if plan.quant == "gguf" else "fp8"
+        return QuantChoice(plan.quant, f"GGUF blocks, repacked; the rest in {rest}")
+    reason = (
+        f"GGUF blocks, repacked; the experts of {len(plan.streamed)} of {len(sizes)} layers are "
+        f"streamed from host memory, since {_gb(plan.whole)} are needed and {_gb(free)} free"
     )
-
-
-def gguf_bytes(config: ModelConfig, sizes: Sequence[int], quant: Quant) -> float:
-    """Return the bytes of a repacked GGUF file, KV cache of a short context, logits and buffers."""
-    experts = stored_parameters(config)["experts"]
-    fmt = replace(BF16, experts=8 * sum(sizes) / experts, dense=8 if quant == "gguf_fp8" else 16)
-    return memory(config, _context(config), fmt, WITHOUT_DRIVER).total + WORKSPACE_BYTES
+    return QuantChoice(plan.quant, reason, streamed=plan.streamed)
 
 
 def _auto_cpu(config: ModelConfig, dtype: torch.dtype) -> QuantChoice:
@@ -301,7 +283,9 @@ def num_fp8_tables(config: ModelConfig, quant: Quant, device: torch.device) -> i
 
     By total memory: what other processes use at the moment must not change the answers.
     """
-    left = _total(device) - needed_bytes(config, quant, None, torch.bfloat16) - MIN_FREE_BYTES
+    left = (
+        usable_memory(device) - needed_bytes(config, quant, None, torch.bfloat16) - MIN_FREE_BYTES
+    )
     table = config.vocab_size * config.hidden_size
     has_soft_embed = config.can_denoise and can_transpose(config.vocab_size)
     return max(0, min(2 if has_soft_embed else 1, int(left // table)))
@@ -341,19 +325,16 @@ def _weight_format(quant: Quant, stored: SchemeName | None, dtype: torch.dtype) 
     return FLOAT32 if dtype == torch.float32 else BF16
 
 
-def _total(device: torch.device) -> float:
-    return float(torch.cuda.get_device_properties(device).total_memory)
-
-
 def _context(config: ModelConfig) -> int:
     return min(MIN_CONTEXT, config.max_position_embeddings)
 
 
 def _free(device: torch.device) -> float:
-    """Return the free bytes of a device, with those that torch caches unused."""
+    """Return the bytes of a device that torch may take, with those that it caches unused."""
     free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return float(free + cached)
+    allocated = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - allocated
+    return min(float(free + cached), usable_memory(device) - allocated)
 
 
 # --- time

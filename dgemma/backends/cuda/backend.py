@@ -28,6 +28,7 @@ from dgemma.backends.cuda.passes import (
     run_segments,
 )
 from dgemma.backends.reference import ReferenceBackend, ReferenceStep, commit_segment, score
+from dgemma.device import usable_memory
 from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.denoise import CanvasState, update_canvas
 from dgemma.diffusion.logit_stats import PositionStats
@@ -49,14 +50,14 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, model: Gemma) -> None:
+    def __init__(self, model: Gemma, max_canvases: int | None = None) -> None:
         self.model, self.device = model, model.embed_tokens.weight.device
         self.reference = ReferenceBackend(model)
         self.passes = PassModel(model)
         self._has_warned = False
         self.graphs = Graphs(self.device)
         self.length = model.config.canvas_length
-        self.max_batch_size = max_batch_size(self.device)
+        self.max_batch_size = max_canvases or max_batch_size(self.device)
         self._allocate(MIN_STEPS)
         self.decoder = DecodeRunner(self.passes, self.graphs)
 
@@ -334,8 +335,7 @@ def _encoded(pool: CanvasPool, tokens_T: Tensor, batch: ForwardBatch) -> list[Co
 def max_batch_size(device: torch.device) -> int:
     if device.type != "cuda":
         return MAX_BATCH_SIZE
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return MAX_BATCH_SIZE if memory >= SMALL_GPU else SMALL_BATCH_SIZE
+    return MAX_BATCH_SIZE if usable_memory(device) >= SMALL_GPU else SMALL_BATCH_SIZE
 
 
 def can_hold(model: Gemma) -> bool:

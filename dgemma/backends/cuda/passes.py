@@ -189,7 +189,8 @@ class DenoisePass:
         model, buffers, rows = self.model, self.buffers, len(hidden_TD)
         length = buffers.length
         whole = model.model.config.canvas_length
-        sizes = [count * whole for count in (*LOGIT_TIERS, buffers.num_canvases)]
+        most = buffers.num_canvases
+        sizes = [min(count, most) * whole for count in (*LOGIT_TIERS, most)]
         raw_TV = model.logits_buffer(rows, sizes)
         lm_head(hidden_TD, lm_head_of(model.model.embed_tokens), raw_TV)
         query = TokenQuery(

@@ -38,7 +38,7 @@ from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma, Layer, Router
 from dgemma.model.kv_cache import Capacity, KVCache
 
-MAX_STEPS = 8
+MAX_STEPS, NUM_CANVASES = 8, 2
 QUANTILE = 0.8  # of the rows that must be within the tight bounds
 logger = logging.getLogger("dgemma")
 
@@ -234,7 +234,8 @@ def _checks(probe: Gemma) -> Iterator[str]:
 
 
 def _compare(probe: Gemma, gaps: RouterGaps) -> Iterator[str]:
-    mine, reference = CudaBackend(probe), ReferenceBackend(probe)
+    # Two canvases at most, so that logits take little memory beside the weights of a small card.
+    mine, reference = CudaBackend(probe, NUM_CANVASES), ReferenceBackend(probe)
     backends: tuple[Backend, Backend] = (mine, reference)
     compare = Comparison.of(probe)
     length, window = probe.config.canvas_length, probe.config.sliding_window
@@ -247,7 +248,7 @@ def _compare(probe: Gemma, gaps: RouterGaps) -> Iterator[str]:
     bound = compare.bounds.hidden
     yield compare.relative(HIDDEN, got_TD, want_TD, bound, gaps.passes[-1])
     if probe.self_conditioning is not None:
-        states = [_new_state(probe, seed) for seed in range(2)]
+        states = [_new_state(probe, seed) for seed in range(NUM_CANVASES)]
         got, want = (_steps(backend, cache, states, prompt[:length]) for backend, cache in pairs)
         first, again, second = got
         # The second step of the first canvas differs by rounding in the first already.

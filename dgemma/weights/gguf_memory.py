@@ -1,0 +1,215 @@
+"""GGUF files in memory: how one is held on a GPU, which layers are streamed, and predicted times.
+
+The types of the tensors decide, so that the same is known of a file that is only thought of. On a
+GPU, where experts have kernels, `plan_gguf` keeps them packed, with the rest in 16 or 8 bits, and
+streams as few layers as the memory allows.
+
+    step, commit   max(pass, copied bytes / link) + what is outside the layers
+    token          pass + bytes of the experts in use, read in host memory / link
+    CPU            pass + decoding of the experts in use, for files that stay mapped
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from dgemma.backends.cuda.streaming import streamed_layers
+from dgemma.config import ModelConfig
+from dgemma.quant.gguf import BlockTensor, BlockWeight
+from dgemma.quant.gguf_tiles import TILE_FORMATS, can_tile_blocks
+from dgemma.roofline import (
+    BF16,
+    DEVICES,
+    FLOAT32,
+    FP8,
+    Device,
+    Memory,
+    Prediction,
+    WeightFormat,
+    max_context,
+    memory,
+    predict,
+    rates,
+    stored_parameters,
+)
+from dgemma.weights.gguf_checkpoint import EXPERTS, EXTRA_BYTES
+from dgemma.weights.layer_formats import Quant
+from dgemma.weights.names import gguf_name, layer_of, text_specs
+
+# Of captured passes, logits and KV caches beyond the least ones, and libraries, where all of a GPU
+# is to be used.
+WORKSPACE_BYTES = 1.2e9
+MAX_DEQUANTIZED_BYTES = 3e9  # of a GGUF model on a CPU; larger ones stay blocks
+# Free memory is measured with the driver already loaded.
+WITHOUT_DRIVER = replace(DEVICES["h200"], runtime=0.0)
+EFFICIENCY = 0.57  # of the roofline floor, on an H200: docs/fit.md
+IN_PLACE = 0.82  # of the link's rate, where a kernel reads host memory
+# Weights of a Q4_K_M that the known CPU decodes in a second; others in proportion to their GEMMs.
+DECODED_PER_SECOND = 1.5e9
+
+Blocks = Callable[[str], BlockWeight]  # a weight by its released name
+
+
+class GGUFPlan(NamedTuple):
+    """Bytes on a GPU: of the whole, and with the streamed layers' experts in host memory."""
+
+    quant: Quant
+    whole: float
+    total: float
+    streamed: frozenset[int]
+
+
+def blocks_of_type(config: ModelConfig, file_type: str) -> Blocks:
+    """Return the weights of a file of a type that does not exist: formats and shapes, no data."""
+    from dgemma.weights.gguf_write import gguf_shapes, tensor_types
+
+    shapes, data = gguf_shapes(config), torch.empty(0, dtype=torch.uint8)
+    types = tensor_types(shapes, file_type)
+
+    def blocks(name: str) -> BlockWeight:
+        stored = gguf_name(name, config)
+        return BlockWeight((BlockTensor(data, types[stored], shapes[stored]),))
+
+    return blocks
+
+
+def tiled_bytes(config: ModelConfig, blocks: Blocks) -> list[int] | None:
+    """Return the bytes of each layer's experts in tiles; None if a layer has no kernels."""
+    sizes = [0] * config.num_hidden_layers
+    for name, spec in text_specs(config).items():
+        if spec.group == "text" and spec.target.endswith(EXPERTS):
+            weight = blocks(name)
+            if not can_tile_blocks(weight):
+                return None
+            layer = layer_of(spec.target)
+            assert layer is not None
+            sizes[layer] += TILE_FORMATS[weight.tensors[0].format.name].num_bytes(weight.shape)
+    return sizes
+
+
+def plan_gguf(
+    config: ModelConfig, sizes: Sequence[int], free: float, *, has_fp8: bool, context: int
+) -> GGUFPlan:
+    """Choose how a file is held on a GPU: all else in 16 or 8 bits, then streaming.
+
+    `sizes`: bytes of each layer's experts. As few layers are streamed as the memory allows; a plan
+    that streams all of them may still not fit.
+    """
+    quants: tuple[Quant, ...] = ("gguf", "gguf_fp8") if has_fp8 else ("gguf",)
+    for quant in quants:
+        whole = gguf_bytes(config, sizes, quant, context)
+        if whole <= free:
+            return GGUFPlan(quant, whole, whole, frozenset())
+    for count in range(1, len(sizes) + 1):
+        layers = streamed_layers(len(sizes), count)
+        largest = max(sizes[layer] for layer in layers)
+        total = whole - sum(sizes[layer] for layer in layers) + min(2, count) * largest
+        if total <= free:
+            break
+    return GGUFPlan(quants[-1], whole, total, layers)
+
+
+def gguf_bytes(config: ModelConfig, sizes: Sequence[int], quant: Quant, context: int) -> float:
+    """Return the bytes of a repacked file, a KV cache, logits and buffers."""
+    fmt = packed_format("", config, sizes, quant)
+    return memory(config, context, fmt, WITHOUT_DRIVER).total + WORKSPACE_BYTES
+
+
+def packed_format(
+    name: str, config: ModelConfig, sizes: Sequence[int], quant: Quant
+) -> WeightFormat:
+    bits = 8 * sum(sizes) / stored_parameters(config)["experts"]
+    dense = FP8.dense if quant == "gguf_fp8" else BF16.dense
+    return WeightFormat(name=name, experts=bits, dense=dense, efficiency=EFFICIENCY)
+
+
+# --- predictions
+
+
+class GGUFForm(NamedTuple):
+    """What a prediction needs of a file."""
+
+    name: str
+    num_bytes: float  # of its tensors
+    tiled: tuple[int, ...] | None  # of each layer's experts; None: without kernels
+
+
+def gguf_form(name: str, config: ModelConfig, blocks: Blocks) -> GGUFForm:
+    """Describe a file by the types of its tensors."""
+    num_bytes = 0
+    for released in text_specs(config):
+        tensors = blocks(released).tensors
+        num_bytes += sum(tensor.format.row_bytes(prod(tensor.shape)) for tensor in tensors)
+    tiled = tiled_bytes(config, blocks)
+    return GGUFForm(name, num_bytes, None if tiled is None else tuple(tiled))
+
+
+def predict_gguf(config: ModelConfig, context: int, form: GGUFForm, device: Device) -> Prediction:
+    """Predict times and memory of a GGUF file on a device."""
+    if device.backend == "cpu":
+        return _on_cpu(config, context, form, device)
+    if form.tiled is None or device.backend != "cuda":
+        return predict(config, context, replace(BF16, name=form.name), device)
+    free = 1e9 * (device.memory - device.runtime)
+    plan = plan_gguf(config, form.tiled, free, has_fp8=8 in device.rates, context=context)
+    fmt = packed_format(form.name, config, form.tiled, plan.quant)
+    whole = predict(config, context, fmt, device)
+    work = whole.memory.work + WORKSPACE_BYTES
+    weights = plan.total - whole.memory.cache - work + 1e9 * device.runtime
+    held = Memory(weights=weights, cache=whole.memory.cache, work=work)
+    longest = max_context(config, fmt, held, device)
+    whole = replace(whole, memory=held, max_context=longest)
+    if not plan.streamed:
+        return whole
+    if not device.link:
+        return replace(whole, obstacle="does not fit, and memory is shared with the host")
+    return _streamed(config, whole, sum(form.tiled[layer] for layer in plan.streamed), plan)
+
+
+def _streamed(config: ModelConfig, whole: Prediction, copied: float, plan: GGUFPlan) -> Prediction:
+    """Add the copies of streamed layers to the times of a model that is all on the device."""
+    link = 1e9 * whole.device.link
+    used = config.top_k_experts / config.num_experts
+    commit = max(whole.commit, copied / link)
+    step = max(whole.step, commit + whole.step - whole.commit)
+    token = whole.token + used * copied / link / IN_PLACE
+    return replace(
+        _with_times(config, whole, (step, commit, token)),
+        step_floor=max(whole.step_floor, copied / link),
+        streamed_layers=len(plan.streamed),
+        streamed_bytes=copied,
+    )
+
+
+def _on_cpu(config: ModelConfig, context: int, form: GGUFForm, device: Device) -> Prediction:
+    """Predict a file on a CPU: a small one is dequantized at load, others are decoded in use."""
+    fmt = replace(FLOAT32, name=form.name)
+    plain = predict(config, context, fmt, device)
+    if plain.memory.weights <= MAX_DEQUANTIZED_BYTES:
+        return plain
+    held = replace(plain.memory, weights=form.num_bytes + EXTRA_BYTES)
+    rate = DECODED_PER_SECOND * device.rate(32) / DEVICES["cpu"].rate(32)
+    # A canvas reads all experts, a token its own.
+    whole = stored_parameters(config)["experts"] / rate
+    few = whole * config.top_k_experts / config.num_experts
+    times = (plain.step + whole, plain.commit + whole, plain.token + few)
+    longest = max_context(config, fmt, held, device)
+    return replace(_with_times(config, plain, times), memory=held, max_context=longest)
+
+
+def _with_times(
+    config: ModelConfig, prediction: Prediction, times: tuple[float, float, float]
+) -> Prediction:
+    step, commit, token = times
+    break_even, per_second = rates(config, step, commit, token)
+    return replace(
+        prediction,
+        step=step,
+        commit=commit,
+        token=token,
+        break_even=break_even,
+        per_second=per_second,
+    )
