@@ -111,14 +111,16 @@ def _model(options: ModelOptions) -> dict[str, Any]:
 
 
 def _file(path: Path, options: ModelOptions) -> dict[str, Any]:
-    """Return the types of a GGUF file, what was assumed of it, and its chat template."""
+    """Return the types of a GGUF file, what was assumed of it, its template and image tower."""
+    from dgemma.weights.gguf_vision import find_tower
     from dgemma.weights.source import load_template, load_tokenizer, source_notes
 
     if path.is_dir():
         return {}
     template = load_template(path, load_tokenizer(path), options.template)  # type: ignore[arg-type]  # checked there
     types, *notes = source_notes(path, template)
-    return {"file": types, "notes": "; ".join(notes)}
+    tower = find_tower(path, options.vision)
+    return {"file": types, "notes": "; ".join(notes), "image_tower": str(tower or "none")}
 
 
 def _config(directory: Path) -> dict[str, Any]:

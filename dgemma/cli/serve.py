@@ -36,7 +36,7 @@ class ListenOptions:
         None, "Largest request in MiB; 4 by default, 32 for a model with pictures."
     )
 
-    def settings(self, model: str, limits: Limits) -> "Settings":
+    def settings(self, model: ModelOptions, limits: Limits) -> "Settings":
         """Read the keys and check the address."""
         from dgemma.server.auth import check_listening, names_of, read_keys
         from dgemma.server.service import Settings
@@ -44,7 +44,7 @@ class ListenOptions:
         keys = read_keys(self.api_key_file, os.environ)
         check_listening(self.host, keys, allow_anonymous=self.allow_anonymous)
         return Settings(
-            names=tuple(self.name or [_name_of(model)]),
+            names=tuple(self.name or [_name_of(model.model)]),
             limits=replace(limits, max_body=_max_body(self.max_body, model)),
             keys=keys,
             hosts=names_of(self.host, self.allow_host or ()),
@@ -72,7 +72,7 @@ def serve(model: ModelOptions, listen: ListenOptions, limits: Limits, fleet: Fle
     from dgemma.server.app import make_app
     from dgemma.server.lifecycle import bind, make_server
 
-    settings = listen.settings(model.model, limits)
+    settings = listen.settings(model, limits)
     listening = bind(listen.host, listen.port)  # before a long load
     url = _url(listening)
     banner = f"dgemma: {settings.names[0]} is at {url}/v1, its web page at {url}"
@@ -107,9 +107,9 @@ def require_extra() -> None:
         raise DgemmaError(f"{missing[0]} is not installed; pip install 'dgemma[serve]'")
 
 
-def _max_body(mib: float | None, model: str) -> int:
+def _max_body(mib: float | None, options: ModelOptions) -> int:
     if mib is None:
-        return default_max_body(model)
+        return default_max_body(options.model, options.vision)
     if not 0 < mib < math.inf:
         raise UsageError(f"--max-body is {mib}; it must be a number above 0")
     return int(mib * MIB)

@@ -77,8 +77,8 @@ class Engine(EngineCore):
         """Load a checkpoint: a directory, a GGUF file, a downloaded hub id, or `nano`, built in.
 
         `device`, `dtype` and `quant` (the form of its weights in memory) are `auto` or as given.
-        `template` is `file` to use the chat template of a GGUF file in any case. An adapter's
-        directory may have a generation_config.json of its own.
+        `template` is `file` to use the chat template of a GGUF file in any case, `vision` the
+        image tower of one. An adapter's directory may have a generation_config.json of its own.
         """
         path = find_checkpoint(str(model))
         tokenizer = load_tokenizer(path)

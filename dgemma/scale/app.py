@@ -121,7 +121,7 @@ def build(args: dict[str, Any]) -> Any:
         raise UsageError("a cluster needs keys; give api_key_file, or allow_anonymous: true")
     model = _of(ModelOptions, args)
     with suppress(UsageError):  # the checkpoint may be on the workers alone
-        args = {"max_body": default_max_body(model.model), **args}
+        args = {"max_body": default_max_body(model.model, model.vision), **args}
     settings = Settings(
         names=tuple(args.get("name") or [model.model]),
         limits=_of(Limits, args),

@@ -43,10 +43,12 @@ class Limits:
                 raise UsageError(f"{name} (--{option}) is {value}; it must be above 0")
 
 
-def default_max_body(model: str) -> int:
+def default_max_body(model: str, vision: str = "auto") -> int:
     """Largest request in bytes for a model that need not be loaded: more if it reads pictures."""
     from dgemma.weights.files import has_image_tower
+    from dgemma.weights.gguf_vision import find_tower
     from dgemma.weights.hub import find_checkpoint
 
     path = find_checkpoint(model)
-    return IMAGE_BODY if path.is_dir() and has_image_tower(path) else Limits().max_body
+    has_tower = has_image_tower(path) if path.is_dir() else find_tower(path, vision) is not None
+    return IMAGE_BODY if has_tower else Limits().max_body

@@ -39,6 +39,7 @@ from dgemma.weights.gguf_memory import (
     plan_gguf,
     tiled_bytes,
 )
+from dgemma.weights.gguf_vision import find_tower, open_tower, tower_bytes, with_tower
 from dgemma.weights.hub import ModelOptions
 from dgemma.weights.layer_formats import STORED_FORMATS, Quant, check_widths, layer_format
 from dgemma.weights.load import Checkpoint, Streamed, count_parameters, load_model
@@ -62,6 +63,7 @@ class LoadArgs(TypedDict, total=False):
     device: str
     dtype: str
     quant: str
+    vision: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ def load_for_inference(
     is_int8 = choice.quant == "int8"
     quant = "none" if is_int8 and adapter is not None else choice.quant
     form = Streamed(quant, choice.streamed)
+    path = find_tower(directory, options.vision)
+    tower = None if path is None else open_tower(path, model_config(directory))
     checkpoint = load_model(directory, device=device, dtype=dtype, quant=form, on_tensor=on_tensor)
     model = checkpoint.model
     if choice.fp8_head:
@@ -118,14 +122,18 @@ def load_for_inference(
             pack_int8(model)
     if quant == "none" and not is_int8:
         pack(model)
-    return checkpoint
+    return checkpoint if tower is None else with_tower(checkpoint, tower)
 
 
 def plan_load(directory: Path, options: ModelOptions, *, adapted: bool = False) -> LoadPlan:
     """Choose device, dtype and format; refuses what cannot run."""
     device = choose_device(options.device)
     dtype, is_free = choose_dtype(options.dtype, device), options.dtype == "auto"
-    choice = choose_quant(options.quant, directory, device, dtype, exact=not is_free)
+    tower = find_tower(directory, options.vision)
+    reserved = 0 if tower is None else tower_bytes(tower)
+    choice = choose_quant(
+        options.quant, directory, device, dtype, exact=not is_free, reserved=reserved
+    )
     if adapted and choice.quant not in ("none", "int8"):
         if options.quant != "auto":
             raise UsageError(
@@ -139,15 +147,24 @@ def plan_load(directory: Path, options: ModelOptions, *, adapted: bool = False) 
 
 
 def choose_quant(
-    name: str, directory: Path, device: torch.device, dtype: torch.dtype, *, exact: bool = False
+    name: str,
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    exact: bool = False,
+    reserved: float = 0.0,
 ) -> QuantChoice:
-    """Choose the format to load; `exact`: a dtype was requested, so `auto` does not quantize."""
+    """Choose the format to load; `exact`: a dtype was requested, so `auto` does not quantize.
+
+    `reserved`: bytes that a GGUF model's image tower will take.
+    """
     if name not in QUANT_OPTIONS:
         raise UsageError(f"quant {name!r} is not known; use {', '.join(QUANT_OPTIONS)}")
     config, scheme = model_config(directory), read_scheme(directory)
     stored: SchemeName | None = None if scheme is None else scheme.name
     if name == "auto" and is_gguf(directory):
-        choice = _auto_gguf(config, directory, device, dtype)
+        choice = _auto_gguf(config, directory, device, dtype, reserved)
     elif name == "auto":
         is_int8 = stored is None and (directory / INT8_INDEX).is_file()
         choice = _auto(config, stored, device, dtype, is_int8=is_int8 and not exact)
@@ -189,7 +206,11 @@ def _auto(
 
 
 def _auto_gguf(
-    config: ModelConfig, directory: Path, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    reserved: float,
 ) -> QuantChoice:
     """Choose blocks: mapped ones on a CPU, unless the model is small; repacked ones on a GPU."""
     if device.type == "cuda":
@@ -198,7 +219,8 @@ def _auto_gguf(
         if reason is None and dtype != torch.bfloat16:
             reason = f"kernels of blocks take bfloat16, not {_short(dtype)}"
         if reason is None and sizes is not None:
-            return gguf_choice(config, sizes, _free(device), has_fp8=has_e4m3(device))
+            free = _free(device) - reserved
+            return gguf_choice(config, sizes, free, has_fp8=has_e4m3(device))
         reason = reason or "an expert's type or width has no kernels"
         return QuantChoice("none", f"GGUF, dequantized: {reason}")
     size = count_parameters(config).total * dtype.itemsize
