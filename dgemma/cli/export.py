@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from dgemma.cli.app import app, with_options
+from dgemma.cli.app import GGUF_TYPES, app, with_options
 from dgemma.errors import UsageError
 from dgemma.options import option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Largest first. The same names as in `weights.gguf_write`, which would import torch.
-GGUF_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_0", "Q4_K_M", "Q4_K", "Q4_0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

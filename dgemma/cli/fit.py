@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dgemma.cli.app import AsJson, app
-from dgemma.cli.export import GGUF_TYPES
+from dgemma.cli.app import GGUF_TYPES, AsJson, app
 from dgemma.errors import UsageError
 
 if TYPE_CHECKING:

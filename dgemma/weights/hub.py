@@ -48,12 +48,10 @@ class ModelOptions:
     template: str = option(
         "auto", "Chat template of a GGUF file: auto (dgemma's for the released tokenizer) or file."
     )
-    vision: str = field(
-        default="auto",
-        metadata={
-            "help": "Image tower of a GGUF model: auto (an mmproj file beside it), none, or the "
-            "path of an mmproj file, a safetensors file or a checkpoint directory."
-        },
+    vision: str = option(
+        "auto",
+        "Image tower of a GGUF model: auto (an mmproj file beside it), none, or the path of an "
+        "mmproj or safetensors file.",
     )
 
 

@@ -324,7 +324,7 @@ def test_the_command_writes_a_file(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dgemma.cli import app
-    from dgemma.cli.export import GGUF_TYPES
+    from dgemma.cli.app import GGUF_TYPES
 
     assert tuple(FILE_TYPES) == GGUF_TYPES
     path = tmp_path / "new" / "a.gguf"
