@@ -130,7 +130,7 @@ def packed_format(
 
 
 class GGUFForm(NamedTuple):
-    """What a prediction needs of a file."""
+    """Sizes of a file that predictions depend on."""
 
     name: str
     num_bytes: float  # of its tensors
