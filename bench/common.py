@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dgemma.backends.cpu import pack
 from dgemma.config import FULL, SLIDING, ModelConfig, VisionConfig
+from dgemma.config import RELEASED as RELEASED
 from dgemma.device import describe_device
 from dgemma.diffusion.canvas import NO_PINS, Noise
 from dgemma.diffusion.denoise import CanvasState, start
@@ -29,7 +30,6 @@ from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.model.gemma import Gemma, Layer
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.quant.head import quantize_head
-from dgemma.roofline import RELEASED as RELEASED
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.layer_formats import (
     LAYER_FORMATS,

@@ -27,29 +27,13 @@ from dgemma.errors import UsageError
 
 WeightGroup = Literal["experts", "dense", "head", "exact", "attention"]
 PassName = Literal["step", "commit", "token"]
+Rates = Mapping[int, float]  # 10^12 operations a second by bits
 
 NORM_TRAFFIC = 16  # times a layer's norms and sums read or write the residual
 NORMS = 7  # of a layer, all of the residual's width
 STEPS_PER_BLOCK = (8, 16, 32, 48)
 BANDWIDTH_FRACTION, FLOP_FRACTION = 0.9, 0.8
 PCIE_4, PCIE_5 = 24.0, 50.0  # GB/s from pinned memory by 16 lanes, as measured by others
-
-# The released google/diffusiongemma-26B-A4B-it.
-RELEASED = ModelConfig(
-    vocab_size=262_144,
-    hidden_size=2816,
-    intermediate_size=2112,
-    moe_intermediate_size=704,
-    num_experts=128,
-    top_k_experts=8,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    num_global_key_value_heads=2,
-    head_dim=256,
-    global_head_dim=512,
-    layer_types=((SLIDING,) * 5 + (FULL,)) * 5,
-    sliding_window=1024,
-)
 
 
 # --- devices and formats
@@ -84,7 +68,7 @@ class Device:
 
     name: str
     bandwidth: float
-    rates: Mapping[int, float] = field(hash=False)  # by bits; missing widths use the next wider
+    rates: Rates = field(hash=False)  # by bits; missing widths use the next wider
     memory: float
     runtime: float = 0.8  # memory of driver, libraries and kernels
     layer_micros: float = 15.0  # launch overhead of a layer
@@ -117,12 +101,10 @@ def obstacle(fmt: WeightFormat, device: Device) -> str:
     return ""
 
 
-def _sheet(
-    name: str, bandwidth: float, rates: Mapping[int, float], memory: float, link: float = 0.0
-) -> Device:
+def _sheet(name: str, peak: float, rates: Rates, memory: float, link: float = 0.0) -> Device:
     return Device(
         name=name,
-        bandwidth=BANDWIDTH_FRACTION * bandwidth,
+        bandwidth=BANDWIDTH_FRACTION * peak,
         rates={bits: FLOP_FRACTION * rate for bits, rate in rates.items()},
         memory=memory,
         link=link,
@@ -254,8 +236,7 @@ class Prediction:
     step: float
     commit: float
     token: float
-    break_even: float  # steps per block at which diffusion is as fast as AR
-    per_second: tuple[float, ...]  # committed tokens, at `STEPS_PER_BLOCK`
+    block: int  # tokens
     memory: Memory
     max_context: int  # that still fits; 0: not even the weights do
     obstacle: str  # the reason why there is no predicted speed; else empty
@@ -265,6 +246,16 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.memory.total <= 1e9 * self.device.memory
+
+    @property
+    def break_even(self) -> float:
+        """Steps per block at which diffusion is as fast as AR."""
+        return max(0.0, (self.block * self.token - self.commit) / self.step)
+
+    @property
+    def per_second(self) -> tuple[float, ...]:
+        """Committed tokens, at `STEPS_PER_BLOCK`."""
+        return tuple(self.block / (n * self.step + self.commit) for n in STEPS_PER_BLOCK)
 
     @property
     def runs(self) -> bool:
@@ -283,7 +274,6 @@ def predict(config: ModelConfig, context: int, fmt: WeightFormat, device: Device
     reason, fmt = obstacle(fmt, device), format_on(fmt, device)
     runs = passes(config, context)
     step, commit, token = (pass_time(config, run, fmt, device) for run in runs)
-    break_even, per_second = rates(config, step, commit, token)
     held = memory(config, context, fmt, device)
     return Prediction(
         device=device,
@@ -293,21 +283,11 @@ def predict(config: ModelConfig, context: int, fmt: WeightFormat, device: Device
         step=step,
         commit=commit,
         token=token,
-        break_even=break_even,
-        per_second=per_second,
+        block=config.canvas_length,
         memory=held,
         max_context=max_context(config, fmt, held, device),
         obstacle=reason,
     )
-
-
-def rates(
-    config: ModelConfig, step: float, commit: float, token: float
-) -> tuple[float, tuple[float, ...]]:
-    """Return the break-even steps per block, and tokens per second at `STEPS_PER_BLOCK`."""
-    block = config.canvas_length
-    break_even = max(0.0, (block * token - commit) / step)
-    return break_even, tuple(block / (n * step + commit) for n in STEPS_PER_BLOCK)
 
 
 def cost(config: ModelConfig, run: Pass, fmt: WeightFormat) -> PassCost:

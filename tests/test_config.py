@@ -26,6 +26,7 @@ from dgemma.config import (
     read_config,
     read_generation_config,
 )
+from dgemma.config import RELEASED as RELEASED_SHAPE
 from dgemma.config.json_files import (
     IGNORED_GENERATION,
     IGNORED_TEXT,
@@ -37,7 +38,6 @@ from dgemma.config.json_files import (
 )
 from dgemma.config.vision_config import RELEASED_TOWER
 from dgemma.errors import CheckpointError, ConfigError
-from dgemma.roofline import RELEASED as RELEASED_SHAPE
 from tests.tiny import GENERATION, TINY, configs, gemma4_twin, twin
 
 RELEASED = Path(__file__).resolve().parents[2] / "shared" / "checkpoint"

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from dgemma.cli import app
-from dgemma.config import ModelConfig
+from dgemma.config import RELEASED, ModelConfig
 from dgemma.errors import UsageError
 from dgemma.roofline import (
     BF16,
@@ -20,7 +20,6 @@ from dgemma.roofline import (
     FORMATS,
     FOUR_BIT,
     FP8,
-    RELEASED,
     Pass,
     cache_elements,
     cost,

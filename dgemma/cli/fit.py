@@ -102,7 +102,7 @@ def _is_released(model: str) -> bool:
 
 
 def _config(model: str) -> "ModelConfig":
-    from dgemma.roofline import RELEASED
+    from dgemma.config import RELEASED
     from dgemma.weights.hub import find_checkpoint
     from dgemma.weights.source import model_config
 

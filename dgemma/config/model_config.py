@@ -302,3 +302,21 @@ class GenerationConfig:
         """Refuse stop and padding ids that a vocabulary does not have."""
         stops = {f"eos_token_id {number}": token for number, token in enumerate(self.stop_ids)}
         check_ids({"pad_token_id": self.pad_token_id, **stops}, vocab_size)
+
+
+# The released google/diffusiongemma-26B-A4B-it.
+RELEASED = ModelConfig(
+    vocab_size=262_144,
+    hidden_size=2816,
+    intermediate_size=2112,
+    moe_intermediate_size=704,
+    num_experts=128,
+    top_k_experts=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    num_global_key_value_heads=2,
+    head_dim=256,
+    global_head_dim=512,
+    layer_types=((SLIDING,) * 5 + (FULL,)) * 5,
+    sliding_window=1024,
+)

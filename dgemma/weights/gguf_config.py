@@ -52,7 +52,7 @@ NUMBERS = {
 }
 BLOCK_COUNT, KV_HEADS = "block_count", "attention.head_count_kv"
 PATTERN, SOFTCAP = "attention.sliding_window_pattern", "final_logit_softcapping"
-# Keys that must equal another one where they are there.
+# GGUFKeys that must equal another one where they are there.
 EQUAL = {
     "attention.value_length": "attention.key_length",
     "attention.value_length_swa": "attention.key_length_swa",
@@ -60,7 +60,7 @@ EQUAL = {
     "rope.dimension_count_swa": "attention.key_length_swa",
 }
 CAUSAL = "attention.causal"
-# Keys with one supported value each; absent means that value.
+# GGUFKeys with one supported value each; absent means that value.
 FIXED: dict[str, tuple[Any, str]] = {
     "attention.shared_kv_layers": (0, "layers that share keys and values"),
     "embedding_length_per_layer_input": (0, "per-layer embeddings"),
@@ -128,7 +128,7 @@ class GGUFConfig:
 def read_gguf_config(file: GGUFFile) -> GGUFConfig:
     """Read the configs of a file; refuses what this build cannot run."""
     family = check_architecture(file)
-    keys = Keys(file)
+    keys = GGUFKeys(file)
     notes: list[str] = []
     try:
         config = _model(keys, family, notes)
@@ -155,7 +155,7 @@ def check_architecture(file: GGUFFile) -> Family:
     )
 
 
-class Keys:
+class GGUFKeys:
     """The metadata of a file, and which of its keys were read."""
 
     def __init__(self, file: GGUFFile) -> None:
@@ -222,7 +222,7 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _model(keys: Keys, family: Family, notes: list[str]) -> ModelConfig:
+def _model(keys: GGUFKeys, family: Family, notes: list[str]) -> ModelConfig:
     if not keys.has(keys.prefix + "expert_count"):
         raise CheckpointError(
             f"{keys.path} is a {keys.prefix[:-1]} model without experts (no "
@@ -259,7 +259,7 @@ def _model(keys: Keys, family: Family, notes: list[str]) -> ModelConfig:
 
 
 def _constant(
-    keys: Keys, kv_heads: list[int], is_sliding: list[bool], layer_type: LayerType
+    keys: GGUFKeys, kv_heads: list[int], is_sliding: list[bool], layer_type: LayerType
 ) -> int:
     """Return the key/value heads of a layer type, the same in all its layers; 0: no layer."""
     pairs = zip(kv_heads, is_sliding, strict=True)
@@ -272,7 +272,7 @@ def _constant(
     return heads[0] if heads else 0
 
 
-def _check_fixed(keys: Keys, family: Family) -> None:
+def _check_fixed(keys: GGUFKeys, family: Family) -> None:
     for key, other in EQUAL.items():
         if keys.has(keys.prefix + key) and keys.size(key) != keys.size(other):
             raise CheckpointError(
@@ -291,7 +291,7 @@ def _check_fixed(keys: Keys, family: Family) -> None:
             )
 
 
-def _vocab_size(keys: Keys) -> int:
+def _vocab_size(keys: GGUFKeys) -> int:
     table = keys.file.tensors.get(TOKEN_EMBD)
     if table is None or len(table.shape) != 2:
         raise CheckpointError(f"{keys.path} has no matrix {TOKEN_EMBD}; it is no whole model")
@@ -325,7 +325,7 @@ def _rotary_fraction(file: GGUFFile, head_dim: int) -> float:
     return rotating / len(divisors)
 
 
-def _canvas_length(keys: Keys, family: Family, notes: list[str]) -> int:
+def _canvas_length(keys: GGUFKeys, family: Family, notes: list[str]) -> int:
     if family != "diffusion_gemma":
         return DEFAULT_CANVAS
     if keys.has(CANVAS):
@@ -338,7 +338,7 @@ def _canvas_length(keys: Keys, family: Family, notes: list[str]) -> int:
     )
 
 
-def _long_reply(keys: Keys) -> LongReply | None:
+def _long_reply(keys: GGUFKeys) -> LongReply | None:
     if not any(key.startswith(LONG_REPLY) for key in keys.file.metadata):
         return None
     kinds = {field.name: field.type for field in fields(LongReply)}
@@ -347,11 +347,11 @@ def _long_reply(keys: Keys) -> LongReply | None:
     )
 
 
-def _optional(keys: Keys, key: str, default: int) -> int:
+def _optional(keys: GGUFKeys, key: str, default: int) -> int:
     return int(keys.get(key, int)) if keys.has(key) else default
 
 
-def _generation(keys: Keys, family: Family, notes: list[str]) -> GenerationConfig:
+def _generation(keys: GGUFKeys, family: Family, notes: list[str]) -> GenerationConfig:
     values: dict[str, Any] = {
         field: keys.get(key, kind) for key, (field, kind) in SAMPLER.items() if keys.has(key)
     }

@@ -32,7 +32,6 @@ from dgemma.roofline import (
     max_context,
     memory,
     predict,
-    rates,
     stored_parameters,
 )
 from dgemma.weights.gguf_checkpoint import EXPERTS, EXTRA_BYTES
@@ -50,7 +49,7 @@ IN_PLACE = 0.82  # of the link's rate, where a kernel reads host memory
 # Weights of a Q4_K_M that the known CPU decodes in a second; others in proportion to their GEMMs.
 DECODED_PER_SECOND = 1.5e9
 
-Blocks = Callable[[str], BlockWeight]  # a weight by its released name
+WeightBlocks = Callable[[str], BlockWeight]  # a weight by its released name
 
 
 class GGUFPlan(NamedTuple):
@@ -62,7 +61,7 @@ class GGUFPlan(NamedTuple):
     streamed: frozenset[int]
 
 
-def blocks_of_type(config: ModelConfig, file_type: str) -> Blocks:
+def blocks_of_type(config: ModelConfig, file_type: str) -> WeightBlocks:
     """Return the weights of a file of a type that does not exist: formats and shapes, no data."""
     from dgemma.weights.gguf_write import gguf_shapes, tensor_types
 
@@ -76,7 +75,7 @@ def blocks_of_type(config: ModelConfig, file_type: str) -> Blocks:
     return blocks
 
 
-def tiled_bytes(config: ModelConfig, blocks: Blocks) -> list[int] | None:
+def tiled_bytes(config: ModelConfig, blocks: WeightBlocks) -> list[int] | None:
     """Return the bytes of each layer's experts in tiles; None if a layer has no kernels."""
     sizes = [0] * config.num_hidden_layers
     for name, spec in text_specs(config).items():
@@ -137,7 +136,7 @@ class GGUFForm(NamedTuple):
     tiled: tuple[int, ...] | None  # of each layer's experts; None: without kernels
 
 
-def gguf_form(name: str, config: ModelConfig, blocks: Blocks) -> GGUFForm:
+def gguf_form(name: str, config: ModelConfig, blocks: WeightBlocks) -> GGUFForm:
     """Describe a file by the types of its tensors."""
     num_bytes = 0
     for released in text_specs(config):
@@ -177,7 +176,10 @@ def _streamed(config: ModelConfig, whole: Prediction, copied: float, plan: GGUFP
     step = max(whole.step, commit + whole.step - whole.commit)
     token = whole.token + used * copied / link / IN_PLACE
     return replace(
-        _with_times(config, whole, (step, commit, token)),
+        whole,
+        step=step,
+        commit=commit,
+        token=token,
         step_floor=max(whole.step_floor, copied / link),
         streamed_layers=len(plan.streamed),
         streamed_bytes=copied,
@@ -195,21 +197,11 @@ def _on_cpu(config: ModelConfig, context: int, form: GGUFForm, device: Device) -
     # A canvas reads all experts, a token its own.
     whole = stored_parameters(config)["experts"] / rate
     few = whole * config.top_k_experts / config.num_experts
-    times = (plain.step + whole, plain.commit + whole, plain.token + few)
-    longest = max_context(config, fmt, held, device)
-    return replace(_with_times(config, plain, times), memory=held, max_context=longest)
-
-
-def _with_times(
-    config: ModelConfig, prediction: Prediction, times: tuple[float, float, float]
-) -> Prediction:
-    step, commit, token = times
-    break_even, per_second = rates(config, step, commit, token)
     return replace(
-        prediction,
-        step=step,
-        commit=commit,
-        token=token,
-        break_even=break_even,
-        per_second=per_second,
+        plain,
+        step=plain.step + whole,
+        commit=plain.commit + whole,
+        token=plain.token + few,
+        memory=held,
+        max_context=max_context(config, fmt, held, device),
     )

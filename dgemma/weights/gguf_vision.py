@@ -20,7 +20,7 @@ from dgemma.config import ModelConfig, VisionConfig, load_config
 from dgemma.errors import CheckpointError, ConfigError, UsageError
 from dgemma.weights.files import GGUF_SUFFIX, describe, read_header, read_headers
 from dgemma.weights.gguf import GGUFFile
-from dgemma.weights.gguf_config import Keys
+from dgemma.weights.gguf_config import GGUFKeys
 from dgemma.weights.load import Checkpoint
 from dgemma.weights.names import VISION_PREFIX, stored_names
 from dgemma.weights.safetensors_io import MappedTensors
@@ -49,7 +49,7 @@ SIZES = {
 }
 POOLING, EPS = "vision.projector.scale_factor", "vision.attention.layer_norm_epsilon"
 WIDTH = "vision.projection_dim"
-# Keys with one supported value each; absent means that value.
+# GGUFKeys with one supported value each; absent means that value.
 FIXED: dict[str, object] = {
     "has_vision_encoder": True,
     "has_audio_encoder": False,
@@ -222,7 +222,7 @@ def _mmproj_config(file: GGUFFile, config: ModelConfig) -> VisionConfig:
         raise CheckpointError(
             f"{file.path} is no image tower but a {name!r} model; --vision takes an mmproj file"
         )
-    keys = Keys(file)
+    keys = GGUFKeys(file)
     kinds = [keys.of_model(key, str) for key in PROJECTOR_KEYS if keys.has(keys.prefix + key)]
     if kinds != [PROJECTOR]:
         stated = " and ".join(map(repr, kinds)) or "none"

@@ -15,11 +15,10 @@ from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dgemma.config import GENERATION_CONFIG, GenerationConfig, ModelConfig, load_config
+from dgemma.config import GENERATION_CONFIG, RELEASED, GenerationConfig, ModelConfig, load_config
 from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.quant.gguf_encode import BY_NAME, ENCODERS, encode
-from dgemma.roofline import RELEASED
 from dgemma.weights.gguf_checkpoint import open_gguf
 from dgemma.weights.gguf_write import FILE_TYPES, export_gguf, gguf_shapes, size_label, tensor_types
 from dgemma.weights.hub import NANO_DIRECTORY

@@ -13,6 +13,7 @@ from dgemma.backends.base import ForwardInput, TokenDraw
 from dgemma.backends.choose import _weight_format
 from dgemma.backends.reference import ReferenceBackend, commit, denoise
 from dgemma.cli.info import _weights
+from dgemma.config import RELEASED
 from dgemma.diffusion.canvas import NO_PINS, Noise
 from dgemma.diffusion.denoise import CanvasState, start
 from dgemma.diffusion.sampler import EntropyBound, Sampler
@@ -21,7 +22,6 @@ from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.quant import fp8, head
 from dgemma.quant.fp8 import quantize
 from dgemma.quant.head import CHUNK, quantize_head, soft_embed_reference
-from dgemma.roofline import RELEASED
 from dgemma.weights import inference
 from dgemma.weights.hub import ModelOptions
 from dgemma.weights.inference import choose_quant

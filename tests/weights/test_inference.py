@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dgemma.cli import main
-from dgemma.config import load_config
+from dgemma.config import RELEASED, load_config
 from dgemma.errors import UsageError
-from dgemma.roofline import RELEASED, memory
+from dgemma.roofline import memory
 from dgemma.weights import inference
 from dgemma.weights.gguf_memory import blocks_of_type, gguf_bytes, plan_gguf, tiled_bytes
 from dgemma.weights.hub import NANO_DIRECTORY, ModelOptions
