@@ -5,6 +5,7 @@ import os
 import signal
 from typing import Any
 
+FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130  # exit codes
 MAX_SENTENCE = 2000  # characters
 CUT_SHORT = (
     "a file of weights was cut short while it was read, or its disk failed; fetch it again, and "

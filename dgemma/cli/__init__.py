@@ -15,8 +15,15 @@ from typing import Any, get_args
 
 import typer
 
-from dgemma.cli.app import FAILED, INTERRUPTED, WRONG_CALL, app, option_hints
-from dgemma.errors import DgemmaError, UsageError, explain_bus_errors
+from dgemma.cli.app import app, option_hints
+from dgemma.errors import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_CALL,
+    DgemmaError,
+    UsageError,
+    explain_bus_errors,
+)
 
 # Modules of the commands, in the order of `dgemma --help`; importing one registers its command.
 COMMANDS = (

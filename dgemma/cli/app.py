@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dgemma.diffusion.sampler import Rule
     from dgemma.engine import Engine, SamplingParams
 
-FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130  # exit codes
 # Largest first. The same names as in `weights.gguf_write`, which would import torch.
 GGUF_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_0", "Q4_K_M", "Q4_K", "Q4_0")
 MIN_SHOWN_BYTES = 1 << 30  # smaller checkpoints load without a progress bar

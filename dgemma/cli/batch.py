@@ -28,7 +28,7 @@ class BatchOptions:
     url: str | None = option(None, "A running server to ask, instead of loading a model.")
     api_key_file: Path | None = option(None, "The server's key; DGEMMA_API_KEYS works too.")
     parallel: int | None = option(None, "Requests at a time; by default two batches.", min=1)
-    max_batch_size: int = option(8, "Most requests in one pass.")
+    max_batch_size: int = option(Limits().max_batch_size, "Most requests in one pass.")
 
 
 @app.command()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import FAILED, ReplyOptions, app, load_engine, with_options
-from dgemma.errors import DgemmaError, UsageError
+from dgemma.cli.app import ReplyOptions, app, load_engine, with_options
+from dgemma.errors import FAILED, DgemmaError, UsageError
 from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 

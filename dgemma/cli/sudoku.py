@@ -9,18 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dgemma.cli.app import (
-    FAILED,
-    INTERRUPTED,
-    AsJson,
-    SamplerOptions,
-    app,
-    load_engine,
-    with_options,
-)
-from dgemma.errors import UsageError
+from dgemma.cli.app import AsJson, SamplerOptions, app, load_engine, with_options
+from dgemma.errors import FAILED, INTERRUPTED, UsageError
 from dgemma.options import option
-from dgemma.programs.sudoku.grid import CELLS, parse
+from dgemma.programs.sudoku.grid import CELLS, RESTARTS, parse
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
@@ -34,7 +26,6 @@ if TYPE_CHECKING:
 
 RULE = "──────┼───────┼──────"
 GIVEN, CHANGED, FILLED, MISSING = "bold", "bold red", "cyan", "dim"
-RESTARTS = 8
 MAX_SHOWN = 100  # characters of an argument that an error quotes
 
 

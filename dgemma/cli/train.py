@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dgemma.cli.app import INTERRUPTED, app, with_options
+from dgemma.cli.app import app, with_options
+from dgemma.errors import INTERRUPTED
 from dgemma.options import option
 from dgemma.train.options import TrainOptions
 

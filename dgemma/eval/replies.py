@@ -16,11 +16,11 @@ from dgemma.engine import Engine
 from dgemma.eval.answers import read_pairs, replies_by_mode, show_progress
 from dgemma.eval.data import Data, MissingData
 from dgemma.eval.measure import SHARE, Case, Measure
+from dgemma.programs.sudoku.grid import RESTARTS
 from dgemma.programs.sudoku.solve import MAX_STEPS, SudokuParams, SudokuResult, solve_program
 
 SUDOKU = "sudoku"
 CLUE_17_FILE, CLUE_17_LIMIT = "sudoku_17clue.txt", 1000
-RESTARTS = 8
 CALLS_LIMIT, FIX_LIMIT = 500, 200
 NOT_JSON = object()  # equal to no parsed value
 

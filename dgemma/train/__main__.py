@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from dgemma.errors import DgemmaError, UsageError
+from dgemma.errors import FAILED, INTERRUPTED, WRONG_CALL, DgemmaError, UsageError
 from dgemma.train.command import TrainArgs, finish, log_line, opening_messages, prepare, reports
 from dgemma.train.distributed import destroy_distributed
 from dgemma.train.loop import TrainingInterrupted
 from dgemma.train.options import TrainOptions
-
-FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
 
 
 def parse_args(arguments: Sequence[str] | None) -> TrainArgs:

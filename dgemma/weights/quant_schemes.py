@@ -19,13 +19,13 @@ from typing import Any, Literal
 
 from dgemma.config.strict_json import read_json
 from dgemma.errors import ConfigError
+from dgemma.quant.nvfp4 import GROUP
 from dgemma.weights.files import TensorShape
 
 SchemeName = Literal["nvfp4", "fp8"]
 
 CONFIG_KEY = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
-GROUP = 16  # inputs that share a scale in nvfp4
 EXPERT_PARTS = ("gate", "up", "down")
 STACKED = re.compile(r"(?P<prefix>.+\.experts)\.(?P<stack>gate_up|down)_proj")
 ONE_EXPERT = re.compile(r"(?P<prefix>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj")

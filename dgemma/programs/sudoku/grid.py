@@ -14,6 +14,7 @@ from dgemma.text.slots import SlotTemplate, find_slots
 from dgemma.text.tokenizer import Tokenizer
 
 CELLS = 81
+RESTARTS = 8  # of the command and of evaluation: new attempts where a canvas does not converge
 TASK = "Solve this Sudoku."
 READ_TASK = "Read this Sudoku."  # about a picture
 DIGITS = "123456789"

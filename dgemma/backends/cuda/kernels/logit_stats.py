@@ -19,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.backends.cuda.kernels.common import gdc_wait, launch, pdl_kwargs
+from dgemma.diffusion.logit_stats import MIN_TEMPERATURE
+from dgemma.quant.head import CHUNK
 
-CHUNK = 2048  # tokens reduced by one warp
 MAX_CANDIDATES = 128  # tokens of a position in the sparse soft embedding
 MIN_PROB = 1e-5  # of a candidate
 MIN_CHUNK_PROB = 0.9 * MIN_PROB  # a chunk whose largest is below has no candidate, even rounded
 MIN_MASS = 1 - 2e-3  # of a position, in its candidates; bfloat16 loses as much
 MAX_MISSED = 1.01 * (1 - MIN_MASS)  # a position with more in chunks without candidates is flat
 FLAT_MASS = 0.99  # a position whose MAX_CANDIDATES likeliest tokens cannot hold as much is flat
-MIN_TEMPERATURE = 1e-3  # of a draw; below it the argmax is taken
 MIN_COUNTED_PROB = 1e-3  # smaller ones are raised to it where `_tokens_needed` counts
 LOG2_E = tl.constexpr(1.4426950408889634)
 

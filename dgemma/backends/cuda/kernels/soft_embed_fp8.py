@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.backends.cuda.configs import SOFT_EMBED, GemmConfig, for_device
-from dgemma.backends.cuda.kernels import logit_stats
 from dgemma.backends.cuda.kernels.common import gdc_wait, launch, pdl_kwargs
 from dgemma.backends.cuda.kernels.gemm_fp8 import (
     block_kwargs,
@@ -32,7 +31,6 @@ from dgemma.quant.fp8 import E4M3
 from dgemma.quant.head import CHUNK, SoftTable
 
 TOKENS_PER_STEP = 1024  # of the quantization
-assert logit_stats.CHUNK == CHUNK, "logit statistics have other chunks than the definition"
 
 
 @dataclass(frozen=True, slots=True)

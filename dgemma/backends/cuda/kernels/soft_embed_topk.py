@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dgemma.backends.cuda.kernels.common import gdc_wait, launch, pdl_kwargs
 from dgemma.backends.cuda.kernels.logit_stats import (
-    CHUNK,
     MAX_CANDIDATES,
     MIN_CHUNK_PROB,
     MIN_MASS,
@@ -25,6 +24,7 @@ from dgemma.backends.cuda.kernels.logit_stats import (
     capped,
     logit_scale,
 )
+from dgemma.quant.head import CHUNK
 
 CHUNKS_PER_PROGRAM = 4  # searched for candidates
 COLUMN = 8  # adjacent tokens that a thread of the search has
