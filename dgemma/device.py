@@ -1,6 +1,10 @@
-"""Choice of the device and dtype to run on, by what the machine has."""
+"""The machine: choice of device and dtype, and what was measured on it, kept on disk."""
 
-from collections.abc import MutableMapping
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -8,6 +12,7 @@ from dgemma.errors import UsageError
 
 DEVICES = "auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_ENTRIES = 32  # results that are kept under a name, the latest
 MAX_KERNELS = 128  # of different shapes, in the CPU matrix library's cache
 
 
@@ -79,3 +84,41 @@ def bound_kernel_cache(environment: MutableMapping[str, str]) -> None:
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         environment.setdefault(name, str(MAX_KERNELS))
+
+
+# --- results that are kept
+
+
+def kept_result(name: str, key: Mapping[str, str]) -> Any:
+    """Return the value that was kept under a name for exactly this key; None if there is none."""
+    values = [entry["value"] for entry in kept_entries(name) if entry["key"] == key]
+    return values[-1] if values else None
+
+
+def keep_result(name: str, key: Mapping[str, str], value: Any) -> None:
+    """Keep a value that JSON can hold in the user's cache; nothing if it cannot be written."""
+    entries = [entry for entry in kept_entries(name) if entry["key"] != key]
+    entries.append({"key": dict(key), "value": value})
+    path = _cache_path(name)
+    if not path.is_absolute():
+        return  # a user without a home directory
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(entries[-MAX_ENTRIES:], indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        return
+
+
+def kept_entries(name: str) -> list[dict[str, Any]]:
+    try:
+        entries = json.loads(_cache_path(name).read_text(encoding="utf-8"))
+        return [entry for entry in entries if {"key", "value"} <= entry.keys()]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []  # none yet, or damaged: it is measured again
+
+
+def _cache_path(name: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "dgemma" / f"{name}.json"

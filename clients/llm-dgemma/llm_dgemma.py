@@ -51,8 +51,8 @@ class Dgemma(Chat):
         seed: int | None = Field(default=None, ge=0, description="Same seed, same answer")
         stop: str | None = Field(default=None, description="The answer ends before this text")
         thinking: bool | None = Field(default=None, description="Whether to think first")
-        mode: Literal["diffusion", "ar", "hybrid"] | None = Field(
-            default=None, description="How the answer is written: diffusion, ar or hybrid"
+        mode: Literal["diffusion", "ar", "hybrid", "auto"] | None = Field(
+            default=None, description="How the answer is written: diffusion, ar, hybrid or auto"
         )
         max_denoising_steps: int | None = Field(
             default=None, ge=1, description="Most steps of a canvas"

@@ -7,10 +7,9 @@ config, dtype and weight format.
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -26,10 +25,11 @@ from dgemma.backends.cuda.device import (
 from dgemma.backends.cuda.merge import layers_of
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.config import ModelConfig, config_to_json
+from dgemma.device import keep_result, kept_entries, kept_result
 from dgemma.model.gemma import Gemma
 from dgemma.quant.head import Fp8HeadTable
 
-MAX_ENTRIES = 32
+CACHE = "selftest"
 UNTESTED = "cuda, once the self-test has passed when the model is first loaded"
 WEIGHTS = "weights"  # key of the weight format, the one fact that a config does not have
 
@@ -124,7 +124,8 @@ def report(config: ModelConfig | None, dtype: torch.dtype, device: torch.device)
     if config is None:
         return UNTESTED
     key = {**cache_key(config, dtype, device), WEIGHTS: ""}
-    results = {entry["wrong"] for entry in _entries() if {**entry["key"], WEIGHTS: ""} == key}
+    entries = kept_entries(CACHE)
+    results = {entry["value"] for entry in entries if {**entry["key"], WEIGHTS: ""} == key}
     if wrong := results - {""}:
         backend = "cuda, although the self-test failed" if ignores_selftest() else "reference"
         return f"{backend}: {'; '.join(sorted(wrong))}"
@@ -145,37 +146,13 @@ def cache_key(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 def load_result(key: Mapping[str, str]) -> str | None:
     """Return the cached result of exactly this key; empty: the self-test passed."""
-    results = [entry["wrong"] for entry in _entries() if entry["key"] == key]
-    return results[-1] if results else None
+    wrong: str | None = kept_result(CACHE, key)
+    return wrong
 
 
 def store_result(key: Mapping[str, str], wrong: str) -> None:
     """Cache a result; where nothing can be written the self-test runs again next time."""
-    entries = [entry for entry in _entries() if entry["key"] != key]
-    entries.append({"key": dict(key), "wrong": wrong})
-    path = _cache_path()
-    if not path.is_absolute():
-        return  # a user without a home directory
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(entries[-MAX_ENTRIES:], indent=1), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        return
-
-
-def _entries() -> list[dict[str, Any]]:
-    try:
-        entries = json.loads(_cache_path().read_text(encoding="utf-8"))
-        return [entry for entry in entries if {"key", "wrong"} <= entry.keys()]
-    except (OSError, ValueError, TypeError, AttributeError):
-        return []  # none yet, or damaged: the self-test runs again
-
-
-def _cache_path() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "dgemma" / "selftest.json"
+    keep_result(CACHE, key, wrong)
 
 
 def _device_name(device: torch.device) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from dgemma.config import MODES
 from dgemma.errors import UsageError
 from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
@@ -32,6 +31,7 @@ RULES = (
     "Rule of the sampler: entropy, the default, confidence, or MODULE:CLASS, one of your own "
     "(docs/python.md)."
 )
+MODE_HELP = "diffusion, ar, hybrid (AR thought) or auto (what is faster here)."
 PRESETS = "Of the sampler: quality, balanced or fast (docs/python.md)."
 
 R = TypeVar("R")
@@ -49,7 +49,7 @@ class SamplerOptions:
 class ReplyOptions(SamplerOptions):
     """Options of what answers a message."""
 
-    mode: str = option("diffusion", f"{', '.join(MODES)} (AR thought).")
+    mode: str = option("diffusion", MODE_HELP)
     temperature: float | None = option(None, "Of draws; AR is greedy without it.")
     max_tokens: int | None = option(None, "Longest answer.")
     thinking: bool = option(False, "Let the model think first.", "--thinking/--no-thinking")

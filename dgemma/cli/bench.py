@@ -33,7 +33,7 @@ class BenchOptions:
     workloads: str = option("all", "Names, TOML files or directories with commas between; all.")
     arms: list[str] | None = option(
         None,
-        "An arm, may be repeated: diffusion, ar, hybrid, with settings as in "
+        "An arm, may be repeated: diffusion, ar, hybrid, auto, with settings as in "
         "diffusion:steps=16,bound=0.5, ar:model=DIR, or endpoint:url=http://HOST/v1.",
         "--arm",
     )
@@ -153,6 +153,38 @@ def report(directory: Annotated[Path, typer.Argument(help="Of an earlier run.")]
     from dgemma.eval.bench import read_run
 
     _print(read_run(directory), directory, is_advice=False, as_json=False)
+
+
+@bench_app.command("break-even")
+@with_options
+def break_even(
+    options: ModelOptions,
+    rounds: Annotated[int, typer.Option(min=1, help="Replies of each length and mode.")] = 3,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure what mode auto knows anew.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the seconds of diffusion, AR and auto by length, and what mode auto knows of them."""
+    from dgemma.eval.break_even import HEADING, break_even_json, summary, text_row, time_lengths
+
+    engine = load_engine(options)
+    costs = engine.break_even
+    if costs is None or again:
+        costs = engine.measure_break_even()
+    if as_json:
+        print(json.dumps(break_even_json(costs, list(time_lengths(engine, rounds)))))
+        return
+    print(f"{costs.describe()}\n{HEADING}", flush=True)
+    times = []
+    for row in time_lengths(engine, rounds):
+        times.append(row)
+        print(text_row(row), flush=True)
+    found = summary(times)
+    print(
+        f"{found['within_goal']} of {found['measured']} within 1.2 times the better mode; worst "
+        f"{found['worst']:.2f} at {found['worst_at']}"
+    )
 
 
 @bench_app.command()

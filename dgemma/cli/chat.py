@@ -30,7 +30,7 @@ NANO_CAN = (
 NANO_CANNOT = "It cannot: it knows nothing of the world and does not hold a conversation."
 KEYS = 'Several lines: paste them, or Alt+Enter, or """ before and after. /help lists commands.'
 HELP = """\
-/mode diffusion|ar|hybrid   how answers are written
+/mode diffusion|ar|hybrid|auto   how answers are written
 /temperature X              of draws; /temperature alone takes the model's own
 /seed N                     same seed, same answers; /seed alone draws a new one each time
 /thinking on|off            let the model think first, or not

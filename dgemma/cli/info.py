@@ -27,6 +27,7 @@ def info(
         checked = _verified(options.model)
     facts = {**_machine(options), **_model(options)}
     facts["weights"], facts["backend"] = _weights(options), _backend(options)
+    facts["break_even"] = _break_even(options)
     if verify:
         facts["verified"] = checked
     if as_json:
@@ -79,6 +80,20 @@ def _backend(options: ModelOptions) -> str:
     except UsageError:
         config = None
     return report(config, choose_dtype(options.dtype, where), where)
+
+
+def _break_even(options: ModelOptions) -> str:
+    """Describe what both modes cost here, if that was measured."""
+    from dgemma.engine.auto import identity, kept
+    from dgemma.weights.hub import find_checkpoint
+
+    try:
+        path = find_checkpoint(options.model)
+    except UsageError as error:
+        return f"not measured: {error}"
+    where = {name: getattr(options, name) for name in ("device", "dtype", "quant")}
+    costs = kept(identity(path, options.adapter, where))
+    return "not measured: dgemma bench break-even" if costs is None else costs.describe()
 
 
 def _weights(options: ModelOptions) -> str:

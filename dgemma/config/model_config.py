@@ -16,7 +16,7 @@ ImageAttention = Literal["sliding", "all", "causal"]
 SLIDING: LayerType = "sliding_attention"
 FULL: LayerType = "full_attention"
 
-Mode = Literal["diffusion", "ar", "hybrid"]  # of a reply
+Mode = Literal["diffusion", "ar", "hybrid", "auto"]  # of a reply
 MODES: tuple[Mode, ...] = get_args(Mode)
 WHOLE_MODES = MODES[:2]  # one mode for all of a reply
 Preset = Literal["quality", "balanced", "fast"]  # a name for values of the sampler

@@ -36,6 +36,7 @@ class CanvasPolicy:
     usual: CanvasPreset
     long: CanvasPreset | None = None
     is_long: bool = False  # the reply is known not to end in its first canvas
+    shortens: bool = False  # canvases are no longer than what may still be written
 
     def for_long_reply(self) -> "CanvasPolicy":
         return replace(self, is_long=True)
@@ -46,7 +47,10 @@ class CanvasPolicy:
         `num_left` tokens may still be written, `num_free` slots are left in the KV cache.
         """
         if self.long is None or not self.is_long:
-            return self.usual
+            if not self.shortens:
+                return self.usual
+            left = -(-num_left // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+            return replace(self.usual, length=min(self.usual.length, left))
         short = self.long.length
         length = max(short, -(-num_left // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
         if length > short * MAX_LAST_RATIO:

@@ -10,13 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from dgemma.config import GENERATION_CONFIG, GenerationConfig, load_generation_config
+from dgemma.config import GENERATION_CONFIG, GenerationConfig, Mode, load_generation_config
 from dgemma.constrain.grammar import ConstraintArgs
 from dgemma.constrain.matcher import Constraint, compile_constraint
 from dgemma.constrain.tool_grammar import grammar_of
 from dgemma.constrain.vocabulary import vocabulary
 from dgemma.cpu_threads import spin_control
 from dgemma.diffusion.sampler import Rule, Sampler, released_sampler
+from dgemma.engine import auto
+from dgemma.engine.auto import BreakEven
 from dgemma.engine.core import MAX_BATCH_SIZE, EngineCore
 from dgemma.engine.events import Done, Event
 from dgemma.engine.generation import DraftMap, Generation
@@ -61,6 +63,9 @@ class Engine(EngineCore):
         self.tokenizer, self.template = tokenizer, template
         self.generation_config, self.sampler = generation, released_sampler(generation)
         self.rule: Rule | None = None  # of all canvases; None: the checkpoint's own
+        self.break_even: BreakEven | None = None  # costs of both modes, for mode auto
+        self.identity: dict[str, str] | None = None  # under which they are kept
+        self.is_served = self.wants_costs = False  # by a thread, which measures when it is idle
         self.stop_ids = StopIds.read(generation.stop_ids)
 
     @classmethod
@@ -95,11 +100,21 @@ class Engine(EngineCore):
         )
         engine.images = image_features(checkpoint)
         spin_control().end_pool()  # passes may run in another thread
+        engine.identity = auto.identity(path, adapter, {k: str(v) for k, v in where.items()})
+        engine.break_even = auto.kept(engine.identity)
         return engine
 
     def set_rule(self, rule: Rule) -> None:
         """Use a rule for all canvases of requests without a sampler of their own."""
         self.rule, self.sampler = rule, replace(self.sampler, rule=rule)
+
+    def measure_break_even(self) -> BreakEven:
+        """Time both modes on this machine, some seconds, and keep the result for later loads."""
+        self.wants_costs = False
+        self.break_even = auto.measure(self)
+        if self.identity is not None:
+            auto.keep(self.identity, self.break_even)
+        return self.break_even
 
     def set_preset(self, preset: str) -> None:
         """Use a preset for all canvases of requests without one of their own."""
@@ -177,12 +192,26 @@ class Engine(EngineCore):
         """
         prompt, config = self.user_prompt(prompt), self.model.config
         check_params(params)
+        if params.mode == "auto":
+            params = replace(params, mode=self._known_mode())
+            check_params(params)
         constraint = params.constraint
         if constraint is not None and constraint.vocabulary.tokenizer is not self.tokenizer:
             raise UsageError("the constraint was compiled by another engine; use this one's")
         default = self.generation_config.max_new_tokens
         limits = reply_limits(params, len(prompt.ids), config, default, fit=fit)
         return Generation(self, prompt, params, limits, prefix, map_draft)
+
+    def _known_mode(self) -> Mode:
+        """Return auto once both modes are timed, which is done now unless a thread steps us."""
+        if not self.model.config.can_denoise:
+            return "ar"
+        if self.break_even is None and self.is_served:
+            self.wants_costs = True
+            return "diffusion"
+        if self.break_even is None:
+            self.measure_break_even()
+        return "auto"
 
     # --- the calls of a library
 

@@ -1,8 +1,8 @@
 """One generated reply: prefill, then denoising steps or AR tokens, until it ends.
 
 The prompt is committed in chunks; then canvases are denoised (diffusion), or one token is appended
-per pass (AR), or the second until the thought is closed and then the first (hybrid). A converged
-block is committed in the pass that takes the next canvas's first step.
+per pass (AR), or the second until the thought is closed and then the first (hybrid), or by what is
+faster (auto). A converged block is committed in the pass that takes the next canvas's first step.
 """
 
 import math
@@ -20,6 +20,7 @@ from dgemma.constrain.matcher import ConstraintFault
 from dgemma.diffusion.canvas import NO_PINS, Canvas, Noise, Pins
 from dgemma.diffusion.denoise import CanvasState, start
 from dgemma.diffusion.logit_stats import draw_token
+from dgemma.engine.auto import AutoSwitch
 from dgemma.engine.canvas_policy import NOT_A_NUMBER, canvas_policy, output_fault, resume_index
 from dgemma.engine.constrained_reply import ConstrainedReply
 from dgemma.engine.events import Committed, Done, Draft, Retry
@@ -81,6 +82,9 @@ class Generation(Task):
         config = engine.model.config
         sampler = engine.sampler_of(params.preset)
         self.policy = canvas_policy(params, sampler, config, engine.generation_config, engine.rule)
+        self.auto = AutoSwitch.of(engine.break_even, params, limits.max_tokens)
+        if self.auto is not None and self.auto.try_at:
+            self.policy = replace(self.policy.for_long_reply(), shortens=True)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         self.noise = Noise(seed=seed, choice=params.choice)
         self.reader, self.sequence = self._new_reader(), TokenSequence(prompt)
@@ -100,7 +104,9 @@ class Generation(Task):
 
     @property
     def is_ar(self) -> bool:
-        """True if the next token is drawn in AR: in hybrid mode the first, and a thought's."""
+        """True if the next token is drawn in AR; in hybrid mode the first, and a thought's."""
+        if self.auto is not None:
+            return self.auto.is_ar(len(self.sequence.written))
         if self.params.mode != "hybrid":
             return self.params.mode == "ar"
         return self.in_thought or not self.sequence.written
@@ -135,7 +141,9 @@ class Generation(Task):
         """Take over what another engine has committed; its events are reported again."""
         if self.is_done:
             raise UsageError("tokens are committed after the end of a reply; leave them out")
-        if (commit.logprob is not None) != self.is_ar:
+        if self.auto is not None:
+            self.auto.resume(len(self.sequence.written), is_block=commit.logprob is None)
+        elif (commit.logprob is not None) != self.is_ar:
             raise UsageError("what is committed was written in another mode; use the same")
         self.progress.steps += commit.steps
         self.progress.retries += commit.retries
@@ -150,6 +158,9 @@ class Generation(Task):
         if self.sequence.has_long_commit:
             return [given]
         if self.is_ar:
+            if not given.tokens:  # committed with a canvas that was given up
+                self.sequence.reopen_last()
+                given = replace(given, tokens=self.sequence.next_tokens())
             is_held = self.constrained is not None
             return [replace(given, draw=self._token_draw(), needs_logits=is_held)]
         if self.state is None:
@@ -207,6 +218,10 @@ class Generation(Task):
     def _take_step(self, state: CanvasState) -> None:
         self.state = state
         self.progress.steps += 1
+        auto, num_written = self.auto, len(self.sequence.written)
+        if auto is not None and not auto.goes_on(state.canvas, self.end_ids, num_written):
+            self.state = None
+            return
         if self.params.drafts:
             shown = draft(state.canvas, self.progress.blocks, self.tokenizer)
             self.events.append(shown if self.map_draft is None else self.map_draft(shown))

@@ -18,7 +18,7 @@ class SamplingParams:
     Pins, canvas length, preset, sampler and drafts need a canvas; a mode without one refuses them.
     """
 
-    mode: Mode = "diffusion"  # hybrid: the thought in AR, the answer in diffusion
+    mode: Mode = "diffusion"  # hybrid: thoughts in AR; auto: AR or canvases by what is faster here
     max_tokens: int | None = None
     seed: int | None = None  # None draws one, reported in Done
     choice: int = 0  # index among several replies to the same prompt and seed
@@ -116,7 +116,9 @@ def reply_limits(
     if num_prompt == 0:
         raise UsageError("the prompt is empty; give at least one token")
     # A thought in AR, or a grammar that commits part of a canvas, need not end where a canvas does.
-    is_open = params.mode == "hybrid" or (params.mode != "ar" and params.constraint is not None)
+    is_open = params.mode in ("hybrid", "auto") or (
+        params.mode != "ar" and params.constraint is not None
+    )
     unit, spare = 1 if params.mode == "ar" else length, length if is_open else 0
     max_tokens = params.max_tokens or max_new_tokens
     num_free = (limit - num_prompt - spare) // unit * unit

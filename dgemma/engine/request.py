@@ -127,6 +127,11 @@ class TokenSequence:
         if not was_prefilled and is_last and self.prefixes.max_bytes > 0:
             self.cache.checkpoint()
 
+    def reopen_last(self) -> None:
+        """Take the last token back: it is to be committed once more, for what it predicts."""
+        self.cache.truncate(len(self.ids) - 1)
+        self.num_committed = self.cache.length
+
     def close(self, *, keep: bool) -> None:
         """Release the cache; if it is to be kept, for requests that begin with the same tokens."""
         cache: KVCache | None = self.__dict__.pop("cache", None)

@@ -170,7 +170,8 @@ class EngineArm:
         if workload.program == "generate" or self.mode == "ar":
             return self._generate(workload, case, seed, retry)
         if workload.program == "sudoku":
-            params = SudokuParams(mode=self.mode, seed=seed, drafts=self.drafts)
+            whole: Mode = "diffusion" if self.mode == "auto" else self.mode
+            params = SudokuParams(mode=whole, seed=seed, drafts=self.drafts)
             return self._follow(solve_program(self.engine, case.prompt, params))
         sampler = self.sampler
         if sampler is None and self.preset is not None:

@@ -113,7 +113,9 @@ class Extension(BaseModel):
     model_config = STRICT
 
     mode: Mode = honoured(
-        "diffusion", "diffusion, the default; ar; or hybrid: the thought in ar, then diffusion"
+        "diffusion",
+        "diffusion, the default; ar; hybrid: the thought in ar, then diffusion; auto: ar for short "
+        "replies, diffusion for others, by what both cost on this machine",
     )
     preset: Preset | None = honoured(
         None, "values of the sampler by name: quality, balanced or fast; other fields go before"

@@ -206,7 +206,7 @@ class DraftText:
         self.tokenizer, self.stops = tokenizer, stops
         self.answer = self.thought = ""  # final
         self.shown = ("", "")  # the last that was shown, or final since
-        self._before = ("", "")  # final before the first canvas, by the AR part of hybrid mode
+        self._before = ("", "")  # final before the first canvas, by what was written in AR
         self._blocks: list[int] = []  # tokens of finished canvases
         self._last: Draft | None = None
 
@@ -226,7 +226,7 @@ class DraftText:
         self._turn_to(draft)
         task, params = self.task, self.task.params
         ids, _ = self.stops.cut([*self._blocks, *draft.guess])
-        in_thought = task.prompt.in_thought and params.mode == "diffusion"
+        in_thought = task.prompt.in_thought and not task.progress.logprobs
         reply = parse_reply(self.tokenizer, ids[: task.limits.max_tokens], in_thought=in_thought)
         stops = StopStrings(params.stop)
         answer = stops.feed(reply.answer) + stops.finish()

@@ -38,6 +38,7 @@ class Worker:
         self.engine, self.limits, self.metrics = engine, limits, metrics
         engine.set_limits(max_batch_size=limits.max_batch_size, max_tokens=limits.max_context)
         engine.call_when_host_done(self._wake)
+        engine.is_served = True
         self._live: dict[EngineRequest[Any], Deliver] = {}
         # Of those, the ones whose start, and whose first text, was not reported yet.
         self._unreported: set[EngineRequest[Any]] = set()
@@ -127,6 +128,8 @@ class Worker:
                 self._receive()
                 self._step()
                 self._report()
+                if self.engine.wants_costs and not self.num_running + self.num_waiting:
+                    self._measure()
         except BaseException:
             logger.exception("the engine thread ended")
         finally:
@@ -135,6 +138,13 @@ class Worker:
                 live = list(self._live)
             for request in live:
                 self._fail(request, ApiError(500, THREAD_ENDED))
+
+    def _measure(self) -> None:
+        """Time both modes for mode auto; requests that arrive meanwhile wait some seconds."""
+        try:
+            self.engine.measure_break_even()
+        except Exception:
+            logger.exception("mode auto could not be timed; it remains diffusion")
 
     def _wake(self) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from dgemma.engine import Engine
 from dgemma.errors import UsageError
 from dgemma.eval.arms import ArmAnswer, EngineArm, Shown, Updates, parse_arm
 from dgemma.eval.bench import BenchParams, BenchRun, EngineSource, run_bench
+from dgemma.eval.break_even import break_even_json, text_row, time_lengths
 from dgemma.eval.checks import CheckSpec
 from dgemma.eval.machine import Machine
 from dgemma.eval.numbers import cells
@@ -145,3 +146,17 @@ def test_the_command_writes_a_report_and_compares_runs(
 def dgemma(*arguments: object) -> str:
     command = [sys.executable, "-c", "from dgemma.cli import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_break_even_times_every_length_in_three_modes(knowing: Engine) -> None:
+    found = list(time_lengths(knowing, 1, (1, 4)))
+    assert [row.limit for row in found[:2]] == [1, 4] and len(found) > 4
+    for row in found:
+        better = min(row.seconds["diffusion"], row.seconds["ar"])
+        assert row.ratio == row.seconds["auto"] / better > 0
+        assert row.tokens["ar"] <= row.limit and text_row(row).startswith(row.name)
+    assert max(found[0].tokens.values()) == 1
+    assert knowing.break_even is not None
+    report = break_even_json(knowing.break_even, found)
+    assert report["worst"] == max(row.ratio for row in found)
+    assert report["measured"] == len(report["rows"]) == len(found)

@@ -12,7 +12,6 @@ from torch import nn
 
 from dgemma.backends import choose
 from dgemma.backends.choose import (
-    MAX_ENTRIES,
     UNTESTED,
     WEIGHTS,
     cache_key,
@@ -23,6 +22,7 @@ from dgemma.backends.choose import (
 )
 from dgemma.backends.cuda import device as devices
 from dgemma.backends.cuda.device import unsupported_reason
+from dgemma.device import MAX_ENTRIES
 from dgemma.errors import UsageError
 from dgemma.model.gemma import Gemma
 from dgemma.quant.head import quantize_head

@@ -4,7 +4,7 @@ import { $, h } from "./dom.js";
 const STORE = "dgemma.settings";
 const KNOBS = [
   { group: "How to write" },
-  { name: "mode", label: "Mode", options: { diffusion: "Diffusion", ar: "One token at a time", hybrid: "Hybrid" } },
+  { name: "mode", label: "Mode", options: { diffusion: "Diffusion", ar: "One token at a time", hybrid: "Hybrid", auto: "Auto: what is faster here" } },
   { name: "thinking", label: "Think first", check: true },
   { name: "temperature", label: "Temperature", note: "1 is the model's own", min: 0, max: 2, step: 0.05 },
   { name: "max_tokens", label: "Longest answer", note: "tokens", min: 1, step: 1 },

@@ -1,0 +1,315 @@
+"""Mode `auto`: AR for short replies, canvases for the others, by the cost of both on this machine.
+
+`BreakEven` holds measured costs. A free reply begins in AR; after some tokens the first step of a
+canvas predicts how much is left, and the canvas goes on if it is faster than AR for that much. The
+number of tokens is the one with the smallest worst ratio to the better mode, over all lengths that
+the reply may have (decision 041).
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import mean, median, mode
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dgemma import __version__
+from dgemma.device import choose_device, describe_device, keep_result, kept_result
+from dgemma.diffusion.canvas import NO_PINS, Canvas
+from dgemma.engine.events import Done, Draft
+
+if TYPE_CHECKING:
+    from dgemma.engine.engine import Engine
+    from dgemma.engine.params import SamplingParams
+
+GOAL = 1.2  # ratio to the better mode that no length should exceed
+MAX_LENGTH = 1024  # tokens: longer replies cost both modes the same ratio
+MAX_FIRST = 64  # most tokens in AR before the first canvas
+HELD_FACTOR = 2  # length of a text held to a grammar, by the shortest that fits
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasCost:
+    """Length of a canvas, its steps on average, and seconds of a step."""
+
+    length: int
+    steps: float
+    step_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Tokens in AR before a canvas is tried (None: all), and the worst ratio to the better mode."""
+
+    num_first: int | None
+    worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """Costs of both modes on one machine with one checkpoint, in seconds."""
+
+    prompt_seconds: float  # of a short prompt, with the first token after it in AR
+    token_seconds: float  # of a token in AR
+    canvas_seconds: float  # that a canvas's first step adds to the pass of the prompt
+    canvas: CanvasCost  # of a reply that fills its canvases
+    is_restarted: bool  # the first step is on a longer canvas, which is given up
+    held_seconds: float  # of a short text held to a schema, by diffusion
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "BreakEven":
+        return cls(**{**raw, "canvas": CanvasCost(**raw["canvas"])})
+
+    def ar(self, num_N: Seconds) -> Seconds:
+        """Return the seconds of replies of these lengths in AR."""
+        return self.prompt_seconds + (num_N - 1) * self.token_seconds
+
+    def diffusion(self, num_N: Seconds) -> Seconds:
+        """Return them by diffusion."""
+        known = 0.0 if self.is_restarted else self.canvas.step_seconds
+        begin = self.prompt_seconds + self.canvas_seconds - known
+        return begin + self._canvases(num_N)
+
+    def _canvases(self, num_N: Seconds) -> Seconds:
+        return np.ceil(num_N / self.canvas.length) * self.canvas.seconds
+
+    def auto(self, num_N: Seconds, num_first: int | None) -> Seconds:
+        """Return them by a plan, if the first step of a canvas predicts what is left."""
+        if num_first is None:
+            return self.ar(num_N)
+        rest_N, first_step = num_N - num_first, self.canvas.step_seconds
+        if num_first == 0:
+            goes_on_N, canvases_N = self.is_faster(num_N), self.diffusion(num_N)
+            declined = self.prompt_seconds + self.canvas_seconds + self.token_seconds
+            return np.where(goes_on_N, canvases_N, declined + self.ar(num_N) - self.prompt_seconds)
+        begin = self.prompt_seconds + (num_first - 1) * self.token_seconds
+        goes_on_N = self.is_faster(rest_N)
+        declined_N = self.ar(num_N) + first_step
+        after_N = np.where(goes_on_N, begin + self._canvases(rest_N), declined_N)
+        return np.where(rest_N > 0, after_N, self.ar(num_N))
+
+    def is_faster(self, rest_N: Seconds) -> NDArray[np.bool_]:
+        """True where a canvas that has taken its first step ends before AR of so many tokens."""
+        rest_N = np.minimum(rest_N, self.canvas.length)
+        return rest_N * self.token_seconds > self.canvas.seconds - self.canvas.step_seconds
+
+    def better(self, num_N: Seconds) -> Seconds:
+        return np.minimum(self.ar(num_N), self.diffusion(num_N))
+
+    @property
+    def tokens(self) -> int | None:
+        """Shortest reply that diffusion writes faster, up to MAX_LENGTH."""
+        num_N = lengths(MAX_LENGTH)
+        is_faster_N = self.diffusion(num_N) < self.ar(num_N)
+        return int(num_N[is_faster_N.argmax()]) if is_faster_N.any() else None
+
+    def describe(self) -> str:
+        """Return one sentence for a person."""
+        plan, canvas = self.plan(MAX_LENGTH), self.canvas
+        first = "all" if plan.num_first is None else f"{plan.num_first} tokens"
+        begins = "nowhere" if self.tokens is None else f"from {self.tokens} tokens on"
+        return (
+            f"AR {1000 * self.token_seconds:.3g} ms a token; a canvas of {canvas.length}: "
+            f"{canvas.steps:.3g} steps of {1000 * canvas.step_seconds:.3g} ms; diffusion is faster "
+            f"{begins}; auto begins with {first} in AR, at most "
+            f"{plan.worst:.2f} times the better mode"
+        )
+
+    def plan(self, max_tokens: int) -> Plan:
+        """Choose how a free reply of at most so many tokens is written."""
+        return _plan(self, min(max_tokens, MAX_LENGTH))
+
+    def diffuses_held(self, shortest: int, max_tokens: int) -> bool:
+        """True if a text held to a grammar, whose shortest has so many tokens, gets canvases."""
+        num = min(HELD_FACTOR * shortest, max_tokens)
+        return self.held_seconds < num * self.token_seconds
+
+
+def lengths(most: int) -> Seconds:
+    return np.arange(1, most + 1, dtype=np.float64)
+
+
+@lru_cache(maxsize=256)
+def _plan(costs: BreakEven, most: int) -> Plan:
+    """Of the plans within the goal take the fastest on average; if there is none, the nearest."""
+    num_N = lengths(most)
+    better_N = costs.better(num_N)
+    ranked = []
+    for num_first in (None, *range(min(MAX_FIRST, most))):
+        ratio_N = costs.auto(num_N, num_first) / better_N
+        worst = float(ratio_N.max())
+        ranked.append((max(worst, GOAL), float(ratio_N.mean()), worst, num_first))
+    best = min(ranked, key=lambda plan: plan[:2])
+    return Plan(num_first=best[3], worst=best[2])
+
+
+@dataclass(slots=True)
+class AutoSwitch:
+    """The state of one reply in auto mode."""
+
+    costs: BreakEven
+    try_at: int | None  # tokens after which a canvas is tried; None: never
+    has_switched: bool = False  # to canvases, for good
+
+    @classmethod
+    def of(
+        cls, costs: BreakEven | None, params: "SamplingParams", max_tokens: int
+    ) -> "AutoSwitch | None":
+        """Plan a reply from what its request says; None in other modes."""
+        if params.mode != "auto":
+            return None
+        assert costs is not None, "Engine.generation has them"
+        if params.pins != NO_PINS or params.initial_canvas:
+            return cls(costs, 0, has_switched=True)
+        if params.constraint is None:
+            plan = costs.plan(max_tokens)
+        else:
+            shortest = params.constraint.shortest
+            is_diffused = costs.diffuses_held(
+                0 if shortest is None else len(shortest.tokens), max_tokens
+            )
+            return cls(costs, 0 if is_diffused else None, has_switched=is_diffused)
+        return cls(costs, plan.num_first)
+
+    def is_ar(self, num_written: int) -> bool:
+        return not self.has_switched and (self.try_at is None or num_written < self.try_at)
+
+    def resume(self, num_written: int, *, is_block: bool) -> None:
+        """Take over what another engine has written."""
+        self.has_switched |= is_block
+        if self.try_at is not None:
+            self.try_at = max(self.try_at, num_written + self.try_at)
+
+    def goes_on(self, canvas: Canvas, end_ids: Collection[int], num_written: int) -> bool:
+        """Decide after a step; after a first one that predicts a short rest, AR goes on."""
+        if self.has_switched:
+            return True
+        num_ends = sum(token in end_ids for token in canvas.guess_L.tolist())
+        rest = canvas.length - num_ends
+        self.has_switched = bool(self.costs.is_faster(np.array([float(rest)]))[0])
+        if not self.has_switched:  # tried again if the reply becomes much longer than predicted
+            self.try_at = num_written + 2 * max(rest, num_written)
+        return self.has_switched
+
+
+# --- measured on this machine
+
+STORY = "Write a long story about a girl, her dog and a lost ball."
+QUESTION = "What colour is the sky?"
+SCHEMA = (
+    '{"type":"object","properties":{"name":{"type":"string","maxLength":20},"age":{"type":"integer",'
+    '"maximum":120},"city":{"type":"string","maxLength":20}},"required":["name","age","city"],'
+    '"additionalProperties":false}'
+)
+AR_TOKENS, HELD_TOKENS = 24, 64
+NUM_CANVASES = 3  # of a story
+MAX_SECONDS = 20.0  # of each sample
+SEED = 1
+
+
+def measure(engine: "Engine") -> BreakEven:
+    """Time a story in both modes and a JSON object; shapes are run once before they are timed."""
+    from dgemma.engine.params import SamplingParams
+
+    def run(prompt: str, **params: Any) -> "tuple[Done, list[CanvasCost]]":
+        engine.prefixes.clear()
+        options = {"seed": SEED, "retries": 0, "max_seconds": MAX_SECONDS, **params}
+        return _timed(engine, prompt, SamplingParams(**options))
+
+    constraint = engine.constraint(schema=SCHEMA)
+    run(STORY, mode="ar", max_tokens=3)
+    ar, _ = run(STORY, mode="ar", max_tokens=AR_TOKENS)
+    _, begun = run(STORY, max_steps=4)
+    story, canvases = run(STORY, max_tokens=NUM_CANVASES * begun[-1].length)
+    run(QUESTION, max_tokens=HELD_TOKENS, constraint=constraint, max_steps=3)
+    held, _ = run(QUESTION, max_tokens=HELD_TOKENS, constraint=constraint)
+    return BreakEven(
+        prompt_seconds=ar.prefill_seconds,
+        token_seconds=(ar.seconds - ar.prefill_seconds) / max(ar.steps - 1, 1),
+        canvas_seconds=max(story.prefill_seconds - ar.prefill_seconds, 0.0),
+        canvas=_mean(canvases),
+        is_restarted=_mean(canvases).length < engine.model.config.canvas_length,
+        held_seconds=held.seconds - held.prefill_seconds,
+    )
+
+
+def _timed(
+    engine: "Engine", prompt: str, params: "SamplingParams"
+) -> "tuple[Done, list[CanvasCost]]":
+    """Answer a prompt; return the cost of each canvas that was not started again."""
+    params = replace(params, drafts=params.mode != "ar")
+    begun, canvases = time.perf_counter(), list[list[tuple[int, int, float]]]()
+    for event in engine.stream(prompt, params):
+        now = time.perf_counter()
+        if isinstance(event, Draft):
+            if event.step == 1 and canvases and canvases[-1][-1][0] == event.block:
+                canvases.pop()  # too short for a long reply, or failed
+            if event.step == 1:
+                canvases.append([])
+            canvases[-1].append((event.block, len(event.ids), now - begun))
+        begun = now
+    assert isinstance(event, Done)
+    return event, [_cost(steps) for steps in canvases]
+
+
+def _cost(steps: Sequence[tuple[int, int, float]]) -> CanvasCost:
+    """Average the steps of a canvas; the first one may have committed a prompt."""
+    seconds = [seconds for _, _, seconds in steps]
+    return CanvasCost(
+        length=steps[0][1], steps=len(steps), step_seconds=median(seconds[1:] or seconds)
+    )
+
+
+def _mean(costs: Sequence[CanvasCost]) -> CanvasCost:
+    """Average canvases of the most usual length: the last may be shorter."""
+    length = mode(cost.length for cost in costs)
+    same = [cost for cost in costs if cost.length == length]
+    return CanvasCost(
+        length=length,
+        steps=mean(cost.steps for cost in same),
+        step_seconds=median(cost.step_seconds for cost in same),
+    )
+
+
+# --- kept on this machine
+
+CACHE = "break-even"
+
+
+def identity(path: Path, adapter: str | Path | None, where: Mapping[str, str]) -> dict[str, str]:
+    """Return all that measured seconds depend on, of a checkpoint that is loaded in this way."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    newest = max((file.stat().st_mtime_ns for file in files), default=0)
+    return {
+        "checkpoint": f"{path.resolve()} {newest}",
+        "adapter": "" if adapter is None else str(Path(adapter).resolve()),
+        "device": describe_device(choose_device(where.get("device", "auto"))),
+        "dtype": where.get("dtype", "auto"),
+        "quant": where.get("quant", "auto"),
+        "dgemma": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def kept(key: Mapping[str, str]) -> BreakEven | None:
+    """Return what was measured earlier; None if nothing was, or what is kept is damaged."""
+    raw = kept_result(CACHE, key)
+    try:
+        return None if raw is None else BreakEven.from_json(raw)
+    except (TypeError, KeyError):
+        return None
+
+
+def keep(key: Mapping[str, str], costs: BreakEven) -> None:
+    keep_result(CACHE, key, asdict(costs))
