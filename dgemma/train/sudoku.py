@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from dgemma.errors import UsageError
 from dgemma.programs.sudoku import grid
+from dgemma.programs.sudoku.grid import SlotTemplate, find_slots
 from dgemma.text.chat import ChatTemplate, Message
-from dgemma.text.slots import SlotTemplate, find_slots
 from dgemma.text.tokenizer import Tokenizer
 
 Digits = NDArray[np.uint8]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.programs.sudoku import grid as sudoku_text
+from dgemma.programs.sudoku.grid import find_slots
 from dgemma.text.chat import ChatTemplate, Message
-from dgemma.text.slots import find_slots
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train import sudoku
 from dgemma.train.sudoku import SudokuBank, SudokuSource

@@ -25,9 +25,8 @@ from dgemma.engine.request import Program
 from dgemma.errors import UsageError, require
 from dgemma.images import Image, Picture
 from dgemma.programs.sudoku import grid
-from dgemma.programs.sudoku.grid import ORIGINAL, GridSymmetry, random_form
+from dgemma.programs.sudoku.grid import ORIGINAL, GridSymmetry, SlotTemplate, random_form
 from dgemma.text.messages import Message
-from dgemma.text.slots import SlotTemplate
 
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
