@@ -8,7 +8,8 @@
 | `prompt` and `completion` or `reply` | two strings, or two lists of messages (TRL) |
 | `text` | plain text, no chat |
 
-The last message of a conversation, the assistant's, is the reply. Further keys are ignored.
+The last message of a conversation, the assistant's, is the reply: its text, or calls of tools.
+Further keys are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class TrainingChat:
     """A conversation and the reply that is learned."""
 
     messages: Sequence[Message]
-    reply: str
+    reply: str | Message  # a text, or a message with calls of tools
     tools: Sequence[Tool] = ()
 
 
@@ -64,10 +65,11 @@ def _conversation(messages: object, key: str, tools: object = None) -> TrainingC
     if not isinstance(messages, list) or len(messages) < 2:
         raise UsageError(f'"{key}" must be a list of at least a question and an answer')
     *before, last = [Message.from_dict(message) for message in messages]
-    if last.role != "assistant" or not isinstance(last.content, str) or last.tool_calls:
+    if last.role != "assistant" or not isinstance(last.content, str):
         raise UsageError("the last message must be the assistant's, with text as its content")
     check_conversation(before)
-    return TrainingChat(messages=before, reply=last.content, tools=read_tools(tools))
+    reply = last if last.tool_calls else last.content
+    return TrainingChat(messages=before, reply=reply, tools=read_tools(tools))
 
 
 def _from_sharegpt(entries: object) -> object:

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.text.chat import ChatTemplate
-from dgemma.text.control_tokens import BOS, EOS, TURN_END
+from dgemma.text.chat import ChatTemplate, Message
+from dgemma.text.control_tokens import BOS, EOS, TOOL_RESPONSE, TURN_END
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.records import FORMS, TrainingChat, read_record
 from dgemma.weights.files import OnProgress
@@ -387,7 +387,20 @@ class Encoder:
         if self._template is None:
             self._template = ChatTemplate.load(self.directory, self._tokenizer)
         prompt = self._template.prompt(chat.messages, chat.tools)
+        if isinstance(chat.reply, Message):
+            return prompt.ids, self._calls(self._template, chat, chat.reply, len(prompt.ids))
         return prompt.ids, [*self._tokenizer.encode(chat.reply), self._turn_end]
+
+    def _calls(
+        self, template: ChatTemplate, chat: TrainingChat, reply: Message, start: int
+    ) -> list[int]:
+        """Encode a reply that calls tools, up to the token with which the tool's answer begins."""
+        answer = Message(role="tool", content="", tool_call_id=reply.tool_calls[-1].id)
+        ids = template.prompt([*chat.messages, reply, answer], chat.tools).ids
+        stop = _control_id(self._tokenizer, TOOL_RESPONSE)
+        if stop not in ids[start:]:
+            raise UsageError("the chat template writes no calls of tools; leave tool_calls out")
+        return list(ids[start : ids.index(stop, start) + 1])
 
 
 def _control_id(tokenizer: Tokenizer, name: str) -> int:

@@ -193,7 +193,7 @@ def held_out(material: Material, tokenizer: Tokenizer) -> Iterator[tuple[str, li
     )
 
 
-def write_lines(path: Path, records: Iterable[Record]) -> int:
+def write_lines(path: Path, records: Iterable[Mapping[str, object]]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     with path.open("w", encoding="utf-8", newline="\n") as file:
