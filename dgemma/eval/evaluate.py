@@ -22,6 +22,7 @@ from dgemma.diffusion.canvas import Noise
 from dgemma.engine import Engine
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.eval.answers import set_batch_size
+from dgemma.eval.assistant import ASSISTANT_TASKS
 from dgemma.eval.data import Data, MissingData
 from dgemma.eval.infill import humaneval_infill, infill
 from dgemma.eval.likelihood import blimp, cross_entropy
@@ -38,6 +39,7 @@ TASKS: dict[str, EvalTask] = {
     "infill": infill,
     "json_calls": json_calls,
     "fix": fix,
+    **ASSISTANT_TASKS,
     "stories": stories,
     "samples": samples,
 }

@@ -74,8 +74,8 @@ OPERATIONS: Sequence[Operation] = (
     Operation("add_{k}", "number", "adds {k} to a number", "return {x} + {k}"),
     Operation("subtract_{k}", "number", "subtracts {k} from a number", "return {x} - {k}"),
     Operation("times_{k}", "number", "multiplies a number by {k}", "return {x} * {k}"),
-    Operation("is_even", "number", "checks if a number is even", "return {x} % 2 == 0"),
-    Operation("is_odd", "number", "checks if a number is odd", "return {x} % 2 == 1"),
+    Operation("divides_by_two", "number", "checks if a number is even", "return {x} % 2 == 0"),
+    Operation("leaves_one", "number", "checks if a number is odd", "return {x} % 2 == 1"),
     Operation(
         "is_multiple_of_{k}",
         "number",
@@ -101,13 +101,13 @@ OPERATIONS: Sequence[Operation] = (
     ),
     Operation("sum_to", "number", "sums the numbers from 1 to n", "return sum(range(1, {x} + 1))"),
     Operation(
-        "digits",
+        "digit_list",
         "number",
         "returns the digits of a number as a list",
         "return [int(d) for d in str({x})]",
     ),
     Operation(
-        "digit_sum",
+        "add_up_digits",
         "number",
         "returns the sum of a number's digits",
         "return sum(int(d) for d in str({x}))",
@@ -194,7 +194,8 @@ OPERATIONS: Sequence[Operation] = (
         "running_total",
         "numbers",
         "returns the running totals of a list",
-        "total, totals = 0, []\n    for n in {x}:\n        total += n\n        totals.append(total)\n    return totals",
+        "total, totals = 0, []\n    for n in {x}:\n        total += n\n"
+        "        totals.append(total)\n    return totals",
     ),
     Operation(
         "index_of_max",
@@ -202,8 +203,10 @@ OPERATIONS: Sequence[Operation] = (
         "returns the index of the largest number",
         "return {x}.index(max({x}))",
     ),
-    Operation("is_sorted", "numbers", "checks if a list is sorted", "return {x} == sorted({x})"),
-    Operation("longest", "words", "returns the longest word of a list", "return max({x}, key=len)"),
+    Operation("goes_up", "numbers", "checks if a list is sorted", "return {x} == sorted({x})"),
+    Operation(
+        "longest_word", "words", "returns the longest word of a list", "return max({x}, key=len)"
+    ),
     Operation(
         "shortest", "words", "returns the shortest word of a list", "return min({x}, key=len)"
     ),
@@ -237,14 +240,15 @@ OPERATIONS: Sequence[Operation] = (
         "count_words",
         "words",
         "counts how often each word occurs",
-        "counts = {{}}\n    for word in {x}:\n        counts[word] = counts.get(word, 0) + 1\n    return counts",
+        "counts = {{}}\n    for word in {x}:\n"
+        "        counts[word] = counts.get(word, 0) + 1\n    return counts",
     ),
     Operation("reverse_text", "text", "reverses a string", "return {x}[::-1]"),
     Operation(
-        "is_palindrome", "text", "checks if a string is a palindrome", "return {x} == {x}[::-1]"
+        "reads_both_ways", "text", "checks if a string is a palindrome", "return {x} == {x}[::-1]"
     ),
     Operation(
-        "count_vowels",
+        "how_many_vowels",
         "text",
         "counts the vowels of a string",
         "return sum(c in 'aeiou' for c in {x})",

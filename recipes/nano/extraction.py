@@ -63,7 +63,7 @@ def extraction_pairs(draw: Draw, sentences: Sequence[str], count: int) -> Iterat
     makers: list[Callable[[Draw], Pair]] = [
         *(from_facts, from_facts, from_facts, from_message, from_message, list_of_subjects),
     ]
-    named = [text for text in sentences if 20 < len(text) < 110 and _names(text)]
+    named = [text for text in sentences if is_named(text)]
     for number in range(count):
         if named and number % 8 == 7:
             yield names_in(draw, draw.any(named))
@@ -163,7 +163,7 @@ def order(draw: Draw) -> Message:
     count, city = draw.rng.randint(2, 30), draw.pick(CITIES)
     text = draw.pick(
         [
-            f"Hello, this is {name}. I would like to order {count} {item}. Please send them to {city}.",
+            f"Hello, this is {name}. I want to order {count} {item}. Please send them to {city}.",
             f"Please send {count} {item} to {city}. Thank you, {name}",
             f"{name} from {city} ordered {count} {item}.",
             f"New order: {count} x {item}, customer {name}, delivery to {city}.",
@@ -249,6 +249,11 @@ NAME = re.compile(rf"\b({'|'.join(sorted({*GIRLS, *BOYS, 'Tom', 'Mary', 'Sami', 
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(NAME.findall(text)))
+
+
+def is_named(text: str) -> bool:
+    """True for a sentence of usual length with a name."""
+    return 20 < len(text) < 110 and bool(_names(text))
 
 
 def names_in(draw: Draw, text: str) -> Pair:

@@ -3,28 +3,32 @@
     python -m recipes.nano.made --data ../shared/data --out out/nano
 
 Needs OUT/raw and OUT/heldout of `recipes.nano.data`. Writes OUT/raw/NAME.jsonl for training and
-OUT/heldout/NAME.jsonl for `dgemma eval`, from other names, words, phrasings and texts. The same data
-and seed give the same files.
+OUT/heldout/NAME.jsonl for `dgemma eval`, from other names, words, phrasings and texts. The same
+data and seed give the same files. With `--texts`, a file by `recipes.nano.carry`, neither data nor
+OUT/raw are needed, and the examples are tokenized at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from dgemma.train.tokens import tokenize_file
+from dgemma.weights.hub import NANO_DIRECTORY
 from recipes.nano import raw
 from recipes.nano.code_drills import bug_pairs, drill_pairs
-from recipes.nano.data import write_lines
+from recipes.nano.data import MAX_PAIR_TOKENS, write_lines
 from recipes.nano.extraction import extraction_pairs, markdown_pairs, tool_chats
 from recipes.nano.raw import Function, read_lines
 from recipes.nano.reading import cited_pairs, question_pairs, summary_pairs
 from recipes.nano.rewriting import correction_pairs, rewrite_pairs
 from recipes.nano.slots import Draw
-from recipes.nano.split import Benchmarks, chunks
+from recipes.nano.split import chunks
 from recipes.nano.talk import chats
 
 FIRST_SENTENCE = 605_000  # in the shuffled order; `recipes.nano.data` uses those before
@@ -89,19 +93,43 @@ def read_texts(data: Path, out: Path, seed: int) -> tuple[Texts, Texts]:
     return Texts(free, paragraphs(stories), functions), Texts(held, paragraphs(held_stories), [])
 
 
+def carried_texts(path: Path) -> Texts:
+    """Read the texts that `recipes.nano.carry` wrote."""
+    texts = json.loads(lzma.decompress(path.read_bytes()))
+    return Texts(texts["sentences"], texts["paragraphs"], [])
+
+
 def paragraphs(texts: Iterable[str]) -> list[str]:
     return [piece for text in texts for piece in chunks(text, 500) if len(piece) > 150]
 
 
-def unique(records: Records, is_excluded: Callable[[str], bool]) -> Iterator[Mapping[str, object]]:
-    """Drop repeated examples, and code of a benchmark."""
+def unique(records: Records) -> Iterator[Mapping[str, object]]:
+    """Drop repeated examples."""
     seen = set[str]()
     for record in records:
         key = json.dumps(record, sort_keys=True)
-        reply = record.get("reply")
-        if key not in seen and not (isinstance(reply, str) and is_excluded(reply)):
+        if key not in seen:
             seen.add(key)
             yield record
+
+
+def make_training(name: str, texts: Texts, options: argparse.Namespace) -> Path:
+    """Write the training examples of one task."""
+    draw = Draw(Random(f"{options.seed}/{name}"))
+    path: Path = options.out / "raw" / f"{name}.jsonl"
+    print(name, write_lines(path, unique(MAKERS[name](draw, texts, COUNTS[name]))), flush=True)
+    return path
+
+
+def make_held_out(name: str, texts: Texts, options: argparse.Namespace) -> None:
+    draw = Draw(Random(f"{options.seed}/{name}/heldout"), held_out=True)
+    records = unique(MAKERS[name](draw, texts, NUM_HELD_OUT))
+    write_lines(options.out / "heldout" / f"{name}.jsonl", records)
+
+
+def tokenize(path: Path, out: Path, tokenizer: Path, workers: int) -> None:
+    made = tokenize_file(path, tokenizer, max_tokens=MAX_PAIR_TOKENS, workers=workers)
+    made.store.save(out / "tokens" / f"{path.stem}.npz")
 
 
 def main() -> None:
@@ -110,21 +138,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/nano"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=list(MAKERS), default=list(MAKERS))
+    parser.add_argument("--texts", type=Path, help="instead of --data; tokenizes too")
+    parser.add_argument("--workers", type=int, default=2, help="of the tokenizer")
     options = parser.parse_args()
+    if options.texts is not None:
+        carried = carried_texts(options.texts)
+        for name in options.only:
+            path = make_training(name, carried, options)
+            tokenize(path, options.out, NANO_DIRECTORY, options.workers)
+        return
     train, held = read_texts(options.data, options.out, options.seed)
-    benchmarks = Benchmarks(options.data)
-
-    def is_excluded(reply: str) -> bool:
-        return "def " in reply and benchmarks.contain(reply)
-
     for name in options.only:
-        draw = Draw(Random(f"{options.seed}/{name}"))
-        records = unique(MAKERS[name](draw, train, COUNTS[name]), is_excluded)
-        print(name, write_lines(options.out / "raw" / f"{name}.jsonl", records), flush=True)
+        make_training(name, train, options)
         if name in HELD_OUT:
-            draw = Draw(Random(f"{options.seed}/{name}/heldout"), held_out=True)
-            records = unique(MAKERS[name](draw, held, NUM_HELD_OUT), is_excluded)
-            write_lines(options.out / "heldout" / f"{name}.jsonl", records)
+            make_held_out(name, held, options)
 
 
 if __name__ == "__main__":

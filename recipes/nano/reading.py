@@ -106,6 +106,11 @@ def _said(text: str) -> re.Match[str] | None:
     return None if FINITE & set((match[3] + (match[4] or "")).split()) else match
 
 
+def is_told(text: str) -> bool:
+    """True for a sentence of a name, a past verb and an object, which a rule can ask about."""
+    return _said(text) is not None
+
+
 def _renamed(match: re.Match[str], name: str) -> str:
     return name + match[0][len(match[1]) :]
 

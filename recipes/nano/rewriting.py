@@ -1,7 +1,7 @@
-"""Rewrites of sentences with one right result, made by rule: tense, politeness, length, case, words.
+"""Rewrites of sentences with one right result by rule: tense, politeness, length, case, words.
 
-Each rewrite takes a sentence and returns the instruction and the result, or None where its rule does
-not hold. `recipes.nano.prose_tasks` has edits of longer texts.
+Each rewrite takes a sentence and returns the instruction and the result, or None where its rule
+does not hold. `recipes.nano.prose_tasks` has edits of longer texts.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 from dgemma.device import choose_device, choose_dtype
 from dgemma.eval.stories import BOS, CONTEXT, TOKENIZER, WEIGHTS, StoryModel, StoryTokenizer
 
+OPENING_TOKENS = 10  # most stories begin with the same words
 SENTENCE_END = re.compile(r'[.!?]["\']?(?=\s|$)')
 
 
@@ -33,6 +34,7 @@ class StorySampling:
     """Sampling parameters."""
 
     temperature: float = 0.9
+    opening: float | None = None  # temperature of the first OPENING_TOKENS; None: the same
     min_p: float = 0.0  # tokens below this fraction of the likeliest one's probability are excluded
     max_tokens: int = CONTEXT
 
@@ -51,12 +53,14 @@ def sample_ids(
     """Sample a batch of stories; a row that ended by itself ends with BOS."""
     generator = torch.Generator(model.device).manual_seed(seed)
     length = min(sampling.max_tokens, CONTEXT)
+    opening = replace(sampling, temperature=sampling.opening or sampling.temperature)
     cache = model.new_cache(count, length)
     tokens_BT = torch.full((count, length + 1), BOS, device=model.device)
     ended_B = torch.zeros(count, dtype=torch.bool, device=model.device)
     for position in range(length):
         hidden_BD = model.hidden(tokens_BT[:, position : position + 1], cache, position)[:, 0]
-        next_B = _sample(model.logits(hidden_BD), sampling, generator)
+        is_opening = position < OPENING_TOKENS
+        next_B = _sample(model.logits(hidden_BD), opening if is_opening else sampling, generator)
         tokens_BT[:, position + 1] = next_B.masked_fill(ended_B, BOS)
         ended_B |= next_B == BOS
         # Reading the flag synchronizes with the device, so it is read now and then.
@@ -123,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--temperature", type=float, default=0.9)
+    parser.add_argument("--opening", type=float, help="temperature of a story's first tokens")
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=CONTEXT)
     options = parser.parse_args(arguments)
@@ -130,7 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = StoryModel.load(options.weights, device, choose_dtype(options.dtype, device))
     tokenizer = StoryTokenizer.load(options.weights / TOKENIZER)
     sampling = StorySampling(
-        temperature=options.temperature, min_p=options.min_p, max_tokens=options.max_tokens
+        temperature=options.temperature,
+        opening=options.opening,
+        min_p=options.min_p,
+        max_tokens=options.max_tokens,
     )
     batches = sample_batches(model, tokenizer, options.count, options.batch, options.seed, sampling)
     write(options.out, batches, options.count)

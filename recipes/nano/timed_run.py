@@ -1,0 +1,293 @@
+"""Make the data, train, package and compare within a time limit, on a machine with a GPU.
+
+    python -m recipes.nano.timed_run --data out/run13 --out DIR --seconds 570
+
+Needs DATA of `recipes.nano.carry`. While tasks are written on the CPU and tales are sampled on the
+GPU, the old weights are evaluated, and two steps warm the compiler's cache. What is left of the
+time, less the end's, is training. DIR gets the packaged weights (first those of a saved state, so that a
+run that is cut leaves some), metrics and a table of before, after and their average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dgemma.train.checkpoint import METRICS, load_state, saved_states
+from dgemma.weights.hub import NANO, NANO_DIRECTORY
+from dgemma.weights.int_layout import Bits
+from dgemma.weights.load import Checkpoint, load_model
+from dgemma.weights.save import save_int8
+from recipes.nano.compare import side_by_side
+from recipes.nano.ship import MAX_FILE_BYTES, MAX_HEADER_BYTES
+
+MADE_HERE = (
+    "talk",
+    "questions",
+    "citations",
+    "summaries",
+    "extraction",
+    "markdown",
+    "tools",
+    "drills",
+)
+BITS = Bits(experts=4, rest=6)
+START, END = 45.0, 75.0  # seconds for the data, and for packaging and comparing
+AVERAGE_WEIGHT = 0.6  # of the end
+RETURNED = "int8*"  # of the packaged files: the others do not change
+TABLE, LOG = "table.md", "log.txt"
+WARM_DATA = """
+[[data]]
+puzzle = "sudoku"
+bank = "{data}/puzzles/sudoku.npz"
+[[data]]
+file = "{data}/tokens/code.npz"
+on_policy = false
+"""
+
+
+@dataclass
+class Session:
+    """The processes of a run and its clock."""
+
+    options: argparse.Namespace
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        return float(self.options.seconds) - (time.monotonic() - self.began)
+
+    def say(self, line: str) -> None:
+        text = f"[{time.monotonic() - self.began:5.0f} s] {line}"
+        print(text, flush=True)
+        with (self.options.out / LOG).open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """Start a module of this tree, whose output goes to the log."""
+        log = (self.options.out / LOG).open("ab")
+        return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
+
+    def wait(self, running: Mapping[str, subprocess.Popen[bytes]], seconds: float) -> list[str]:
+        """Wait for processes, at most so long; returns those that failed or are not done."""
+        deadline, bad = time.monotonic() + seconds, []
+        for name, process in running.items():
+            try:
+                code = process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = None
+            self.say(f"{name}: {'not done' if code is None else f'ended with {code}'}")
+            bad += [name] * (code != 0)
+        return bad
+
+
+def compare(session: Session, model: str, name: str, seconds: float) -> subprocess.Popen[bytes]:
+    options = session.options
+    limit = ["--limit", str(options.limit)] if options.limit else []
+    return session.start(
+        *("recipes.nano.compare", "--model", model, "--data", str(options.data), *limit),
+        *("--out", str(options.work / f"{name}.json"), "--seconds", str(seconds)),
+    )
+
+
+def sample_tales(session: Session) -> None:
+    """Sample tales, make tasks of them and tokenize both."""
+    options, tales = session.options, session.options.work / "tales.jsonl.xz"
+    steps = (
+        (
+            *("recipes.nano.stories15m", "--weights", f"{options.data}/shared/train"),
+            *("--count", str(options.tales), "--seed", "35", "--temperature", "0.85"),
+            *("--opening", "1.3", "--min-p", "0.02", "--out", str(tales)),
+        ),
+        ("recipes.nano.tales", str(tales), "--out", str(options.work), "--rename"),
+        ("recipes.nano.timed_run", "--tokenize", str(options.work), "--data", str(options.data)),
+    )
+    for step in steps:
+        if session.wait({step[0]: session.start(*step)}, session.left):
+            raise SystemExit(f"{step[0]} failed; see {LOG}")
+
+
+def tokenize_tales(work: Path, data: Path) -> None:
+    from dgemma.train.tokens import tokenize_file
+    from recipes.nano.data import MAX_PAIR_TOKENS
+
+    workers = max(1, (os.cpu_count() or 2) - 3)
+    for name in ("tales", "tale_tasks"):
+        path = work / "raw" / f"{name}.jsonl"
+        made = tokenize_file(path, NANO_DIRECTORY, max_tokens=MAX_PAIR_TOKENS, workers=workers)
+        made.store.save(data / "tokens" / f"{name}.npz")
+        print(f"{name}: {len(made.store.tokens_N):,} tokens", flush=True)
+
+
+def make_data(session: Session) -> None:
+    """Make what the folder does not hold; meanwhile evaluate and compile."""
+    options = session.options
+    texts = ("--texts", f"{options.data}/texts.json.xz", "--out", str(options.data))
+    workers = str(max(1, (os.cpu_count() or 2) // 5))
+    made = {
+        name: session.start("recipes.nano.made", "--only", name, *texts, "--workers", workers)
+        for name in MADE_HERE
+        if not (options.data / "tokens" / f"{name}.npz").is_file()
+    }
+    options.before = compare(session, NANO, "before", options.seconds * 0.2)
+    warm = {} if options.cold else {"warm": session.start(*warm_command(options))}
+    if not (options.data / "tokens" / "tales.npz").is_file():
+        sample_tales(session)
+    if session.wait(made, session.left):
+        raise SystemExit(f"a task could not be made; see {LOG}")
+    session.wait(warm, 60)
+    for process in warm.values():
+        process.kill()
+
+
+def warm_command(options: argparse.Namespace) -> tuple[str, ...]:
+    """Write a recipe of the same shapes with carried data alone, and train two steps."""
+    head = options.recipe.read_text(encoding="utf-8").partition("[[data]]")[0]
+    path = options.work / "warm.toml"
+    # A recipe's paths are relative to it, or begin with ./.
+    data = f"./{os.path.relpath(options.data)}"
+    path.write_text(head + WARM_DATA.format(data=data), encoding="utf-8")
+    return (
+        *("dgemma.train", str(path), "--steps", "2", "--workers", "2"),
+        *("--out", str(options.work / "warm")),
+    )
+
+
+def train(session: Session) -> None:
+    """Train for the time that is left, packaging saved states on the way."""
+    options = session.options
+    budget = ["--steps", str(options.steps)]
+    if not options.steps:
+        budget = ["--seconds", f"{session.left - END:.0f}"]
+    session.say(f"training with {' '.join(budget)}")
+    process = session.start(
+        *("dgemma.train", str(options.recipe), "--out", str(options.work / "run"), *budget),
+        *(f"--set={change}" for change in options.changes),
+    )
+    stop = threading.Event()
+    watcher = threading.Thread(target=watch, args=(session, stop), daemon=True)
+    watcher.start()
+    if session.wait({"training": process}, session.left - 20):
+        process.terminate()  # saves its state
+        session.wait({"training": process}, 15)
+    stop.set()
+    watcher.join(30)
+
+
+def watch(session: Session, stop: threading.Event) -> None:
+    """Package each state that is saved, so that a run that is cut returns something."""
+    seen = 0
+    while not stop.wait(5):
+        states = saved_states(session.options.work / "run")
+        if states and states[-1][0] > seen:
+            seen = states[-1][0]
+            try:
+                package(session.options, 1.0, session.options.work / "interim")
+                session.say(f"packaged step {seen}")
+            except Exception as error:
+                session.say(f"step {seen} was not packaged: {error!r}")
+
+
+def newest_weights(work: Path) -> dict[str, Tensor]:
+    _, path = saved_states(work / "run")[-1]
+    weights: dict[str, Tensor] = load_state(path)["optimizer"]["weights"]
+    return weights
+
+
+def package(options: argparse.Namespace, weight: float, into: Path) -> None:
+    """Write a mixture of the old weights and the newest ones; the newest alone are returned."""
+    base = load_model(NANO_DIRECTORY, dtype=torch.float32)
+    save(mixed(base, newest_weights(options.work), weight), into)
+    if weight == 1:
+        for path in into.glob(RETURNED):
+            shutil.copyfile(path, options.out / path.name)
+
+
+def mixed(base: Checkpoint, weights: Mapping[str, Tensor], weight: float) -> Checkpoint:
+    """Return the base with its weights moved towards others: 1 is those alone."""
+    model = base.model
+    state = model.state_dict()
+    for name, new in weights.items():
+        state[name].copy_(torch.lerp(state[name].float(), new.float(), weight))
+    model.load_state_dict(state)
+    return replace(base, model=model)
+
+
+def save(checkpoint: Checkpoint, into: Path) -> None:
+    save_int8(
+        checkpoint,
+        into,
+        bits=BITS,
+        tokenizer_from=NANO_DIRECTORY,
+        max_shard_bytes=MAX_FILE_BYTES - MAX_HEADER_BYTES,
+        overwrite=True,
+    )
+
+
+def finish(session: Session) -> None:
+    """Package, compare, and write the table."""
+    options = session.options
+    running: dict[str, subprocess.Popen[bytes]] = {"before": options.before}
+    for name, weight in (("after", 1.0), ("average", AVERAGE_WEIGHT)):
+        package(options, weight, options.work / name)
+        session.say(f"packaged {name}")
+        running[name] = compare(session, str(options.work / name), name, session.left - 20)
+    metrics = options.work / "run" / METRICS
+    if metrics.is_file():
+        shutil.copyfile(metrics, options.out / METRICS)
+    while True:
+        is_done = all(process.poll() is not None for process in running.values())
+        files = {name: options.work / f"{name}.json" for name in running}
+        present = {name: path for name, path in files.items() if path.is_file()}
+        if present:
+            (options.out / TABLE).write_text(side_by_side(present), encoding="utf-8")
+        if is_done or session.left < 3:
+            break
+        time.sleep(1)
+    for process in running.values():
+        process.kill()
+    print((options.out / TABLE).read_text(encoding="utf-8"), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--data", type=Path, default=Path("out/run13"), help="of recipes.nano.carry"
+    )
+    parser.add_argument("--recipe", type=Path, default=Path(__file__).parent / "nano.toml")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out/returned")))
+    parser.add_argument("--work", type=Path, default=Path("out/timed_run"), help="stays there")
+    parser.add_argument("--seconds", type=float, default=570, help="for everything")
+    parser.add_argument("--tales", type=int, default=73_728, help="tales to sample")
+    parser.add_argument("--steps", type=int, help="of training, instead of the time that is left")
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="of the recipe")
+    parser.add_argument("--limit", type=int, help="most cases of each part of the comparison")
+    parser.add_argument("--cold", action="store_true", help="do not warm the compiler's cache")
+    parser.add_argument("--tokenize", type=Path, help=argparse.SUPPRESS)  # a step of its own
+    options = parser.parse_args(arguments)
+    if options.tokenize is not None:
+        tokenize_tales(options.tokenize, options.data)
+        return
+    for folder in (options.out, options.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    session = Session(options)
+    make_data(session)
+    session.say("the data is made")
+    train(session)
+    finish(session)
+    session.say("done")
+
+
+if __name__ == "__main__":
+    main()
