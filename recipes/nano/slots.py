@@ -16,28 +16,32 @@ HELD_OUT_EVERY = 5
 
 GIRLS = (
     "Anna Clara Emma Grace Iris Kate Lily Mia Nora Rosa Sara Tina Zoe Mary Lucy Alice Ella Ivy "
-    "Jane Maya Nina Olga Paula Ruth Sofia Vera Wendy Amy Beth Carla Dora Eva Fiona Gina Hannah Ines "
-    "Julia Kira Laura Megan Naomi Olive Petra Rachel Stella Tara Una Violet Yara Leila Marta Bella "
-    "Carmen Diana Elena Freya Greta Helen Ida Joan Karen Linda Monica Nadia Polly Ramona Susan"
+    "Jane Maya Nina Olga Paula Ruth Sofia Vera Wendy Amy Beth Carla Dora Eva Fiona Gina Hannah "
+    "Ines Julia Kira Laura Megan Naomi Olive Petra Rachel Stella Tara Una Violet Yara Leila Marta "
+    "Bella Carmen Diana Elena Freya Greta Helen Ida Joan Karen Linda Monica Nadia Polly Ramona "
+    "Susan"
 ).split()
 BOYS = (
     "Ben David Finn Henry Jack Leo Max Oscar Paul Sam Tom Victor John Peter Adam Hugo Luke Alan "
     "Bruno Carl Daniel Eric Felix George Harry Ivan James Kevin Liam Mark Noah Owen Philip Robert "
-    "Simon Theo Uri Walter Andrew Brian Colin Dennis Edgar Frank Gary Howard Isaac Joel Karl Louis "
-    "Martin Nick Omar Pablo Ralph Steve Tim Vince Will Arthur Boris Conrad Emil Fred Gus Ian Jonas"
+    "Simon Theo Uri Walter Andrew Brian Colin Dennis Edgar Frank Gary Howard Isaac Joel Karl "
+    "Louis Martin Nick Omar Pablo Ralph Steve Tim Vince Will Arthur Boris Conrad Emil Fred Gus "
+    "Ian Jonas"
 ).split()
 LAST_NAMES = (
     "Smith Brown Miller Wilson Moore Taylor Clark Lewis Walker Hall Young King Wright Hill Green "
     "Baker Adams Nelson Carter Mitchell Turner Parker Evans Collins Stewart Morris Rogers Reed "
-    "Cook Morgan Bell Murphy Bailey Cooper Ward Cox Gray Watson Brooks Kelly Price Bennett Wood Ross "
-    "Fisher Hunt Stone Novak Silva Rossi Weber Larsen Dubois Tanaka Khan Cohen Lopez Ivanov Berg"
+    "Cook Morgan Bell Murphy Bailey Cooper Ward Cox Gray Watson Brooks Kelly Price Bennett Wood "
+    "Ross Fisher Hunt Stone Novak Silva Rossi Weber Larsen Dubois Tanaka Khan Cohen Lopez Ivanov "
+    "Berg"
 ).split()
 CITIES = (
-    "London Paris Rome Berlin Madrid Vienna Oslo Lisbon Dublin Athens Prague Warsaw Boston Chicago "
-    "Denver Seattle Toronto Tokyo Kyoto Delhi Cairo Nairobi Sydney Lima Quito Havana Dallas "
-    "Houston Munich Hamburg Zurich Geneva Milan Naples Venice Porto Seville Lyon Nice Bergen Helsinki Riga "
-    "Kiev Moscow Istanbul Ankara Beirut Dubai Mumbai Bangkok Hanoi Seoul Osaka Manila Perth "
-    "Auckland Montreal Ottawa Miami Austin Phoenix Portland Glasgow York Leeds Bristol Cardiff Cork"
+    "London Paris Rome Berlin Madrid Vienna Oslo Lisbon Dublin Athens Prague Warsaw Boston "
+    "Chicago Denver Seattle Toronto Tokyo Kyoto Delhi Cairo Nairobi Sydney Lima Quito Havana "
+    "Dallas Houston Munich Hamburg Zurich Geneva Milan Naples Venice Porto Seville Lyon Nice "
+    "Bergen Helsinki Riga Kiev Moscow Istanbul Ankara Beirut Dubai Mumbai Bangkok Hanoi Seoul "
+    "Osaka Manila Perth Auckland Montreal Ottawa Miami Austin Phoenix Portland Glasgow York Leeds "
+    "Bristol Cardiff Cork"
 ).split()
 COUNTRIES = (
     "Spain Italy France Germany Norway Sweden Japan India China Brazil Peru Chile Canada Mexico "
@@ -75,9 +79,9 @@ ANIMALS = [
     *("frog", "ferret", "budgie", "lamb", "pigeon", "horse"),
 ]
 PET_NAMES = (
-    "Rex Bella Luna Max Coco Milo Fluffy Spot Rusty Ginger Biscuit Pepper Toffee Daisy Socks Bruno "
-    "Misty Shadow Snowy Tiger Whiskers Buddy Cookie Peanut Pumpkin Sunny Teddy Lucky Oreo Patch "
-    "Smokey Bubbles Caramel Domino Maple Noodle Olive Poppy Waffle Ziggy"
+    "Rex Bella Luna Max Coco Milo Fluffy Spot Rusty Ginger Biscuit Pepper Toffee Daisy Socks "
+    "Bruno Misty Shadow Snowy Tiger Whiskers Buddy Cookie Peanut Pumpkin Sunny Teddy Lucky Oreo "
+    "Patch Smokey Bubbles Caramel Domino Maple Noodle Olive Poppy Waffle Ziggy"
 ).split()
 JOBS = [
     *("teacher", "doctor", "nurse", "baker", "farmer", "driver", "cook", "painter", "pilot"),

@@ -2,10 +2,11 @@
 
     python -m recipes.nano.timed_run --data out/run13 --out DIR --seconds 570
 
-Needs DATA of `recipes.nano.carry`. While tasks are written on the CPU and tales are sampled on the
-GPU, the old weights are evaluated, and two steps warm the compiler's cache. What is left of the
-time, less the end's, is training. DIR gets the packaged weights (first those of a saved state, so that a
-run that is cut leaves some), metrics and a table of before, after and their average.
+Needs DATA of `recipes.nano.carry`.
+While tasks are written on the CPU and tales are sampled on the GPU, the old weights are
+evaluated, and two steps warm the compiler's cache. What is left of the time, less the end's, is
+training. DIR gets the packaged weights (first those of a saved state, so that a run that is cut
+leaves some), metrics and a table of before, after and their average.
 """
 
 from __future__ import annotations
