@@ -71,8 +71,10 @@ def _replies(
     engine: Engine, cases: Sequence[ChatCase], task: str, seed: int
 ) -> Iterator[tuple[Case, Answered, str]]:
     """Reply to all cases in both modes: diffusion with a seed for each, AR greedily."""
-    longest = max((len(engine.tokenizer.encode(one.text)) for one in cases), default=0)
-    max_tokens = max(longest, *(CALL_TOKENS for one in cases[:1] if one.calls)) + SPARE_TOKENS
+    lengths = [
+        CALL_TOKENS if one.calls else len(engine.tokenizer.encode(one.text)) for one in cases
+    ]
+    max_tokens = max(lengths, default=0) + SPARE_TOKENS
     for mode in WHOLE_MODES:
         prompts = [
             EvalPrompt(
