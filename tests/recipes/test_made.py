@@ -37,10 +37,11 @@ from recipes.nano.verbs import PAST, third
 SENTENCES = [
     "Tom bought a red car for Mary.",
     "Mary opened the window.",
-    "John found two coins in the garden.",
+    "John kept two coins in the garden.",
     "Anna wrote a long letter to her mother.",
     "Peter lost his key at the station.",
     "Lucy sold the old house.",
+    "Adam painted the garden fence.",
     "He goes to school by bus.",
     "Open the window, please.",
     "Close the door.",
