@@ -51,9 +51,10 @@ def evaluate(model: ModelOptions, options: EvalOptions, as_json: AsJson = False)
     """Measure a checkpoint on held-out tasks, with 95 % intervals.
 
     Tasks: sudoku, cross_entropy, blimp, humaneval_infill, infill, json_calls, fix, questions,
-    citations, rewrites, extraction, tools, talk, stories, samples. humaneval_infill runs the code that the model writes, in a process with
-    limits, which is not a security boundary. The stories of samples need no files; tasks that do
-    are skipped without them, and docs/evaluation.md tells how to get them.
+    citations, rewrites, extraction, tools, talk, stories, samples. humaneval_infill runs the code
+    that the model writes, in a process with limits, which is not a security boundary. The stories
+    of samples need no files; tasks that do are skipped without them, and docs/evaluation.md tells
+    how to get them.
     """
     from dgemma.eval.evaluate import evaluate as run
     from dgemma.eval.measure import table
