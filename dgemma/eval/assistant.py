@@ -41,10 +41,10 @@ class ChatCase:
 
 
 Answered = Sequence[tuple[ChatCase, Done]]
-Check = Callable[[Case, Answered], list[Measure]]
+TaskMeasures = Callable[[Case, Answered], list[Measure]]
 
 
-def assistant_task(name: str, check: Check) -> Callable[..., list[Measure]]:
+def assistant_task(name: str, check: TaskMeasures) -> Callable[..., list[Measure]]:
     """Make a task of the held-out file with this name."""
 
     def task(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Measure]:
@@ -110,14 +110,14 @@ def check_spans(case: Case, answered: Answered) -> list[Measure]:
 
 def check_citations(case: Case, answered: Answered) -> list[Measure]:
     """Measure replies that name the right source alone, and hold the answer."""
-    cited, told = [], []
+    cited, answered_right = [], []
     for one, done in answered:
         cited.append(set(CITATION.findall(done.text)) == {one.record["source"]})
-        told.append(normalized(one.record["answer"]) in done.text.lower())
+        answered_right.append(normalized(one.record["answer"]) in done.text.lower())
     return [
         case.share("right source cited", cited),
-        case.share("answer in reply", told),
-        case.share("both", [a and b for a, b in zip(cited, told, strict=True)]),
+        case.share("answer in reply", answered_right),
+        case.share("both", [a and b for a, b in zip(cited, answered_right, strict=True)]),
     ]
 
 
@@ -181,7 +181,7 @@ def check_calls(case: Case, answered: Answered) -> list[Measure]:
 
 
 def check_talk(case: Case, answered: Answered) -> list[Measure]:
-    """Measure replies that recall what the user told, and words that are doubled."""
+    """Measure replies that recall what the user answered_right, and words that are doubled."""
     recalled = [
         one.record["answer"].lower() in done.text.lower()
         for one, done in answered

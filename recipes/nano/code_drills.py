@@ -62,7 +62,7 @@ EXPLAIN = [
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a function does to its argument: an expression and the words for it."""
+    """An operation of a function on its argument: an expression and the words for it."""
 
     name: str
     takes: str  # numbers, words, text, number

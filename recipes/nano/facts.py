@@ -48,7 +48,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What facts are about: a person, an event or a thing."""
+    """Subject of facts: a person, an event or a thing."""
 
     kind: str
     name: str
