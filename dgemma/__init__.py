@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dgemma.programs.infill.infill import FillParams, FillResult, fill
     from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult, solve
     from dgemma.text.chat import Message, Tool
+    from dgemma.video import Video
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ HOMES = {
     "SudokuResult": "dgemma.programs.sudoku.solve",
     "Text": "dgemma.engine",
     "Tool": "dgemma.text.chat",
+    "Video": "dgemma.video",
     "edit": "dgemma.programs.edit.edit",
     "fill": "dgemma.programs.infill.infill",
     "rewrite": "dgemma.programs.edit.edit",
@@ -92,6 +94,7 @@ __all__ = [
     "SudokuResult",
     "Text",
     "Tool",
+    "Video",
     "__version__",
     "edit",
     "fill",

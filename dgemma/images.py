@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from io import BytesIO
@@ -43,7 +43,7 @@ DIGEST_VERSION = b"dgemma-image-1"  # changes whenever the same file would give 
 ID_BITS = 62
 RESCALE = 0.00392156862745098  # 1 / 255, as the released processor spells it
 
-_decoding = Semaphore(MAX_DECODING)
+decoding = Semaphore(MAX_DECODING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +59,7 @@ class Image:
     detail: Detail = "auto"
     tokens: int | None = None
     name: str = "the picture"  # in notes and errors
+    _pictures: dict[VisionConfig, Picture] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.detail not in DETAILS:
@@ -72,6 +73,7 @@ class Image:
     @classmethod
     def open(cls, path: str | Path, detail: Detail = "auto", tokens: int | None = None) -> Image:
         """Read a file; its size is checked before it is read."""
+        refuse_address(str(path), "a file")
         path = Path(path)
         try:
             size = path.stat().st_size
@@ -103,26 +105,31 @@ class Image:
         return DETAIL_TOKENS.get(self.detail, vision.default_output_length)
 
     def prepare(self, vision: VisionConfig) -> Picture:
-        """Decode and resize; may take long, and runs in any thread."""
-        with _decoding:
-            pixels = rgb(self.source if not isinstance(self.source, bytes) else self._decode())
-            return fit(pixels, self.budget(vision, *pixels.size), vision, self.name)
+        """Decode and resize once; may take long, and runs in any thread."""
+        if vision not in self._pictures:
+            with decoding:
+                pixels = self.decoded()
+                budget = self.budget(vision, *pixels.size)
+                self._pictures[vision] = fit(pixels, budget, vision, self.name)
+        return self._pictures[vision]
 
     def squared(self) -> Image:
         """Return the picture on a square of the colour of its corner; decodes it."""
         from PIL import Image as Pillow
 
-        with _decoding:
-            pixels = rgb(self.source if not isinstance(self.source, bytes) else self._decode())
+        with decoding:
+            pixels = self.decoded()
         width, height = pixels.size
         side = max(width, height)
         square = Pillow.new("RGB", (side, side), pixels.getpixel((0, 0)))
         square.paste(pixels, ((side - width) // 2, (side - height) // 2))
         return replace(self, source=square)
 
-    def _decode(self) -> PILImage:
-        assert isinstance(self.source, bytes)
-        return decode(self.source, self.name)
+    def decoded(self, max_pixels: int = MAX_PIXELS) -> PILImage:
+        """Return the picture upright, in RGB."""
+        if isinstance(self.source, bytes):
+            return rgb(decode(self.source, self.name, max_pixels))
+        return rgb(self.source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +142,7 @@ class Picture:
     width: int  # of the original
     height: int
     name: str = "the picture"
+    is_frame: bool = False  # of a video
 
     @property
     def rows(self) -> int:
@@ -191,8 +199,11 @@ class Picture:
         if self.scale >= READABLE_SCALE:
             return ""
         height, width = self.pixels.shape[:2]
-        is_most = self.budget == IMAGE_BUDGETS[-1]
-        advice = "crop it" if is_most else f"{IMAGE_BUDGETS[-1]} image tokens keep more of it"
+        advice = f"{IMAGE_BUDGETS[-1]} image tokens keep more of it"
+        if self.budget == IMAGE_BUDGETS[-1]:
+            advice = "crop it"
+        elif self.is_frame:
+            advice = "show it as a picture to have it read"
         return (
             f"{self.name} was shrunk from {self.width}x{self.height} to {width}x{height} pixels, "
             f"{self.num_tokens} tokens: small text in it is lost; {advice}"
@@ -204,6 +215,12 @@ def _hash_of(digest: bytes, index: int) -> int:
     return int.from_bytes(hashed, "big")
 
 
+def refuse_address(text: str, form: str, what: str = "the picture") -> None:
+    """Refuse a web address in place of a picture, which is to be sent in this form."""
+    if text[:6].lower().startswith(("http:/", "https:")):
+        raise UsageError(f"no address is opened; send {what} as {form}")
+
+
 def _too_many_bytes(name: str, size: int) -> str:
     return (
         f"{name} has {size / 1e6:.1f} MB; a picture may have {MAX_BYTES / 1e6:.0f} MB: save it "
@@ -211,7 +228,7 @@ def _too_many_bytes(name: str, size: int) -> str:
     )
 
 
-def decode(data: bytes, name: str) -> PILImage:
+def decode(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> PILImage:
     """Decode the first frame of an encoded picture; limits come before its pixels."""
     from PIL import Image as Pillow
     from PIL import UnidentifiedImageError
@@ -219,14 +236,14 @@ def decode(data: bytes, name: str) -> PILImage:
 
     try:
         image = Pillow.open(BytesIO(data), formats=FORMATS)
-        check_size(image, name)
+        check_size(image, name, max_pixels)
         image.seek(0)
         image.load()
         return image
     except UsageError:
         raise
     except (DecompressionBombError, DecompressionBombWarning):
-        raise UsageError(f"{name} claims too many pixels; {_limits()}") from None
+        raise UsageError(f"{name} claims too many pixels; {_limits(max_pixels)}") from None
     except UnidentifiedImageError:
         raise UsageError(
             f"{name} is not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; convert it to one"
@@ -238,17 +255,17 @@ def decode(data: bytes, name: str) -> PILImage:
         ) from None
 
 
-def check_size(image: PILImage, name: str) -> None:
+def check_size(image: PILImage, name: str, max_pixels: int = MAX_PIXELS) -> None:
     """Refuse a picture by the size that its header states."""
     width, height = image.size
     if width < 1 or height < 1:
         raise UsageError(f"{name} is {width}x{height} pixels, which is nothing; send a picture")
-    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
-        raise UsageError(f"{name} is {width}x{height} pixels; {_limits()}")
+    if width * height > max_pixels or max(width, height) > MAX_SIDE:
+        raise UsageError(f"{name} is {width}x{height} pixels; {_limits(max_pixels)}")
 
 
-def _limits() -> str:
-    megapixels = MAX_PIXELS // 1_000_000
+def _limits(max_pixels: int) -> str:
+    megapixels = max_pixels // 1_000_000
     return f"a picture may have {megapixels} megapixels and sides of {MAX_SIDE}: save it smaller"
 
 

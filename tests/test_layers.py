@@ -17,6 +17,7 @@ ROWS = [
     "errors options",
     "config",
     "images",
+    "video",
     "text device cpu_threads roofline",
     "model",
     "diffusion quant",
@@ -32,7 +33,8 @@ ROWS = [
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
 # May not bring in torch by being imported; what their functions import later is another matter.
-TORCH_FREE = {"errors", "options", "config", "images", "roofline", "text", "server", "scale", "cli"}
+TORCH_FREE = {"errors", "options", "config", "images", "video", "roofline", "text"}
+TORCH_FREE |= {"server", "scale", "cli"}
 TORCH_FREE_FILES = {"dgemma.weights.files", "dgemma.weights.hub", "dgemma.train.options"}
 # Draw what the engine yields, and are imported inside the commands that need them.
 LATE = {"dgemma.cli.show"}

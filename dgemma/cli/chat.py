@@ -1,6 +1,5 @@
 """`dgemma chat`: a conversation with a live canvas; /commands change its settings."""
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dgemma.cli import media
 from dgemma.cli.app import ReplyOptions, app, load_engine, with_options
 from dgemma.errors import FAILED, DgemmaError, UsageError
 from dgemma.options import option
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dgemma.engine import Done, Draft, Engine, Event
     from dgemma.engine.generation import Generation
     from dgemma.text.chat import Message, Prompt
+    from dgemma.text.messages import Media
 
 REPLAY_PAUSE = 0.15  # seconds a canvas stays on the screen
 NANO_CAN = (
@@ -35,6 +36,8 @@ HELP = """\
 /seed N                     same seed, same answers; /seed alone draws a new one each time
 /thinking on|off            let the model think first, or not
 /system TEXT                a system message; /system alone shows it, /system "" removes it
+/image FILE                 show a picture with the next message; /image alone forgets it
+/video FILE                 show a video, a GIF or a folder of frames with the next message
 /replay                     show the last answer converging again, slowly
 /history                    the conversation so far
 /undo                       forget the last question and its answer
@@ -51,6 +54,7 @@ class ChatSettings(ReplyOptions):
     """Settings of a chat, which /commands change."""
 
     drop_oldest: bool = option(False, "Forget the oldest questions when the context is full.")
+    image_tokens: int | None = None  # of each picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,7 @@ class Conversation:
         self.set_system(system)
         self.settings = settings
         self.drafts: list[Draft] = []
+        self.shown: list[Media] = []  # with the next message
         self.num_dropped = 0  # oldest questions forgotten for the last one
         self.saved: set[Path] = set()  # files that /save may overwrite
         self.change(settings)
@@ -129,6 +134,8 @@ class Conversation:
             f"the context is full: this conversation with your question has {num_prompt:,} tokens "
             f"and needs {needs}, of {self.context:,}"
         )
+        if self.shown:
+            return f"{full}; /image alone forgets what is shown with it"
         if not self.messages:
             return f"{full}; shorten the question"
         return (
@@ -141,7 +148,8 @@ class Conversation:
         from dgemma.engine import Done, Text
         from dgemma.text.chat import Message
 
-        question, self.num_dropped = Message(role="user", content=words), 0
+        content = (*self.shown, words) if self.shown else words
+        question, self.num_dropped = Message(role="user", content=content), 0
         task = self._generation(question, drafts=view.is_live)
         self.drafts, committed, done = [], "", None
         with closing(self.engine.follow(task)) as stream:
@@ -156,7 +164,20 @@ class Conversation:
                 done = None
         if committed or done is not None:
             self.messages += [question, Message(role="assistant", content=committed)]
+            self.shown.clear()
         return ChatAnswer(text=committed, done=done)
+
+    def show(self, part: "Media") -> None:
+        """Show a picture or a video with the next message, if it can be read."""
+        from dgemma.images import Picture
+
+        found = part.prepare(self.engine.tower().vision)
+        pictures = [found] if isinstance(found, Picture) else found.frames
+        if pictures[0].note:
+            print(f"dgemma: {pictures[0].note}", file=sys.stderr)
+        self.shown.append(part)
+        count = sum(picture.num_tokens for picture in pictures)
+        print(f"[{part.name}: {count} tokens, with the next message]", file=sys.stderr)
 
     def _show(self, event: "Event", view: "CanvasView") -> None:
         from dgemma.engine import Draft, Text
@@ -289,49 +310,6 @@ def _system(conversation: Conversation, argument: str) -> None:
     print(f"[system message: {text}]", file=sys.stderr)
 
 
-def _save(conversation: Conversation, argument: str) -> None:
-    """Write the messages as JSON; a file of something else is not overwritten."""
-    path = _file(argument)
-    if path.exists() and path not in conversation.saved:
-        raise UsageError(f"{path} exists; give another name")
-    messages = [*conversation.system, *conversation.messages]
-    saved = {"messages": [{"role": m.role, "content": m.content} for m in messages]}
-    try:
-        path.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-    conversation.saved.add(path)
-    print(f"[saved {len(messages)} messages to {path}]", file=sys.stderr)
-
-
-def _load(conversation: Conversation, argument: str) -> None:
-    from dgemma.text.chat import Message
-
-    path = _file(argument)
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["messages"]
-        messages = [Message(role=row["role"], content=row["content"]) for row in rows]
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{path} is not a saved conversation; /save writes one") from None
-    system = [m for m in messages[:1] if m.role == "system"]
-    exchanges = messages[len(system) :]
-    roles = ["user", "assistant"] * (len(exchanges) // 2)
-    if [m.role for m in exchanges] != roles or not all(
-        isinstance(m.content, str) for m in messages
-    ):
-        raise UsageError(f"{path} has other than questions with answers; /save writes a chat")
-    conversation.system, conversation.messages = system, exchanges
-    print(f"[loaded {len(messages)} messages from {path}]", file=sys.stderr)
-
-
-def _file(argument: str) -> Path:
-    if not argument:
-        raise UsageError("no file is given; name one, such as /save chat.json")
-    return Path(argument).expanduser().resolve()
-
-
 def _replay(conversation: Conversation, argument: str) -> None:
     from dgemma.cli.show import CanvasView
 
@@ -348,7 +326,7 @@ def _replay(conversation: Conversation, argument: str) -> None:
 
 def _history(conversation: Conversation, argument: str) -> None:
     for message in [*conversation.system, *conversation.messages]:
-        print(f"{message.role}: {message.content}")
+        print(f"{message.role}: {media.spelled(message)}")
 
 
 def _undo(conversation: Conversation, argument: str) -> None:
@@ -371,12 +349,14 @@ COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
     "seed": _seed,
     "thinking": _thinking,
     "system": _system,
+    "image": media.image,
+    "video": media.video,
     "replay": _replay,
     "history": _history,
     "undo": _undo,
     "clear": _clear,
-    "save": _save,
-    "load": _load,
+    "save": media.save,
+    "load": media.load,
 }
 
 
@@ -385,6 +365,7 @@ COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
 def chat(
     model: ModelOptions,
     settings: ChatSettings,
+    shown: media.MediaOptions,
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     history: Annotated[
         Path | None, typer.Option(help="Keep what you type in this file; else it is not kept.")
@@ -397,6 +378,9 @@ def chat(
     from dgemma.engine.params import check_params
 
     check_params(settings.params())  # before a long load
-    engine = load_engine(model, settings.preset)
-    if not talk(Conversation(engine, settings, system), model.model, history):
+    parts, settings = shown.read(), replace(settings, image_tokens=shown.image_tokens)
+    conversation = Conversation(load_engine(model, settings.preset), settings, system)
+    for part in parts:
+        conversation.show(part)
+    if not talk(conversation, model.model, history):
         raise typer.Exit(FAILED)

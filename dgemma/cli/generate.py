@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dgemma.cli.app import RULES, AsJson, ReplyOptions, app, load_engine, load_rule, with_options
+from dgemma.cli.media import MediaOptions
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView
     from dgemma.constrain.grammar import ConstraintArgs
     from dgemma.engine import Done, Engine, Event, SamplingParams
-    from dgemma.images import Image
     from dgemma.programs.speculative import SpeculativeParams
     from dgemma.text.chat import Prompt
     from dgemma.text.messages import Part
@@ -29,12 +29,6 @@ class GenerateOptions(ReplyOptions):
     """Options of `dgemma generate`."""
 
     system: str = option("", "A system message.")
-    image: list[Path] | None = option(
-        None, "A picture to show before the prompt; may be repeated.", "--image", "-a"
-    )
-    image_tokens: int | None = option(
-        None, "Soft tokens of each picture: 70, 140, 280, 560 or 1120 (small text)."
-    )
     plain: bool = option(False, "Continue the text; no chat.")
     stop: list[str] | None = option(None, "Stop before this text.")
     canvas: int | None = option(None, "Canvas length, up to the model's.")
@@ -61,6 +55,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from stdin.")],
     model: ModelOptions,
     options: GenerateOptions,
+    media: MediaOptions,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt."""
@@ -68,9 +63,12 @@ def generate(
     from dgemma.text.chat import Prompt
 
     text = _read_prompt(prompt)
-    if options.plain and (options.system or options.thinking or options.image):
-        raise UsageError("--plain has no chat turns; leave out --system, --thinking and --image")
-    pictures = _read_images(options.image or [], options.image_tokens)
+    shown = media.read()
+    if media.image_tokens is not None and not media.image:
+        raise UsageError("--image-tokens is given without --image; show a picture or leave it out")
+    if options.plain and (options.system or options.thinking or shown):
+        left_out = "--system, --thinking, --image and --video"
+        raise UsageError(f"--plain has no chat turns; leave out {left_out}")
     own_rule = load_rule(options.rule)
     params = replace(
         options.params(drafts=options.show),
@@ -89,7 +87,7 @@ def generate(
         sampler = replace(engine.sampler_of(options.preset), max_denoising_steps=options.steps)
         params = replace(params, sampler=sampler)
     params = replace(params, constraint=compiled)
-    content: str | tuple[Part, ...] = (*pictures, text) if pictures else text
+    content: str | tuple[Part, ...] = (*shown, text) if shown else text
     request = engine.plain_prompt(text) if options.plain else _chat(engine, content, options)
     for note in request.notes if isinstance(request, Prompt) else ():
         print(f"dgemma: {note}", file=sys.stderr)
@@ -98,15 +96,6 @@ def generate(
         print(json.dumps(_report(done, model.model), ensure_ascii=False))
     if compiled is not None:
         _check_done(done)
-
-
-def _read_images(paths: Sequence[Path], tokens: int | None) -> "tuple[Image, ...]":
-    """Read pictures before a model is loaded."""
-    from dgemma.images import Image
-
-    if tokens is not None and not paths:
-        raise UsageError("--image-tokens is given without --image; show a picture or leave it out")
-    return tuple(Image.open(path, tokens=tokens) for path in paths)
 
 
 def _read_constraint(options: GenerateOptions) -> "ConstraintArgs":

@@ -7,6 +7,7 @@ and programs are not known here.
 import logging
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
@@ -22,7 +23,7 @@ from dgemma.engine.auto import BreakEven
 from dgemma.engine.core import MAX_BATCH_SIZE, EngineCore
 from dgemma.engine.events import Done, Event
 from dgemma.engine.generation import DraftMap, Generation
-from dgemma.engine.image_features import image_features
+from dgemma.engine.image_features import ImageFeatures, image_features
 from dgemma.engine.params import SamplingParams, check_params, check_preset, reply_limits
 from dgemma.engine.request import Prefix, Program
 from dgemma.engine.scoring import Prefill, Score, Scoring, label_probabilities
@@ -31,6 +32,7 @@ from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate, Message, Prompt, Tool, insert_images
 from dgemma.text.control_tokens import TURN_END
 from dgemma.text.tokenizer import StopIds, Tokenizer
+from dgemma.video import Clip
 from dgemma.weights.files import OnProgress
 from dgemma.weights.hub import ModelOptions, find_checkpoint
 from dgemma.weights.inference import LoadArgs, load_for_inference
@@ -138,17 +140,25 @@ class Engine(EngineCore):
         """Render a conversation with the checkpoint's chat template; pictures are decoded here."""
         if self.template is None:
             raise UsageError("this checkpoint has no chat template; give it plain text instead")
-        prompt = self.template.prompt(messages, tools, enable_thinking=thinking)
-        images = [image for message in messages for image in message.images]
-        if not images:
-            return prompt
+        media = [part for message in messages for part in message.media]
+        if not media:
+            return self.template.prompt(messages, tools, enable_thinking=thinking)
+        vision = self.tower().vision
+        shown = [part.prepare(vision) for part in media]
+        clips = [clip for clip in shown if isinstance(clip, Clip)]
+        stamps = [clip.stamps for clip in clips]
+        prompt = self.template.prompt(messages, tools, enable_thinking=thinking, stamps=stamps)
+        pictures = (part.frames if isinstance(part, Clip) else [part] for part in shown)
+        return insert_images(prompt, list(chain.from_iterable(pictures)), self.tokenizer)
+
+    def tower(self) -> ImageFeatures:
+        """Return the image tower; a checkpoint without one refuses pictures here."""
         if self.images is None:
             raise UsageError(
                 "this checkpoint has no image tower, so it cannot read pictures; send text, or "
                 "load one that has it, such as the released DiffusionGemma"
             )
-        vision = self.images.vision
-        return insert_images(prompt, [image.prepare(vision) for image in images], self.tokenizer)
+        return self.images
 
     def plain_prompt(self, text: str) -> Prompt:
         """Return a prompt of plain text, for the model to continue."""

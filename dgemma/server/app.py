@@ -219,6 +219,7 @@ class App(FastAPI):
             schemas = document["components"]["schemas"]
             schemas["TextPart"] = chat_api.TEXT_PART
             schemas["ImagePart"] = chat_api.IMAGE_PART
+            schemas["VideoPart"] = chat_api.VIDEO_PART
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
         assert self.openapi_schema is not None

@@ -28,7 +28,14 @@ from dgemma.server.schemas import (
     names_images,
 )
 from dgemma.server.service import ServiceDep, answer, make_router, whole_or_stream
-from dgemma.text.messages import Message, Tool, read_messages, read_tools, with_images_named
+from dgemma.text.messages import (
+    FRAMES_URL,
+    Message,
+    Tool,
+    read_messages,
+    read_tools,
+    with_media_named,
+)
 
 if TYPE_CHECKING:
     from dgemma.constrain.matcher import Constraint
@@ -58,10 +65,26 @@ IMAGE_PART = {
         },
     },
 }
+VIDEO_PART = {
+    "type": "object",
+    "required": ["type", "video_url"],
+    "properties": {
+        "type": {"const": "video_url"},
+        "video_url": {
+            "type": "object",
+            "required": ["url"],
+            "properties": {
+                "url": {"type": "string", "pattern": f"^{FRAMES_URL},"},
+                "fps": {"type": "number", "description": "frames a second; 24 by default"},
+            },
+        },
+    },
+}
 CONTENT_PART = {
     "anyOf": [
         {"$ref": "#/components/schemas/TextPart"},
         {"$ref": "#/components/schemas/ImagePart"},
+        {"$ref": "#/components/schemas/VideoPart"},
     ]
 }
 CONTENT_PARTS = {"type": "array", "items": CONTENT_PART}
@@ -125,7 +148,7 @@ class ChatBody(FormattedBody):
 
     messages: list[RawMessage] = honoured(
         ...,
-        "system, developer, user, assistant and tool; text parts, and pictures as data: URLs",
+        "system, developer, user, assistant and tool; text, pictures and frames as data: URLs",
         min_length=1,
         max_length=limits.MAX_MESSAGES,
     )
@@ -238,7 +261,7 @@ def chat_prompt(engine: "Engine", chat: ChatInput) -> "Prompt":
         for part in (content,) if isinstance(content, str) else content:
             if isinstance(part, str):
                 check_length(engine, part)
-    messages = with_images_named(chat.messages, chat.image_tokens)
+    messages = with_media_named(chat.messages, chat.image_tokens)
     offered = () if chat.tool_choice == "none" else chat.tools
     return engine.prompt(messages, offered, thinking=chat.thinking)
 

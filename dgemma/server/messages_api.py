@@ -1,6 +1,6 @@
 """`POST /v1/messages` and its `count_tokens`, in Anthropic's form: schema, parsing, replies."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -13,10 +13,18 @@ from dgemma.server.chat_api import ChatInput, chat_generations, chat_prompt
 from dgemma.server.errors import MESSAGES_PATH, ApiError
 from dgemma.server.field_policy import COMMON, FieldTable, harmless, refused, without
 from dgemma.server.format import Chunk, PartsFormat, ReplyPart, arguments_text, stats
-from dgemma.server.schemas import STRICT, Body, ResponseFormat, StopString, honoured
+from dgemma.server.messages_blocks import ROLES, read_turn, system_messages
+from dgemma.server.schemas import (
+    STRICT,
+    Body,
+    ResponseFormat,
+    StopString,
+    honoured,
+    names_images,
+)
 from dgemma.server.service import MAX_INLINE_BYTES, ServiceDep, answer, make_router, whole_or_stream
 from dgemma.text import messages as reader
-from dgemma.text.messages import Message, ToolCall
+from dgemma.text.messages import ToolCall
 
 if TYPE_CHECKING:
     from dgemma.engine import Done, Engine
@@ -31,21 +39,12 @@ TOOL_HARMLESS = {
     "defer_loading",
     "allowed_callers",
 }
-BLOCK_FIELDS = {
-    "text": {"type", "text", "citations"},
-    "thinking": {"type", "thinking", "signature"},
-    "redacted_thinking": {"type", "data"},
-    "tool_use": {"type", "id", "name", "input", "caller"},
-    "tool_result": {"type", "tool_use_id", "content", "is_error"},
-}
 STOP_REASONS = {
     "stop": "end_turn",
     "stop_string": "stop_sequence",
     "length": "max_tokens",
     "budget": "max_tokens",
 }
-ROLES = ("user", "assistant", "system")
-PARAGRAPH = "\n\n"  # joins the text blocks of a message, which templates would join without
 BLOCKS = {"type": "array", "items": {"type": "object", "required": ["type"]}}
 TEXT_OR_BLOCKS = {"anyOf": [{"type": "string"}, BLOCKS]}
 # Parsed below, whose sentences say what is wrong; these are for the document.
@@ -119,7 +118,7 @@ class CountTokensBody(Body):
 
     messages: list[RawTurn] = honoured(
         ...,
-        "user, assistant and system; text, thinking, tool_use and tool_result",
+        "user, assistant and system; text, image, thinking, tool_use and tool_result",
         min_length=1,
         max_length=limits.MAX_MESSAGES,
     )
@@ -156,6 +155,10 @@ class CountTokensBody(Body):
         is_forced = self.tool_choice.type in ("any", "tool")
         has_format = self.output_config.format is not None
         return super().has_constraint or is_strict or is_forced or has_format
+
+    @property
+    def has_images(self) -> bool:
+        return names_images(self.messages)
 
 
 class MessagesBody(CountTokensBody):
@@ -199,92 +202,17 @@ def _chat_input(body: CountTokensBody, max_tokens: int | None) -> ChatInput:
         sentence = "the last message is the assistant's, and an answer is a new turn; end with user"
         raise ApiError(400, sentence, param="messages")
     choice, form = body.tool_choice, body.output_config.format
-    parsed = reader.read_each(body.messages, "messages", _read_turn)
+    parsed = reader.read_each(body.messages, "messages", read_turn)
     return ChatInput(
-        messages=[*_system_messages(body.system), *chain(*parsed)],
+        messages=[*system_messages(body.system), *chain(*parsed)],
         tools=reader.read_flat_tools(body.tools, "custom", "input_schema"),
         tool_choice="required" if choice.type in ("any", "tool") else choice.type,  # type: ignore[arg-type]
         named_tool=choice.name,
         thinking=body.thinking.type != "disabled",
         max_tokens=max_tokens,
         response_format=None if form is None else ResponseFormat.of_schema(form.body),
+        image_tokens=body.dgemma.image_tokens,
     )
-
-
-def _system_messages(system: str | list[Any]) -> list[Message]:
-    parts = [system] if isinstance(system, str) else [_read_text(part) for part in system]
-    return [Message(role="system", content=PARAGRAPH.join(parts))] if any(parts) else []
-
-
-def _read_turn(raw: object) -> list[Message]:
-    """Read one message; the results of tools in it become messages of their own."""
-    fields = reader.read_fields(raw, {"role", "content"}, "a message")
-    role, content = fields.get("role"), fields.get("content")
-    if role not in ROLES:
-        reader.refuse("a message's role", role, f"one of {', '.join(ROLES)}")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if role == "assistant":
-        return [_read_assistant(reader.read_list(blocks, "content"))]
-    messages: list[Message] = []
-    for block in reader.read_list(blocks, "content"):
-        if reader.read_object(block, "a content block").get("type") == "tool_result":
-            messages.append(_read_result(block))
-            continue
-        text = _read_text(block)
-        if messages and messages[-1].role == role:
-            text = f"{messages.pop().content}{PARAGRAPH}{text}"
-        messages.append(Message(role=role, content=text))
-    return messages
-
-
-def _read_assistant(blocks: Sequence[object]) -> Message:
-    texts, thoughts, calls = [], [], []
-    for raw in blocks:
-        kind = reader.read_object(raw, "a content block").get("type")
-        if kind == "text":
-            texts.append(_read_text(raw))
-            continue
-        block = _read_block(raw, ("thinking", "redacted_thinking", "tool_use"))
-        if kind == "thinking":
-            thoughts.append(reader.read_string(block, "thinking", "a thinking block"))
-        elif kind == "tool_use":
-            calls.append(
-                ToolCall(
-                    id=reader.read_string(block, "id", "a tool_use block"),
-                    name=reader.read_string(block, "name", "a tool_use block"),
-                    arguments=reader.read_object(block.get("input"), "a tool_use block's input"),
-                )
-            )
-    thought = "\n".join(thoughts)
-    return Message(role="assistant", content=tuple(texts), thought=thought, tool_calls=tuple(calls))
-
-
-def _read_result(raw: object) -> Message:
-    """Read the result of a tool; one that failed says so in its text."""
-    block = _read_block(raw, ("tool_result",))
-    content = block.get("content") or ""
-    parts = content if isinstance(content, str) else reader.read_list(content, "content")
-    texts = [parts] if isinstance(parts, str) else [_read_text(part) for part in parts]
-    failed = reader.read_flag(block.get("is_error"), "a tool_result block's is_error")
-    return Message(
-        role="tool",
-        content=("Error: " if failed else "") + PARAGRAPH.join(texts),
-        tool_call_id=reader.read_string(block, "tool_use_id", "a tool_result block"),
-    )
-
-
-def _read_text(raw: object) -> str:
-    """Read a text block; media are refused as in chat."""
-    block = reader.read_object(raw, "a content block")
-    drop = {"cache_control", "citations"}
-    return reader.read_text_part({name: value for name, value in block.items() if name not in drop})
-
-
-def _read_block(raw: object, kinds: Iterable[str]) -> dict[str, Any]:
-    kind = reader.read_object(raw, "a content block").get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        reader.refuse("a content block's type", kind, f"one of text, {', '.join(kinds)}")
-    return reader.read_fields(raw, BLOCK_FIELDS[kind] | {"cache_control"}, f"a {kind} block")
 
 
 # --- reply
@@ -440,7 +368,7 @@ async def messages(request: Request, body: MessagesBody, service: ServiceDep) ->
 async def count_tokens(request: Request, body: CountTokensBody, service: ServiceDep) -> TokenCount:
     """Count the tokens of a conversation, in Anthropic's form."""
     service.check_model(body.model)
-    if request.state.body_bytes <= MAX_INLINE_BYTES:
+    if request.state.body_bytes <= MAX_INLINE_BYTES and not body.has_images:
         return TokenCount(input_tokens=_count(service.engine, body))
     deadline = service.deadline(request)
     count = await service.on_host(request, deadline, _count, service.engine, body)

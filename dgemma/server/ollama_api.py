@@ -4,7 +4,7 @@ No models are pulled, created or unloaded: the one that is served is there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from dgemma import __version__
-from dgemma.errors import UsageError
+from dgemma.images import Image, refuse_address
 from dgemma.server import limits
 from dgemma.server.body_params import check_length, generations, text_constraint
 from dgemma.server.chat_api import ChatInput, chat_generations
@@ -47,7 +47,7 @@ from dgemma.server.service import (
     whole_or_stream,
 )
 from dgemma.text import messages as reader
-from dgemma.text.messages import Message, ToolCall
+from dgemma.text.messages import Message, Part, ToolCall
 
 if TYPE_CHECKING:
     from dgemma.engine import Done, Engine
@@ -153,11 +153,17 @@ class OllamaChatBody(OllamaBody):
     """`POST /api/chat`."""
 
     messages: list[dict[str, Any]] = honoured(
-        [], "system, user, assistant, tool; none: an empty answer", max_length=limits.MAX_MESSAGES
+        [],
+        "system, user, assistant, tool; pictures in base64; none: an empty answer",
+        max_length=limits.MAX_MESSAGES,
     )
     tools: list[dict[str, Any]] = honoured(
         [], "functions the model may call", max_length=limits.MAX_TOOLS
     )
+
+    @property
+    def has_images(self) -> bool:
+        return any(message.get("images") for message in self.messages)
 
 
 class OllamaGenerateBody(OllamaBody):
@@ -165,15 +171,19 @@ class OllamaGenerateBody(OllamaBody):
 
     unhonoured: ClassVar[FieldTable] = {
         **OllamaBody.unhonoured,
-        "images": refused("images are not read", []),
         "context": refused("nothing is stored; use /api/chat", []),
         "template": refused("the template is the checkpoint's; use raw", ""),
     }
 
     prompt: str = honoured("", "a user's message; empty: an empty answer")
+    images: list[str] = honoured([], "pictures before it, in base64")
     suffix: str = honoured("", "text after a hole that is filled")
     system: str = honoured("", "a system message before it")
     raw: bool = honoured(False, "true: plain text to continue, without the template")
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.images)
 
 
 class ShowBody(BaseModel):
@@ -192,11 +202,14 @@ def parse_chat(engine: "Engine", body: OllamaChatBody) -> list[Any]:
         thinking=bool(body.think),
         max_tokens=body.max_tokens,
         response_format=body.response_format,
+        image_tokens=body.dgemma.image_tokens,
     )
     return list(chat_generations(engine, body, chat))
 
 
 def parse_generate(engine: "Engine", body: OllamaGenerateBody) -> list[Any]:
+    if body.images and (body.suffix or body.raw):
+        raise ApiError(400, "pictures go with a user's message; leave out raw and suffix")
     if body.suffix:
         if body.has_constraint or body.system or body.think:
             raise ApiError(400, "a hole takes no format, system or think; leave them out")
@@ -208,10 +221,11 @@ def parse_generate(engine: "Engine", body: OllamaGenerateBody) -> list[Any]:
         return list(generations(engine, body, prompt, body.max_tokens, form))
     system = [Message(role="system", content=body.system)] if body.system else []
     chat = ChatInput(
-        messages=[*system, Message(role="user", content=body.prompt)],
+        messages=[*system, Message(role="user", content=_content(body.prompt, body.images))],
         thinking=bool(body.think),
         max_tokens=body.max_tokens,
         response_format=body.response_format,
+        image_tokens=body.dgemma.image_tokens,
     )
     return list(chat_generations(engine, body, chat))
 
@@ -224,7 +238,7 @@ def _read_messages(raw: Sequence[object]) -> list[Message]:
             names = [call.name for call in message.tool_calls]
         elif message.role == "tool" and not (message.name or message.tool_call_id):
             name = names.pop(0) if names else ""
-            message = Message(role="tool", content=message.content, name=name)
+            message = replace(message, name=name)
         messages.append(message)
     return messages
 
@@ -232,8 +246,6 @@ def _read_messages(raw: Sequence[object]) -> list[Message]:
 def _read_message(raw: object) -> Message:
     fields = reader.read_fields(raw, MESSAGE_FIELDS, "a message")
     role: Any = reader.read_string(fields, "role", "a message")
-    if fields.get("images"):
-        raise UsageError("pictures are read by /v1/chat/completions; send it there, or text here")
     calls = []
     entries = reader.read_list(fields.get("tool_calls") or [], "tool_calls")
     for number, entry in enumerate(entries):
@@ -248,12 +260,26 @@ def _read_message(raw: object) -> Message:
         )
     return Message(
         role=role,
-        content=reader.read_string(fields, "content", "a message", default=""),
+        content=_content(
+            reader.read_string(fields, "content", "a message", default=""),
+            reader.read_list(fields.get("images") or (), "images"),
+        ),
         thought=reader.read_string(fields, "thinking", "a message", default=""),
         tool_calls=tuple(calls),
         name=reader.read_string(fields, "tool_name", "a message", default=""),
         tool_call_id=reader.read_string(fields, "tool_call_id", "a message", default=""),
     )
+
+
+def _content(text: str, images: Sequence[object]) -> str | tuple[Part, ...]:
+    """Put pictures before the text, as Ollama does."""
+    pictures = []
+    for data in images:
+        if not isinstance(data, str):
+            reader.refuse("an image", data, "a picture in base64")
+        refuse_address(data, "base64")
+        pictures.append(Image.from_base64(data))
+    return (*pictures, text) if pictures else text
 
 
 # --- replies
@@ -358,7 +384,8 @@ def _details(service: Service) -> dict[str, Any]:
 def _capabilities(service: Service) -> list[str]:
     chat = ["tools", "thinking"] if service.engine.template is not None else []
     fill = ["insert"] if service.engine.model.config.can_denoise else []
-    return ["completion", *chat, *fill]
+    vision = ["vision"] if service.engine.images is not None else []
+    return ["completion", *chat, *fill, *vision]
 
 
 router = make_router(OllamaError)
@@ -378,7 +405,7 @@ async def chat(request: Request, body: OllamaChatBody, service: ServiceDep) -> R
 async def generate(request: Request, body: OllamaGenerateBody, service: ServiceDep) -> Response:
     """Answer a prompt or fill a hole, in Ollama's form."""
     form = OllamaFormat(envelope=service.envelope(request, "", body), is_chat=False)
-    if not body.prompt and not body.suffix:
+    if not (body.prompt or body.suffix or body.images):
         service.check_model(body.model)
         return JSONResponse(form.loaded())
     return await answer(request, service, body, parse_generate, form)

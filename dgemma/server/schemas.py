@@ -270,11 +270,13 @@ class FormattedBody(Body):
         return super().has_constraint or (form is not None and form.type != "text")
 
 
-def names_images(entries: Sequence[object]) -> bool:
-    """True if a part of any entry, a message or an item, is a picture by its type."""
+def names_images(entries: Sequence[object], depth: int = 2) -> bool:
+    """True if a part of any entry is a picture or video; results of tools may nest parts."""
     values = [value for entry in entries if isinstance(entry, dict) for value in entry.values()]
     parts = [part for value in values if isinstance(value, list) for part in value]
-    return any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts)
+    kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
+    is_seen = any("image" in kind or "video" in kind for kind in kinds)
+    return is_seen or (depth > 1 and names_images(parts, depth - 1))
 
 
 class TokenizeBody(BaseModel):

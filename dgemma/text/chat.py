@@ -29,10 +29,12 @@ from dgemma.text.control_tokens import (
     IMAGE_BEGIN,
     IMAGE_END,
     IMAGE_TOKEN,
+    VIDEO_TOKEN,
 )
 from dgemma.text.messages import Message, Part, Tool, ToolCall, check_conversation
 from dgemma.text.template import MARK, compile_template, render, render_bounded
 from dgemma.text.tokenizer import Tokenizer, refuse_surrogates
+from dgemma.video import Video
 
 __all__ = ["ChatTemplate", "Message", "Prompt", "Tool", "ToolCall"]
 
@@ -129,8 +131,12 @@ class ChatTemplate:
         enable_thinking: bool = False,
         preserve_thinking: bool = False,
         add_generation_prompt: bool = True,
+        stamps: Sequence[Sequence[str]] = (),
     ) -> Prompt:
-        """Render a conversation; past thoughts are dropped unless `preserve_thinking`."""
+        """Render a conversation; past thoughts are dropped unless `preserve_thinking`.
+
+        `stamps` are the times of each video's frames, which stand before the frames.
+        """
         check_conversation(messages)
         variables = {
             "messages": [message_data(message) for message in messages],
@@ -140,7 +146,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         check_data(variables)
-        return self._encode(self._render(variables))
+        return self._encode(with_stamps(self._render(variables), stamps))
 
     def _render(self, variables: Mapping[str, object]) -> str:
         bos = MARK + BOS if BOS in self._tokenizer.control_ids else ""
@@ -190,37 +196,55 @@ def message_data(message: Message) -> dict[str, object]:
 def content_data(content: str | tuple[Part, ...]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
+    kinds = {Image: "image", Video: "video"}
     return [
-        {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part}
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": kinds[type(part)]}
         for part in content
     ]
 
 
+def with_stamps(rendered: str, stamps: Sequence[Sequence[str]]) -> str:
+    """Replace each video in a template's text by its frames, each after its time."""
+    before, *after = rendered.split(MARK + VIDEO_TOKEN)
+    _check_written(len(after), len(stamps), "videos")
+    for times, text in zip(stamps, after, strict=True):
+        before += " ".join(f"{time} {MARK}{VIDEO_TOKEN}" for time in times) + text
+    return before
+
+
 def insert_images(prompt: Prompt, pictures: Sequence[Picture], tokenizer: Tokenizer) -> Prompt:
-    """Replace each image token that the template wrote by the soft tokens of its picture.
+    """Replace each image and each frame of a prompt by the soft tokens of its picture.
 
     The n-th token belongs to the n-th picture of the conversation. A template that drops pictures
     is refused: the model would answer about what it has not seen.
     """
-    names = (IMAGE_BEGIN, IMAGE_TOKEN, IMAGE_END)
-    begin_id, image_id, end_id = (tokenizer.control_ids.get(name) for name in names)
-    num_written = prompt.ids.count(image_id) if image_id is not None else 0
-    if begin_id is None or image_id is None or end_id is None or num_written != len(pictures):
-        raise CheckpointError(
-            f"the conversation has {len(pictures)} pictures, but the chat template writes "
-            f"{num_written} of them; use a checkpoint whose template takes images"
-        )
+    control = tokenizer.control_ids
+    soft = {control[name] for name in (IMAGE_TOKEN, VIDEO_TOKEN) if name in control}
+    has_frame = IMAGE_BEGIN in control and IMAGE_END in control
+    num_written = sum(token in soft for token in prompt.ids) if has_frame else 0
+    _check_written(num_written, len(pictures), "pictures")
+    if not pictures:
+        return prompt
+    begin_id, end_id = control[IMAGE_BEGIN], control[IMAGE_END]
     ids: list[int] = []
     images: list[PromptImage] = []
     waiting = iter(pictures)
     for token in prompt.ids:
-        if token != image_id:
+        if token not in soft:
             ids.append(token)
             continue
         picture = next(waiting)
         images.append(PromptImage(len(ids) + 1, picture))
-        ids += [begin_id, *[image_id] * picture.num_tokens, end_id]
+        ids += [begin_id, *[token] * picture.num_tokens, end_id]
     return replace(prompt, ids=tuple(ids), images=tuple(images))
+
+
+def _check_written(num_written: int, count: int, what: str) -> None:
+    if num_written != count:
+        raise CheckpointError(
+            f"the conversation has {count} {what}, but the chat template writes {num_written} of "
+            "them; use a checkpoint whose template takes them"
+        )
 
 
 def call_data(call: ToolCall) -> dict[str, object]:

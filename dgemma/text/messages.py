@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from dgemma.errors import UsageError
-from dgemma.images import Detail, Image
+from dgemma.images import Detail, Image, refuse_address
+from dgemma.video import MAX_FRAMES, Video
 
 T = TypeVar("T")
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-Part = str | Image
+Media = Image | Video
+Part = str | Media
 
 FIELDS: dict[str, frozenset[str]] = {
     "system": frozenset({"role", "content"}),
@@ -32,12 +35,15 @@ IMAGE_PARTS = frozenset({"image_url", "input_image"})
 # Parts that are refused, each with its sentence.
 REFUSED_PARTS = {
     **dict.fromkeys(("audio", "input_audio", "audio_url"), "the model has no audio; send text"),
-    **dict.fromkeys(("video", "video_url"), "send its frames as images, with their times as text"),
-    **dict.fromkeys(("file", "input_file"), "files are not read; send text, or pages as images"),
+    "video": "send its frames as video_url",
+    **dict.fromkeys(
+        ("file", "input_file", "document"), "files are not read; send text, or pages as images"
+    ),
     "image": "use image_url of chat completions, or input_image of responses, and a data: URL",
     "image_embeds": "send the picture itself",
 }
 MAX_IMAGES = 16  # of one conversation that a client sends
+FRAMES_URL = "data:video/jpeg;base64"  # and frames, each after a comma, as vLLM takes them
 # Names are written bare before a brace, in declarations and in calls.
 TOOL_NAME = re.compile(r"[^\s{}]+")
 
@@ -106,9 +112,9 @@ class Message:
     def __post_init__(self) -> None:
         if self.role not in FIELDS:
             refuse("a message's role", self.role, f"one of {', '.join(FIELDS)}")
-        if self.images and self.role not in ("user", "tool"):
+        if self.media and self.role not in ("user", "tool"):
             raise UsageError(
-                f"a {self.role} message holds a picture; only user and tool messages may"
+                f"a {self.role} message holds a picture or a video; only user and tool messages may"
             )
         if self.role != "assistant" and (self.thought or self.tool_calls):
             raise UsageError(
@@ -123,9 +129,9 @@ class Message:
             )
 
     @property
-    def images(self) -> tuple[Image, ...]:
-        """Return the pictures of the content, in order."""
-        return tuple(part for part in self.content if isinstance(part, Image))
+    def media(self) -> tuple[Media, ...]:
+        """Return the pictures and videos of the content, in order."""
+        return tuple(part for part in self.content if not isinstance(part, str))
 
     @classmethod
     def from_dict(cls, raw: object) -> Message:
@@ -166,30 +172,30 @@ def read_each(raw: object, where: str, read: Callable[[object], T]) -> list[T]:
     return entries
 
 
-def with_images_named(messages: Sequence[Message], tokens: int | None) -> tuple[Message, ...]:
-    """Name pictures by their place in the request, for errors and notes; refuse too many.
+def with_media_named(messages: Sequence[Message], tokens: int | None) -> tuple[Message, ...]:
+    """Number pictures and videos of a request, each kind by itself, for errors and notes.
 
-    `tokens` is the budget of each picture, instead of what its `detail` says.
+    Too many are refused. `tokens` is the budget of each picture, instead of its `detail`'s.
     """
-    count = sum(len(message.images) for message in messages)
-    if count > MAX_IMAGES:
-        raise UsageError(f"the conversation has {count} pictures; at most {MAX_IMAGES} are allowed")
-    return tuple(
-        replace(message, content=_named(message.content, f"messages[{position}]", tokens))
-        for position, message in enumerate(messages)
-    )
+    media = [part for message in messages for part in message.media]
+    videos = [part for part in media if isinstance(part, Video)]
+    num_images, num_frames = len(media) - len(videos), sum(video.num_frames for video in videos)
+    if num_images > MAX_IMAGES:
+        raise UsageError(f"the conversation has {num_images} pictures; at most {MAX_IMAGES} may be")
+    if num_frames > MAX_FRAMES:
+        raise UsageError(
+            f"the videos of the conversation have {num_frames} frames; at most {MAX_FRAMES} may be"
+        )
+    pictures, clips = itertools.count(1), itertools.count(1)
 
+    def named(part: Part) -> Part:
+        if isinstance(part, Image):
+            return replace(part, name=f"picture {next(pictures)}", tokens=tokens)
+        return replace(part, name=f"video {next(clips)}") if isinstance(part, Video) else part
 
-def _named(
-    content: str | tuple[Part, ...], place: str, tokens: int | None
-) -> str | tuple[Part, ...]:
-    if isinstance(content, str):
-        return content
     return tuple(
-        replace(part, name=f"{place}.content[{index}]", tokens=tokens)
-        if isinstance(part, Image)
-        else part
-        for index, part in enumerate(content)
+        replace(message, content=tuple(map(named, message.content))) if message.media else message
+        for message in messages
     )
 
 
@@ -263,8 +269,10 @@ def read_part(raw: object) -> Part:
         raise UsageError(f"content parts of type {kind!r} are not taken: {REFUSED_PARTS[kind]}")
     if isinstance(kind, str) and kind in IMAGE_PARTS:
         return read_image(part)
+    if kind == "video_url":
+        return read_video(part)
     if kind != "text":
-        refuse("a content part's type", kind, "'text' or 'image_url'")
+        refuse("a content part's type", kind, "'text', 'image_url' or 'video_url'")
     read_fields(part, {"type", "text"}, "a text part")
     return read_string(part, "text", "a text part")
 
@@ -272,8 +280,8 @@ def read_part(raw: object) -> Part:
 def read_text_part(raw: object) -> str:
     """Read a part where pictures are not taken."""
     part = read_part(raw)
-    if isinstance(part, Image):
-        raise UsageError("a picture is where only text is read; send text")
+    if not isinstance(part, str):
+        raise UsageError("a picture or a video is where only text is read; send text")
     return part
 
 
@@ -311,12 +319,28 @@ def read_image(part: Mapping[str, Any]) -> Image:
     return Image.from_base64(image_data(url), cast(Detail, detail))
 
 
+def read_video(part: Mapping[str, Any]) -> Video:
+    """Read the frames of a video; a file is not decoded for strangers."""
+    read_fields(part, {"type", "video_url"}, "a video part")
+    fields = read_fields(part.get("video_url"), {"url", "fps"}, "a video part's video_url")
+    url, fps = read_string(fields, "url", "a video part's video_url"), fields.get("fps")
+    refuse_address(url, "its frames", "the video")
+    head, comma, data = url.partition(",")
+    if head.lower() != FRAMES_URL or not comma:
+        raise UsageError(f"of a video only frames are taken; send {FRAMES_URL},FRAME,FRAME,...")
+    if not isinstance(fps, int | float | None) or isinstance(fps, bool):
+        refuse("a video's fps", fps, "a number of frames a second")
+    num_frames = data.count(",") + 1
+    if num_frames > MAX_FRAMES:
+        raise UsageError(f"a video has {num_frames} frames; send at most {MAX_FRAMES}")
+    return Video(tuple(map(Image.from_base64, data.split(","))), fps, num_frames)
+
+
 def image_data(url: str) -> str:
     """Return the base64 text of a `data:` URL; nothing else is opened."""
+    refuse_address(url, "a data: URL")
     scheme, _, rest = url.partition(":")
     match scheme.lower():
-        case "http" | "https":
-            raise UsageError("no address is opened; send the picture as a data: URL")
         case "file":
             raise UsageError("no file is opened; send the picture as a data: URL")
         case "data":

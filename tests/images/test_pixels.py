@@ -2,7 +2,6 @@
 
 import io
 import warnings
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from dgemma.config import IMAGE_BUDGETS, VisionConfig
 from dgemma.errors import UsageError
 from dgemma.images import MAX_BYTES, MAX_PIXELS, Image, key_ids, target_size
 from tests.images.fuzz import num_refused
-from tests.images.tiny_tower import TOWER, encoded, photo
+from tests.images.tiny_tower import TOWER, encoded, photo, png_of
 
 RELEASED = replace(TOWER, patch_size=16, position_embedding_size=10_240)
 MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "HSV", "PA")
@@ -175,17 +174,6 @@ def refusal(data: bytes, **options: Any) -> str:
     with pytest.raises(UsageError) as refused:
         prepared(data, **options)
     return str(refused.value)
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
-
-
-def png_of(width: int, height: int) -> bytes:
-    """A small PNG that claims a size."""
-    head = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
-    body = zlib.compress(bytes(1000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("size", [(12_000, 12_000), (40_000, 4_000), (8_001, 8_001), (33_000, 10)])

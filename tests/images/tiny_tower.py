@@ -1,5 +1,6 @@
 """Tiny image towers with random weights, their twins in transformers, and pictures for them."""
 
+import zlib
 from dataclasses import replace
 from functools import cache
 from io import BytesIO
@@ -121,6 +122,17 @@ def encoded(image: Pillow.Image, form: str = "PNG", **options: Any) -> bytes:
 
 def _cmyk(values: Any) -> Pillow.Image:
     return Pillow.merge("CMYK", [Pillow.fromarray(values[..., band]) for band in range(4)])
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A small PNG that claims a size."""
+    head = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
+    body = zlib.compress(bytes(1000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
 # --- engines

@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "role is 'tool'"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "use image_url of chat completions",
+        "an image's source is None",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "must be 'text'"),
     ({"messages": [{"role": "user", "content": "x" * 9000}]}, "the context holds 256"),

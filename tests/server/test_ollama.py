@@ -115,7 +115,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"dgemma": {"mode": "ar"}, "options": {"repeat_penalty": 1.1}},
         "refused in mode ar",
     ),
-    ("chat", {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "send it there"),
+    ("chat", {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "not valid base64"),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": "x", "images": [1]}]},
+        "a picture in base64",
+    ),
     ("chat", {"messages": [{"role": "tool", "content": "7"}]}, "answers a tool call"),
     ("chat", {"max_tokens": 5}, "the field 'max_tokens' is not known"),
     ("generate", {"prompt": "x", "context": [1]}, "nothing is stored"),

@@ -101,10 +101,13 @@ def test_a_wrong_message_is_refused_by_name(raw: object, reason: str) -> None:
             "detail is 'vast'; it must be one of low, auto, high, original",
         ),
         ({"type": "input_audio", "input_audio": {}}, "'input_audio' are not taken: the model has"),
-        ({"type": "video"}, "'video' are not taken: send its frames as images"),
+        ({"type": "video"}, "'video' are not taken: send its frames as video_url"),
         ({"type": "file", "file": {}}, "'file' are not taken: files are not read"),
         ({"type": "image"}, "'image' are not taken: use"),
-        ({"type": "poem", "text": "x"}, "type is 'poem'; it must be 'text' or 'image_url'"),
+        (
+            {"type": "poem", "text": "x"},
+            "type is 'poem'; it must be 'text', 'image_url' or 'video_url'",
+        ),
         ({"type": ["text"], "text": "x"}, "type is ['text']"),
         ({"type": "text", "text": None}, "text is None; it must be a string"),
         (

@@ -135,7 +135,7 @@ class CudaBackend:
     def _can_run(self, item: ForwardInput) -> bool:
         """False if the kernels cannot address the keys: a shared prefix with a shared prefix.
 
-        Nor can they draw after a picture, whose tokens the reference commits.
+        Nor can they draw a token right after a picture, whose pass is not captured.
         """
         if item.draw is not None and item.images and item.images[-1].end == len(item.tokens):
             return False
