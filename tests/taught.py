@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig
+from dgemma.engine import Engine
 from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate, Message, Prompt
 from dgemma.weights.load import Checkpoint, random_model
@@ -67,3 +68,11 @@ def save_taught(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     checkpoint = Checkpoint(model=taught_model(), generation=GENERATION)
     save_checkpoint(checkpoint, directory, overwrite=True)
+
+
+def untaught_engine() -> Engine:
+    """Return an engine of random weights: its answers depend on the noise."""
+    tokenizer = small_tokenizer()
+    generation = replace(GENERATION, max_denoising_steps=4, stop_ids=(1,))
+    model = random_model(taught_config(), seed=3)
+    return Engine(model, tokenizer, ChatTemplate(TEMPLATE, tokenizer), generation)

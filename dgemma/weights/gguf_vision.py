@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dgemma.config import ModelConfig, VisionConfig, load_config
+from dgemma.config.vision_config import RELEASED_TOWER
 from dgemma.errors import CheckpointError, ConfigError, UsageError
 from dgemma.weights.files import GGUF_SUFFIX, describe, read_header, read_headers
 from dgemma.weights.gguf import GGUFFile
@@ -30,16 +31,6 @@ logger = logging.getLogger("dgemma")
 AUTO, NONE = "auto", "none"
 SAFETENSORS_SUFFIX = ".safetensors"
 ARCHITECTURE, PROJECTOR = "clip", "gemma4v"
-# Of the released model, whose shard has no config of its own.
-RELEASED_TOWER = VisionConfig(
-    hidden_size=1152,
-    intermediate_size=4304,
-    num_hidden_layers=27,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    head_dim=72,
-    standardize=True,
-)
 SIZES = {
     "vision.embedding_length": "hidden_size",
     "vision.feed_forward_length": "intermediate_size",
@@ -142,7 +133,7 @@ def with_tower(checkpoint: Checkpoint, tower: Tower) -> Checkpoint:
 
 def _from_release(path: Path, config: ModelConfig) -> Tower:
     directory = path if path.is_dir() else path.parent
-    vision: VisionConfig | None = RELEASED_TOWER
+    vision: VisionConfig | None = RELEASED_TOWER  # whose shard has no config of its own
     if path.is_dir() or (directory / "config.json").is_file():
         vision = load_config(directory).vision
     if vision is None:

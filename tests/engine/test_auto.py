@@ -11,10 +11,8 @@ from dgemma.diffusion.canvas import Pins
 from dgemma.engine import Done, Engine, SamplingParams
 from dgemma.engine.auto import GOAL, AutoSwitch, BreakEven, CanvasCost, kept, lengths
 from dgemma.errors import UsageError
-from dgemma.text.chat import ChatTemplate
 from dgemma.weights.load import random_model
-from tests.taught import CANVAS, GENERATION, LONG, SHORT, taught_config
-from tests.text.small import TEMPLATE, small_tokenizer
+from tests.taught import CANVAS, LONG, SHORT, taught_config, untaught_engine
 
 LONGEST = 512
 
@@ -111,10 +109,7 @@ def test_a_text_held_to_a_grammar_is_diffused_if_its_shortest_is_long_enough() -
 @pytest.fixture(scope="module")
 def wild() -> Engine:
     """An engine whose model was taught nothing, with known costs: a canvas is tried at once."""
-    tokenizer = small_tokenizer()
-    generation = replace(GENERATION, max_denoising_steps=4, stop_ids=(1,))
-    model = random_model(taught_config(), seed=3)
-    return Engine(model, tokenizer, ChatTemplate(TEMPLATE, tokenizer), generation)
+    return untaught_engine()
 
 
 AUTO = SamplingParams(mode="auto", seed=1, max_tokens=3 * CANVAS, retries=0)

@@ -16,7 +16,7 @@ from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler, SpacedEn
 from dgemma.engine import Done, Draft, Engine, SamplingParams, Text
 from dgemma.engine.canvas_policy import LENGTH_MULTIPLE, MIN_END_FRACTION
 from dgemma.errors import CheckpointError, DgemmaError, PromptTooLong, UsageError
-from dgemma.text.chat import ChatTemplate, Message, Prompt
+from dgemma.text.chat import Message, Prompt
 from dgemma.weights.load import Checkpoint, random_model
 from dgemma.weights.save import save_checkpoint
 from tests.taught import (
@@ -29,8 +29,9 @@ from tests.taught import (
     answer_ids,
     ask,
     taught_config,
+    untaught_engine,
 )
-from tests.text.small import TEMPLATE, small_tokenizer
+from tests.text.small import small_tokenizer
 
 SEEDED = SamplingParams(seed=1)
 TEXTS = {SHORT: ANSWERS[SHORT], LONG: ANSWERS[LONG], THOUGHT: "yes"}
@@ -45,10 +46,7 @@ def engine(checkpoint: Path) -> Engine:
 @pytest.fixture(scope="session")
 def wild() -> Engine:
     """An engine whose model was taught nothing: its answers depend on the noise."""
-    tokenizer = small_tokenizer()
-    generation = replace(GENERATION, max_denoising_steps=4, stop_ids=(1,))
-    model = random_model(taught_config(), seed=3)
-    return Engine(model, tokenizer, ChatTemplate(TEMPLATE, tokenizer), generation)
+    return untaught_engine()
 
 
 def answer(events: list[Any]) -> str:

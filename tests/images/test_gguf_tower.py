@@ -23,6 +23,7 @@ from dgemma.weights.load import Checkpoint
 from dgemma.weights.safetensors_io import write_safetensors
 from dgemma.weights.save import save_checkpoint
 from tests.images.tiny_tower import LARGE, NANO, noise_image, seeing_engine, seeing_weights, seen
+from tests.weights.sample import finish_gguf
 
 PARAMS = SamplingParams(seed=1, max_tokens=8)
 Keys = dict[str, tuple[str, Any]]
@@ -83,12 +84,7 @@ def write_mmproj(path: Path, keys: Keys, tensors: Tensors, architecture: str = "
     writer = gguf.GGUFWriter(path, architecture)
     for key, (kind, value) in keys.items():
         getattr(writer, f"add_{kind}")(key, value)
-    for name, values in tensors.items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer, tensors)
     return path
 
 

@@ -19,6 +19,7 @@ from recipes.nano.teacher import generate as command
 from recipes.nano.teacher.batch import TeacherBatch, TeacherReply, TeacherRequest, sample
 from recipes.nano.teacher.chat import read_tokenizer, render, stop_ids
 from recipes.nano.teacher.qwen import Qwen, QwenConfig, read_weights
+from tests.weights.sample import finish_gguf
 
 VOCABULARY, MAX_LEN = 97, 40
 
@@ -34,12 +35,7 @@ def write_gguf(path: Path, metadata: dict[str, object], weights: dict[str, np.nd
         else:
             assert isinstance(value, float)
             writer.add_float32(key, value)
-    for name, weight in weights.items():
-        writer.add_tensor(name, weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer, weights)
     return path
 
 

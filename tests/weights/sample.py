@@ -1,11 +1,14 @@
 """Tiny checkpoints for the tests of weights, and the plainest possible file surgery."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFWriter
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
@@ -97,3 +100,13 @@ def their_logits(model: Any, ids_T: Tensor, canvas_L: Tensor | None) -> Tensor:
 def some_ids(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(CONFIG.vocab_size, (count,), generator=generator)
+
+
+def finish_gguf(writer: GGUFWriter, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Add the tensors and write the file."""
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
