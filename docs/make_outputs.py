@@ -46,7 +46,7 @@ MODELS = re.compile(r'"(?:path/to/checkpoint|google/diffusiongemma-26B-A4B-it|na
 NANO = ROOT / "dgemma" / "models" / "nano"
 EXACT = "--device cpu --dtype float32"
 # Commands of a block without outputs; of others a person has to choose the model or the file.
-RUNNABLE = re.compile(r"dgemma (?:sudoku|generate|fit|info) |curl ")
+RUNNABLE = re.compile(r"dgemma (?:sudoku|generate|fit|info) |echo .* dgemma fill |curl ")
 PLACEHOLDER = re.compile(r"\b(?:[A-Z]{4,}|google/\S+ --device auto)|--model google|photo|page\.png")
 ADDRESS = re.compile(r"(?:http://)?(?:127\.0\.0\.1|localhost):8080")
 SECONDS = re.compile(r"\d+\.\d+ s\b")

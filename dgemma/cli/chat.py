@@ -29,6 +29,7 @@ NANO_CAN = (
     '(dgemma generate --schema), and here "Change cat to dog.", an empty line and a text.'
 )
 NANO_CANNOT = "It cannot: it knows nothing of the world and does not hold a conversation."
+NANO_TASKS = "So /clear before another task: what went before would confuse it."
 KEYS = 'Several lines: paste them, or Alt+Enter, or """ before and after. /help lists commands.'
 HELP = """\
 /mode diffusion|ar|hybrid|auto   how answers are written
@@ -221,7 +222,7 @@ def greeting(conversation: Conversation, model: str) -> str:
     """Return the lines that open a chat: the model, its abilities, its context, the keys."""
     left, context = conversation.context_left(), conversation.context
     name = "nano, the small built-in model" if model == "nano" else model
-    about = [NANO_CAN, NANO_CANNOT] if model == "nano" else []
+    about = [NANO_CAN, NANO_CANNOT, NANO_TASKS] if model == "nano" else []
     return "\n".join([f"{name}: {left:,} of {context:,} tokens of context left.", *about, KEYS])
 
 

@@ -126,7 +126,8 @@ def _check_done(done: "Done") -> None:
     if done.forced_from is not None:
         print(
             "dgemma: a limit forced the end of this text; the model's own words end at character "
-            f"{done.forced_from} of {len(done.text)}: raise --max-tokens, or give a maxLength",
+            f"{done.forced_from} of {len(done.text)}: raise --max-tokens, or give strings "
+            'a maxLength and objects "additionalProperties": false',
             file=sys.stderr,
         )
 
