@@ -218,7 +218,8 @@ def _mmproj_config(file: GGUFFile, config: ModelConfig) -> VisionConfig:
     if kinds != [PROJECTOR]:
         stated = " and ".join(map(repr, kinds)) or "none"
         raise CheckpointError(
-            f"{file.path} has the projector {stated}; this build runs {PROJECTOR!r}, Gemma 4's"
+            f"{file.path} has the projector {stated}; this build runs {PROJECTOR!r}, Gemma "
+            "4's, and --vision none leaves it out"
         )
     for key, value in FIXED.items():
         keys.used.add(keys.prefix + key)
@@ -232,7 +233,7 @@ def _mmproj_config(file: GGUFFile, config: ModelConfig) -> VisionConfig:
     if width != config.hidden_size:
         raise CheckpointError(
             f"{file.path} projects to a width of {width}, and the model has {config.hidden_size}; "
-            "it belongs to another model"
+            "it belongs to another model, and --vision none leaves it out"
         )
     sizes = {field: keys.size(key) for key, field in SIZES.items()}
     if keys.has(keys.prefix + POOLING):
