@@ -5,8 +5,11 @@ Run by test_clients.py with the Python of an environment of their own: it import
 
 import json
 import math
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 PROMPT = "Write a short story about a dog."
@@ -107,10 +110,41 @@ def lm_eval(url: str, model: str, tokenizer: str) -> dict[str, Any]:
     return {"loglikelihood": scored, "generated": [text, said[0]]}
 
 
+def lm_eval_tasks(url: str, model: str, tokenizer: str) -> dict[str, Any]:
+    """Two tasks by the harness's command, as docs/serve.md has it."""
+    tasks = Path(__file__).parent / "lm_eval"
+    calls = {
+        "dgemma_cloze": (
+            "local-completions",
+            f"base_url={url}/v1/completions,tokenizer={tokenizer},add_bos_token=True",
+            [],
+        ),
+        "dgemma_edit": (
+            "local-chat-completions",
+            f"base_url={url}/v1/chat/completions,num_concurrent=8",
+            ["--apply_chat_template"],
+        ),
+    }
+    scores = {}
+    for task, (kind, arguments, more) in calls.items():
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "lm_eval", "--model", kind, "--tasks", task]
+            command += ["--include_path", str(tasks), "--output_path", folder, *more]
+            command += ["--model_args", f"model={model},{arguments}"]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            (results,) = Path(folder).rglob("results_*.json")
+            found = json.loads(results.read_text())["results"][task]
+        scores[task] = {name: value for name, value in found.items() if "," in name}
+    assert scores["dgemma_cloze"]["acc,none"] >= 0.7, scores
+    assert scores["dgemma_edit"]["exact_match,none"] >= 0.5, scores
+    return scores
+
+
 CHECKS: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
     "litellm": litellm,
     "langchain": langchain,
     "lm_eval": lm_eval,
+    "lm_eval_tasks": lm_eval_tasks,
 }
 
 if __name__ == "__main__":

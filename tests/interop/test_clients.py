@@ -32,12 +32,14 @@ def nano() -> Iterator[Running]:
         yield server
 
 
-@pytest.mark.parametrize("client", ["litellm", "langchain", "lm_eval"])
+@pytest.mark.parametrize("client", ["litellm", "langchain", "lm_eval", "lm_eval_tasks"])
 def test_a_client_does_its_work(nano: Running, client: str) -> None:
     script = ROOT / "tests" / "interop" / "clients.py"
     command = [str(PYTHON), str(script), client, nano.url, "nano", str(NANO_DIRECTORY)]
     environment = {**os.environ, **OFFLINE}
     environment.pop("PYTHONPATH", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     print(json.loads(done.stdout.splitlines()[-1]))
