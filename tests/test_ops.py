@@ -22,6 +22,7 @@ from dgemma.backends.cpu import (
     MergedAttention,
     MergedFeedForward,
     can_pack,
+    gelu_and_mul_cpu,
     merged_module,
     pack,
     packed_linear,
@@ -38,7 +39,6 @@ from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.model.moe import (
     gelu_and_mul,
-    gelu_and_mul_cpu,
     grouped_linear,
     linear,
     moe_forward,

@@ -20,6 +20,7 @@ query/key heads, X both and perhaps those of the values, H head width.
 """
 
 from collections.abc import Callable
+from math import pi
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from dgemma.model.gemma import Attention, Experts, FeedForward, Gemma, Norm, Rou
 from dgemma.model.moe import (
     Linear,
     gelu_and_mul,
-    gelu_and_mul_cpu,
     linear,
     moe_forward,
     per_expert,
@@ -41,12 +41,26 @@ TYPICAL_ROWS = 256  # a canvas; oneDNN picks the blocking for this many rows
 # As tensors, which small ops take several times as fast as Python numbers.
 INV_INT8_MAX = torch.tensor(1 / 127)
 MIN_AMAX = torch.tensor(1e-12)  # a row of zeros has a scale too
+# gelu_tanh(x) = x * sigmoid(SLOPE * x + CUBIC * x^3); SLOPE as a tensor, to start an addcmul with.
+SLOPE = torch.tensor(2 * (2 / pi) ** 0.5)
+CUBIC = 0.044715 * SLOPE.item()
 # Relative error of a mean over the vocabulary by rounding.
 SOFT_EMBED_ERROR = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.int8: 2e-3}
 
 # Maps quantized rows sorted by expert, and the expert of each, to each row's expert output.
 Int8Grouped = Callable[[QTensor, Tensor], Tensor]
 MakeLinear = Callable[[Tensor], Linear]  # from a weight [O, I]
+
+
+def gelu_and_mul_cpu(gate_up: Tensor) -> Tensor:
+    """Compute `gelu_and_mul` in float32 without a gradient, in about half the time of `tanh`."""
+    gate_up = gate_up.float()
+    gate, up = gate_up.chunk(2, dim=-1)
+    # Strided like the gate, so that each row is a loop of its own: torch rounds the last elements
+    # of a loop differently, and the result must not depend on the number of rows.
+    sigmoid = torch.empty_like(gate_up).chunk(2, dim=-1)[0]
+    torch.addcmul(SLOPE, gate, gate, value=CUBIC, out=sigmoid).mul_(gate).sigmoid_()
+    return sigmoid.mul_(gate).mul_(up)
 
 
 def can_pack(weight_OI: Tensor) -> bool:

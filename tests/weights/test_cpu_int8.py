@@ -10,6 +10,7 @@ from dgemma.backends.cpu import (
     MergedAttention,
     MergedFeedForward,
     MergedLinear,
+    gelu_and_mul_cpu,
     int8_experts,
     int8_grouped,
     int8_linear,
@@ -22,7 +23,7 @@ from dgemma.engine import Engine, SamplingParams
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Attention, Experts, Gemma, Router
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.model.moe import gelu_and_mul, gelu_and_mul_cpu
+from dgemma.model.moe import gelu_and_mul
 from dgemma.quant.qtensor import QTensor, quantize_int8
 from dgemma.weights.files import read_headers
 from dgemma.weights.hub import NANO_DIRECTORY, ModelOptions
