@@ -95,10 +95,6 @@ def asking(part: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [part]}]}
 
 
-def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(url + path, json=body, timeout=60)
-
-
 @dataclass
 class Neighbour:
     """Asks short questions until it is stopped; keeps the seconds that each took."""
@@ -109,16 +105,17 @@ class Neighbour:
 
     def run(self) -> None:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-        while not self.is_done.wait(0.05):
-            begin = time.perf_counter()
-            post(self.url, "/v1/chat/completions", body).raise_for_status()
-            self.seconds.append(time.perf_counter() - begin)
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while not self.is_done.wait(0.05):
+                begin = time.perf_counter()
+                client.post("/v1/chat/completions", json=body).raise_for_status()
+                self.seconds.append(time.perf_counter() - begin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
     statuses: Counter[int]
-    grown_megabytes: float
+    megabytes: list[float]  # of the process after each quarter
     neighbour: Neighbour
 
 
@@ -131,23 +128,23 @@ def over_http(url: str, count: int, seed: int = 1) -> Findings:
     neighbour = Neighbour(url)
     thread = threading.Thread(target=neighbour.run)
     thread.start()
-    before = 0.0
+    megabytes = []
     try:
-        for index in range(count):
-            is_bomb = index % 20 == 19
-            data = bombs[index % 3] if is_bomb else spoilt(sound[index % 6], generator)
-            reply = post(url, *request_of(index // 2, data))
-            statuses[reply.status_code] += 1
-            assert reply.status_code in (200, 400), reply.text
-            assert not is_bomb or "64 megapixels" in reply.text
-            if index == count // 4:  # what a process allocates once
-                before = resident_megabytes()
+        with httpx.Client(base_url=url, timeout=60) as client:
+            for index in range(count):
+                is_bomb = index % 20 == 19
+                data = bombs[index % 3] if is_bomb else spoilt(sound[index % 6], generator)
+                path, body = request_of(index // 2, data)
+                reply = client.post(path, json=body)
+                statuses[reply.status_code] += 1
+                assert reply.status_code in (200, 400), reply.text
+                assert not is_bomb or "64 megapixels" in reply.text
+                if (index + 1) % (count // 4) == 0:
+                    megabytes.append(resident_megabytes())
     finally:
         neighbour.is_done.set()
         thread.join()
-    return Findings(
-        statuses=statuses, grown_megabytes=resident_megabytes() - before, neighbour=neighbour
-    )
+    return Findings(statuses=statuses, megabytes=megabytes, neighbour=neighbour)
 
 
 def resident_megabytes() -> float:
@@ -165,13 +162,16 @@ def main() -> None:
     parser.add_argument("--http", action="store_true")
     given = parser.parse_args()
     if given.http:
-        with running(seeing_engine(), Settings(names=("seeing",))) as server:
+        engine = seeing_engine(prefix_bytes=1 << 20)
+        engine.tower().max_bytes = 1 << 20  # full within the first quarter, as the prefix cache is
+        with running(engine, Settings(names=("seeing",))) as server:
             found = over_http(server.url, given.count)
         waits = sorted(found.neighbour.seconds)
         print(
             f"{given.count} spoilt pictures over HTTP: {dict(found.statuses)}, "
-            f"{found.grown_megabytes:+.1f} MB in the last three quarters; {len(waits)} requests "
-            f"beside them, median {waits[len(waits) // 2]:.3f} s, longest {waits[-1]:.3f} s"
+            f"{', '.join(f'{size:.0f}' for size in found.megabytes)} MB after each quarter; "
+            f"{len(waits)} requests beside them, median {waits[len(waits) // 2]:.3f} s, longest "
+            f"{waits[-1]:.3f} s"
         )
         return
     num_refused(given.count // 10)  # what a process allocates once

@@ -72,6 +72,17 @@ def test_image_alone_forgets_what_waits(chat: Conversation, files: list[Path]) -
     assert answer(chat, "What is it?").done.image_tokens == 0
 
 
+def test_what_does_not_fit_can_be_forgotten(chat: Conversation, tmp_path: Path) -> None:
+    for index in range(40):
+        photo(40, 20).save(tmp_path / f"{index}.png")
+    handle(chat, f"/video {tmp_path}")
+    handle(chat, f"/video {tmp_path}")
+    with pytest.raises(UsageError, match="/image alone forgets what is shown with it"):
+        answer(chat, "What happens?")
+    handle(chat, "/image")
+    assert answer(chat, "What happens?").done.image_tokens == 0
+
+
 def test_an_animation_and_a_folder_are_videos(chat: Conversation, tmp_path: Path) -> None:
     frames = [photo(40, 20, seed=seed) for seed in range(3)]
     path = tmp_path / "a.gif"
