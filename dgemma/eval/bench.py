@@ -43,8 +43,8 @@ class BenchParams:
 
     workloads: tuple[Workload, ...]
     arms: tuple[ArmSpec, ...]
-    rounds: int = 5  # requests per case and arm, each with other noise
-    attempts: int = 3  # at a request, until one is accepted
+    rounds: int  # requests per case and arm, each with other noise
+    attempts: int  # at a request, until one is accepted
     seed: int = 0
     seconds: float | None = None  # no new request after so long
     warm_up: bool = True  # every workload once before; else a few tokens per arm

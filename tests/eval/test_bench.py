@@ -101,7 +101,12 @@ def bench(
     machine: Machine, arms: Sequence[FakeArm], *, out: Path | None = None, **changes: object
 ) -> BenchRun:
     params = BenchParams(
-        workloads=(workload(),), arms=tuple(a.spec for a in arms), warm_up=False, out=out
+        workloads=(workload(),),
+        arms=tuple(a.spec for a in arms),
+        rounds=5,
+        attempts=3,
+        warm_up=False,
+        out=out,
     )
     for made in arms:  # the warm-up takes one answer
         made.answers = ("", *made.answers) if len(made.answers) == 1 else made.answers
