@@ -3,8 +3,9 @@
     python bench/replicas.py CASE... [--model out/tiny] [--requests 320] [--clients 32]
 
 Cases: kill update shrink autoscale drain (a mixed load, while that happens to `dgemma serve
---replicas 2`), seeds, turns, batch (a file of `--lines`, `dgemma batch` killed ten times) and
-throughput (2 replicas of one thread against 1, in alternating rounds; wants two quiet cores).
+--replicas 2`), replace (kills without a load), seeds, turns, batch (a file of `--lines`, `dgemma
+batch` killed ten times) and throughput (2 replicas of one thread against 1, in alternating rounds;
+wants two quiet cores).
 
 The load (`_replicas_load.py`) is of eight kinds of requests. Every answer is compared with the one
 that a single engine without Ray gives to the same request alone, in float32. Lost: no whole answer
@@ -131,6 +132,32 @@ def kill(bench: Bench) -> None:
     under = f"{median(waits):.1f} s under load" if waits else "none under load"
     result = f"{len(times)} kills in {seconds:.0f} s, {replays:.0f} replays, {silence(load.gots)}, "
     bench.add("kill -9", load.gots, f"{result}replacement {under}, {alone:.1f} s without")
+
+
+def replace(bench: Bench) -> None:
+    """A replica is killed while nothing is asked, again and again: the parts of a replacement."""
+    rounds = list[tuple[float, float, float]]()
+    with serving(replicas_command(bench.options.model, 2)) as fleet:
+        for _ in range(bench.options.rounds):
+            asyncio.run(fleet.has_replicas(2))
+            time.sleep(3)  # the controller is between two checks, wherever
+            old, began = set(fleet.replicas), uptime()
+            os.kill(min(old), signal.SIGKILL)
+            while not (new := set(fleet.replicas) - old):
+                time.sleep(0.02)
+            named, pid = uptime() - began, new.pop()
+            asyncio.run(fleet.has_replicas(2))
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            user, system, started = (int(stat[n]) / os.sysconf("SC_CLK_TCK") for n in (11, 12, 19))
+            rounds.append((started - began, named, uptime() - began))
+            print(f"  {rounds[-1]}, {user + system:.1f} s of processor time", flush=True)
+    parts = zip(("a process", "a replica", "serves"), zip(*rounds, strict=True), strict=True)
+    times = (f"{name} after {min(part):.1f} to {max(part):.1f} s" for name, part in parts)
+    bench.show(Row("replacement", 0, 0, 0, ", ".join(times)))
+
+
+def uptime() -> float:
+    return float(Path("/proc/uptime").read_text().split()[0])
 
 
 def update(bench: Bench) -> None:
@@ -383,6 +410,7 @@ def throughput(bench: Bench) -> None:
 
 CASES: dict[str, Callable[[Bench], None]] = {
     "kill": kill,
+    "replace": replace,
     "update": update,
     "shrink": shrink,
     "autoscale": autoscale,

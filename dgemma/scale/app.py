@@ -32,8 +32,8 @@ SHARE_OF_ROWS = 0.75  # of a batch that a replica has on average, when autoscali
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
     """Ranks the replicas by prefix affinity and load."""
 
-    # Ray's 0.1 s is less than a busy replica needs to tell its queue's length; its requests would
-    # go to others, which do not have their prefixes.
+    # Ray's 0.1 s may be less than a busy replica needs to tell its queue's length; its requests
+    # would go to others, which do not have their prefixes.
     queue_len_response_deadline_s = QUEUE_LENGTH_SECONDS
     max_queue_len_response_deadline_s = QUEUE_LENGTH_SECONDS
 
