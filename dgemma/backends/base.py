@@ -55,6 +55,7 @@ class ForwardOutput:
     logits_V: Tensor | None = None  # valid until the next pass
     logprobs: tuple[float, ...] = ()  # of the targets
     best: tuple[tuple[int, float], ...] = ()  # token chosen there, its log-probability
+    hidden_ND: Tensor | None = None  # hidden states there, for a drafter; valid until the next pass
 
 
 class Backend(Protocol):

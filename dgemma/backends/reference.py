@@ -105,7 +105,7 @@ def score(model: Gemma, hidden_ND: Tensor, item: ForwardInput) -> ForwardOutput:
         else:
             top = logprob_NV.max(-1)
             best += zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return ForwardOutput(logprobs=tuple(logprobs), best=tuple(best))
+    return ForwardOutput(logprobs=tuple(logprobs), best=tuple(best), hidden_ND=hidden_ND)
 
 
 def _drawn(logits_V: Tensor, draw: TokenDraw, *, needs_logits: bool) -> ForwardOutput:

@@ -37,6 +37,11 @@ class BenchOptions:
         "diffusion:steps=16,bound=0.5, ar:model=DIR, or endpoint:url=http://HOST/v1.",
         "--arm",
     )
+    sweep: list[str] | None = option(
+        None,
+        "Values of a key of diffusion, such as steps=8,16,32; may be repeated: each combination is "
+        "an arm.",
+    )
     rounds: int = option(5, "Requests per case and arm.")
     attempts: int = option(3, "At a request, until one is accepted.")
     seed: int = option(0, "Of the first round.")
@@ -46,6 +51,13 @@ class BenchOptions:
         None, "Directory for the report and the raw runs; continued if it has some."
     )
     is_advice: bool = option(False, "Print three sentences with their numbers alone.", "--advise")
+
+    def _arms(self) -> list[str]:
+        """Return the arms as they are written, with those of a sweep."""
+        from dgemma.eval.arms import swept_arms
+
+        given = self.arms or ([] if self.sweep else list(DEFAULT_ARMS))
+        return list(dict.fromkeys([*given, *swept_arms(self.sweep or [])]))
 
     def params(self) -> "BenchParams":
         """Read the arms and the workloads."""
@@ -57,7 +69,7 @@ class BenchOptions:
         names = [name.strip() for name in given.split(",") if name.strip()]
         return BenchParams(
             workloads=tuple(find_workloads(names, quick=self.quick)),
-            arms=_ordered([parse_arm(arm) for arm in self.arms or DEFAULT_ARMS]),
+            arms=_ordered([parse_arm(arm) for arm in self._arms()]),
             rounds=self.rounds,
             attempts=1 if self.quick else self.attempts,
             seed=self.seed,

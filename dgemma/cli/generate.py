@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView
     from dgemma.constrain.grammar import ConstraintArgs
     from dgemma.engine import Done, Engine, Event, SamplingParams
-    from dgemma.programs.speculative import SpeculativeParams
+    from dgemma.programs.speculative import Drafter, SpeculativeParams
     from dgemma.text.chat import Prompt
     from dgemma.text.messages import Part
 
@@ -41,7 +41,9 @@ class GenerateOptions(ReplyOptions):
     grammar: Path | None = option(None, "Answer in the language of a Lark grammar: a file.")
     choices: str | None = option(None, "Answer one of these: a,b,c.")
     draft: str | None = option(
-        None, "Of AR: ngram (what followed before) or canvas; the same tokens in fewer passes."
+        None,
+        "Of AR: ngram (what followed before), canvas, or the directory of a Gemma 4 assistant; the "
+        "same tokens in fewer passes.",
     )
     verify: str | None = option(
         None, "Diffusion drafts that the causal mode verifies: strict (AR's text) or loose."
@@ -91,6 +93,11 @@ def generate(
     request = engine.plain_prompt(text) if options.plain else _chat(engine, content, options)
     for note in request.notes if isinstance(request, Prompt) else ():
         print(f"dgemma: {note}", file=sys.stderr)
+    if drafting is not None and drafting.drafter == "assistant":
+        from dgemma.weights.source import load_assistant
+
+        assistant = load_assistant(Path(options.draft or ""), engine.model)
+        drafting = replace(drafting, assistant=assistant)
     done = _run(_events(engine, request, params, drafting), show=options.show, is_quiet=as_json)
     if as_json:
         print(json.dumps(_report(done, model.model), ensure_ascii=False))
@@ -183,6 +190,12 @@ def _chat(
     return engine.prompt(messages, thinking=options.thinking)
 
 
+def _drafter(draft: str) -> "Drafter":
+    if draft not in ("ngram", "canvas", "assistant") and Path(draft).is_dir():
+        return "assistant"
+    return draft  # type: ignore[return-value]  # checked by SpeculativeParams
+
+
 def _drafting(params: "SamplingParams", options: GenerateOptions) -> "SpeculativeParams | None":
     """Read --draft and --verify; refuse what they cannot be combined with."""
     from dgemma.programs.speculative import SpeculativeParams
@@ -199,7 +212,7 @@ def _drafting(params: "SamplingParams", options: GenerateOptions) -> "Speculativ
     if verify is not None and options.steps is not None:
         raise UsageError("a verified canvas takes one step in each pass; leave out --steps")
     return SpeculativeParams(
-        drafter=draft or "canvas",  # type: ignore[arg-type]  # checked there
+        drafter=_drafter(draft or "canvas"),
         accept=verify or "strict",  # type: ignore[arg-type]
         length=params.canvas_length or 0,
     )

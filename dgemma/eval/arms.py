@@ -9,9 +9,10 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dgemma.config import MODES, Mode
@@ -28,6 +29,7 @@ from dgemma.programs.speculative import SpeculativeParams, speculative_task
 from dgemma.programs.sudoku.grid import prompt_text
 from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult, solve_program
 from dgemma.text.chat import Message, Prompt, Tool
+from dgemma.weights.source import load_assistant
 
 RETRY_TEMPERATURE = 0.8  # of AR attempts after the first: a greedy answer would only come again
 ENDPOINT = "endpoint"
@@ -121,6 +123,17 @@ def parse_arm(text: str) -> ArmSpec:
     return ArmSpec(text=text, mode=mode, settings=settings)
 
 
+def swept_arms(sweep: Sequence[str]) -> list[str]:
+    """Return a diffusion arm for each combination of values, such as steps=8,16 and bound=1,4."""
+    axes = []
+    for text in sweep:
+        key, equals, values = text.partition("=")
+        if not (equals and all(values.split(","))):
+            raise UsageError(f"sweep {text!r} has no values; write KEY=VALUE,VALUE")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    return [f"diffusion:{','.join(point)}" for point in product(*axes)] if axes else []
+
+
 # --- the engine
 
 
@@ -142,7 +155,11 @@ class EngineArm:
             length = given.get("length", 0)
             return SpeculativeParams(drafter="canvas", accept=given["verify"], length=length)
         if "draft" in given:
-            return SpeculativeParams(drafter=given["draft"], length=given.get("length", 0))
+            draft, length = given["draft"], given.get("length", 0)
+            if draft in ("ngram", "canvas"):
+                return SpeculativeParams(drafter=draft, length=length)
+            assistant = load_assistant(Path(draft), self.engine.model)
+            return SpeculativeParams(drafter="assistant", assistant=assistant, length=length)
         return None
 
     def _sampler(self) -> Sampler | None:

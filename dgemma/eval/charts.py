@@ -4,7 +4,7 @@ Colours come from the page's CSS variables, so that a chart follows its light or
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -87,8 +87,8 @@ def _ticks(low: float, high: float, height: float, x_of: "object") -> str:
     return "".join(parts)
 
 
-def pareto(points: Sequence[Point]) -> str:
-    """Draw acceptance against seconds; arms that no other beats in both are joined."""
+def pareto(points: Sequence[Point], write: Callable[[float], str]) -> str:
+    """Draw acceptance against a cost; arms that no other beats in both are joined."""
     height, top = 300, 16
     low, high = log_axis([point.x for point in points])
     left, bottom = 56, 40
@@ -110,7 +110,7 @@ def pareto(points: Sequence[Point]) -> str:
             if low <= math.log10(value) <= high:
                 parts.append(
                     f'<text x="{x_of(value):.1f}" y="{height - 14}" class="mid">'
-                    f"{seconds(value)}</text>"
+                    f"{write(value)}</text>"
                 )
     front = pareto_front(points)
     line = " ".join(f"{x_of(p.x):.1f},{y_of(p.y):.1f}" for p in front)
@@ -123,11 +123,11 @@ def pareto(points: Sequence[Point]) -> str:
             f'<circle cx="{x:.1f}" cy="{y_of(point.y):.1f}" r="6" class="a{point.colour}"/>'
             f'<text x="{x + 10:.1f}" y="{y_of(point.y) - 8:.1f}">{escape(point.label)}</text>'
         )
-    return _svg(height, "".join(parts), "Acceptance against median seconds")
+    return _svg(height, "".join(parts), "Acceptance against cost")
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """Return the points that no other beats in both seconds and acceptance, fastest first."""
+    """Return the points that no other beats in both cost and acceptance, cheapest first."""
     front: list[Point] = []
     for point in sorted(points, key=lambda p: (p.x, -p.y)):
         if not front or point.y > front[-1].y:

@@ -5,7 +5,7 @@ Every cell is a measurement or says that there is none.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -213,6 +213,7 @@ def html_report(run: BenchRun) -> str:
         _warnings(warnings_of(run)),
         _section("Fit matrix", _matrix(matrix), MATRIX_NOTE),
         _section("Acceptance against time", _pareto(run, measured), PARETO_NOTE),
+        _section("Acceptance against steps", _steps(run, measured), STEPS_NOTE),
         _section("Every attempt", _distributions(run), "A dot is an attempt, a bar the median."),
         _section("When each position converged", _convergence(run), CONVERGENCE_NOTE),
         _section("Failure map", _failures(run, measured), FAILURE_NOTE),
@@ -236,6 +237,10 @@ PARETO_NOTE = (
     "A point is an arm over all workloads that every arm was run on: its acceptance with a 95 % "
     "interval, and the mean over workloads of its median seconds. Arms on the line are beaten by "
     "no other in both."
+)
+STEPS_NOTE = (
+    "The same against steps per block, for arms with canvases. What is left of a preset and no "
+    "lower would be a better one. `--sweep steps=8,16,32` adds such arms."
 )
 CONVERGENCE_NOTE = (
     "The first canvas of one answer: a square is a position in reading order, its colour the last "
@@ -287,8 +292,29 @@ def _colour(run: BenchRun, arm: str) -> int:
 
 
 def _pareto(run: BenchRun, measured: Sequence[Cell]) -> str:
+    def median_seconds(cell: Cell) -> float | None:
+        return cell.seconds_p50.value if cell.seconds_p50 else None
+
+    return pareto_of(run, measured, median_seconds, seconds)
+
+
+def _steps(run: BenchRun, measured: Sequence[Cell]) -> str:
+    """Draw acceptance against passes for arms with canvases: the sampler lab."""
+    with_canvases = [cell for cell in measured if cell.steps_per_block is not None]
+    if len({cell.arm for cell in with_canvases}) < 2:
+        return ""
+    return pareto_of(run, with_canvases, lambda cell: cell.steps_per_block, "{:g}".format)
+
+
+def pareto_of(
+    run: BenchRun,
+    measured: Sequence[Cell],
+    cost_of: Callable[[Cell], float | None],
+    write: Callable[[float], str],
+) -> str:
+    """Draw a point for each arm, over the workloads that all of them were run on."""
     by_arm = {
-        arm: {c.workload: c for c in measured if c.arm == arm and c.num_attempts and c.seconds_p50}
+        arm: {c.workload: c for c in measured if c.arm == arm and c.num_attempts and cost_of(c)}
         for arm in run.facts["arms"]
     }
     by_arm = {arm: found for arm, found in by_arm.items() if found}
@@ -300,10 +326,9 @@ def _pareto(run: BenchRun, measured: Sequence[Cell]) -> str:
             continue
         num = sum(cell.num_attempts for cell in chosen)
         hits = round(sum(c.accepted.value * c.num_attempts for c in chosen if c.accepted))
-        medians = [c.seconds_p50.value for c in chosen if c.seconds_p50]
-        x = sum(medians) / len(medians)
+        x = sum(cost_of(cell) or 0.0 for cell in chosen) / len(chosen)
         points.append(Point(arm, x, hits / num, *wilson(hits, num), _colour(run, arm)))
-    return pareto(points) if points else ""
+    return pareto(points, write) if points else ""
 
 
 def _distributions(run: BenchRun) -> str:

@@ -1,12 +1,13 @@
 """Speculative decoding: tokens drafted on a canvas or from the text, verified by the causal mode.
 
 A draft comes from the text so far (prompt lookup: what followed the last tokens when they occurred
-before) or from a canvas: what one denoising step over noise expects after the last tokens. One pass
-commits the draft and chooses a token at each position as AR would, the likeliest or drawn at the
-temperature; the draft is kept up to the first token that the rule does not accept, which is
-replaced by the chosen one, and the KV cache is truncated there. The same pass steps the next
-canvas, in a cache of its own without drafts. It does not see what the pass chooses, so the next
-draft is the part of it after the chosen tokens.
+before), from a canvas: what one denoising step over noise expects after the last tokens, or from a
+Gemma 4 assistant, which reads hidden state and keys of the last pass. One pass commits the draft
+and chooses a token at each position as AR would, the likeliest or drawn at the temperature; the
+draft is kept up to the first token that the rule does not accept, which is replaced by the chosen
+one, and the KV cache is truncated there. The same pass steps the next canvas, in a cache of its own
+without drafts. It does not see what the pass chooses, so the next draft is the part of it after the
+chosen tokens.
 
 `strict` accepts the chosen token alone, so the reply is that of AR with the same seed, token for
 token in float32; in 16 bits a pass of several tokens may round otherwise. `loose`, without a
@@ -15,9 +16,10 @@ canvas decides among likely tokens, and the causal mode only refuses.
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.diffusion import denoise
@@ -27,6 +29,7 @@ from dgemma.engine.generation import FAULT, Generation
 from dgemma.engine.params import SamplingParams, require_denoiser
 from dgemma.engine.scoring import ONE_STEP
 from dgemma.errors import UsageError, require
+from dgemma.model.assistant import Assistant
 from dgemma.model.kv_cache import KVCache
 from dgemma.text.chat import Prompt
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from dgemma.engine.core import EngineCore
     from dgemma.engine.engine import Engine
 
-Drafter = Literal["ngram", "canvas"]
+Drafter = Literal["ngram", "canvas", "assistant"]
 Acceptance = Literal["strict", "loose"]
 MAX_NGRAM = 3  # tokens that are looked up, then fewer
 MIN_PROBABILITY, MIN_RATIO = 0.09, 0.3  # of a token that the loose rule accepts
@@ -48,13 +51,14 @@ class SpeculativeParams:
 
     drafter: Drafter = "ngram"
     accept: Acceptance = "strict"
-    length: int = 0  # tokens of a draft; 0: 10 of n-grams, 4 of a canvas
+    length: int = 0  # tokens of a draft; 0: 10 of n-grams, 4 of a canvas or an assistant
+    assistant: Assistant | None = None  # for the drafter of this name, by `load_assistant`
 
     def __post_init__(self) -> None:
-        if self.drafter not in ("ngram", "canvas") or self.accept not in ("strict", "loose"):
+        if self.drafter not in get_args(Drafter) or self.accept not in get_args(Acceptance):
             raise UsageError(
-                f"draft {self.drafter!r} verified {self.accept!r} is not known; use ngram or "
-                "canvas, and strict or loose"
+                f"draft {self.drafter!r} verified {self.accept!r} is not known; use ngram, canvas "
+                "or assistant, and strict or loose"
             )
         require(0 <= self.length <= MAX_LENGTH, "draft length", self.length, f"0 to {MAX_LENGTH}")
 
@@ -91,6 +95,8 @@ def speculative_task(
         )
     if params.temperature and drafting.accept == "loose":
         raise UsageError("loose verification is greedy; leave out the temperature, or use strict")
+    if (drafting.drafter == "assistant") != (drafting.assistant is not None):
+        raise UsageError("the drafter assistant needs its model, and no other has one")
     if drafting.drafter == "canvas":
         require_denoiser(engine.model.config, "it cannot draft on a canvas; use ngram")
         longest = engine.model.config.canvas_length
@@ -104,7 +110,7 @@ class SpeculativeReply(Generation):
 
     def __init__(self, engine: "Engine", plain: Generation, drafting: SpeculativeParams) -> None:
         super().__init__(engine, plain.prompt, plain.params, plain.limits)
-        self.drafting, self.config = drafting, engine.model.config
+        self.drafting, self.model, self.config = drafting, engine.model, engine.model.config
         self.draft: tuple[int, ...] = ()  # to be verified in the next pass
         self.canvas_cache: KVCache | None = None  # of chosen tokens alone
         if drafting.drafter == "canvas":
@@ -115,7 +121,10 @@ class SpeculativeReply(Generation):
             return super().inputs()
         if self.drafting.drafter == "ngram":
             self.draft = lookup(self.sequence.ids, self._num_drafted())
-        return [self._verification() if self.draft else super().inputs()[0], *self._canvas()]
+        is_scored = self.drafting.assistant is not None and not self.sequence.next_images()
+        if self.draft or is_scored:  # scoring returns the hidden states that an assistant needs
+            return [self._verification(), *self._canvas()]
+        return [*super().inputs(), *self._canvas()]
 
     def _num_drafted(self) -> int:
         """Tokens of the next draft: the pass adds one more, and both count."""
@@ -132,7 +141,9 @@ class SpeculativeReply(Generation):
     def _canvas(self) -> list[ForwardInput]:
         """Return a fresh canvas after the tokens chosen so far, for the draft after the next."""
         sequence, config = self.sequence, self.config
-        if self.drafting.drafter == "ngram" or not sequence.is_prefilled or self._num_drafted() < 1:
+        if self.drafting.drafter != "canvas" or not sequence.is_prefilled:
+            return []
+        if self._num_drafted() < 1:
             return []
         if self.canvas_cache is None:
             self.canvas_cache = sequence.cache.copy(sequence.num_committed)
@@ -148,12 +159,21 @@ class SpeculativeReply(Generation):
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
         num_before, canvases = len(self.sequence.ids), outputs[1:]
         if inputs[0].targets:
+            if not self.sequence.is_prefilled:
+                self.progress.prefilled_at = time.monotonic()
             self._verify(inputs[0], outputs[0])
             if not self.is_done and self._is_over_budget():
                 self._finish("budget")
         else:
             super().process(inputs[:1], outputs[:1])
         self.draft = ()
+        assistant, hidden_ND = self.drafting.assistant, outputs[0].hidden_ND
+        if assistant is not None and hidden_ND is not None and not self.is_done:
+            chosen = len(self.sequence.ids) - num_before - 1  # position that chose the last token
+            last, cache = self.sequence.ids[-1], self.sequence.cache
+            hidden_1D = hidden_ND[chosen : chosen + 1]
+            count = self._num_drafted()
+            self.draft = assistant.draft(self.model, cache, last, hidden_1D, count)
         if canvases and not self.is_done:
             self.progress.blocks += 1
             assert canvases[0].state is not None

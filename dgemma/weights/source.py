@@ -1,4 +1,4 @@
-"""Configs, tokenizer and chat template of a model's path: a directory or a GGUF file."""
+"""Configs, tokenizer and chat template of a model's path, a directory or a GGUF file; drafters."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,12 @@ from dgemma.config import (
     load_generation_config,
 )
 from dgemma.config.strict_json import read_json
+from dgemma.errors import CheckpointError
+from dgemma.model.assistant import Assistant, AssistantConfig
+from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate
 from dgemma.text.tokenizer import Tokenizer
+from dgemma.weights.files import read_headers
 from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf
 from dgemma.weights.gguf_tokenizer import (
     ChosenTemplate,
@@ -23,10 +27,12 @@ from dgemma.weights.gguf_tokenizer import (
     tokenizer_json,
     tokenizer_keys,
 )
+from dgemma.weights.safetensors_io import MappedTensors
 
 __all__ = ["ChosenTemplate", "TemplateChoice"]
 
 TEMPLATE_FILE = "chat_template.jinja"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a drafter
 
 
 def model_config(path: Path) -> ModelConfig:
@@ -84,3 +90,27 @@ def write_tokenizer(path: Path, directory: Path) -> list[str]:
         return ["tokenizer.json"]
     (directory / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     return ["tokenizer.json", TEMPLATE_FILE]
+
+
+def load_assistant(path: Path, model: Gemma) -> Assistant:
+    """Load a Gemma 4 assistant for a model, in its dtype and on its device."""
+    config = AssistantConfig.read(read_json(path / "config.json"), str(path / "config.json"))
+    config.check_target(model.config, path)
+    assistant = Assistant(config, model.config)
+    mapped = MappedTensors(read_headers(path))
+    tensors = {name: mapped[name] for name in mapped.stored}
+    head = tensors.pop(EMBEDDING, None)  # tied
+    if HEAD not in tensors and head is not None:
+        tensors[HEAD] = head
+    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in assistant.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    differing = sorted(name for name, _ in shapes.items() ^ found.items())
+    if differing:
+        raise CheckpointError(
+            f"{path}: {differing[0]} is missing, unknown or of another shape; the weights are of "
+            "another config"
+        )
+    assistant.load_state_dict(weights)
+    weight = model.norm.weight
+    return assistant.to(weight.device, weight.dtype).eval().requires_grad_(False)

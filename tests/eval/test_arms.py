@@ -11,13 +11,14 @@ import torch
 
 from dgemma.engine import Engine
 from dgemma.errors import UsageError
-from dgemma.eval.arms import ArmAnswer, EngineArm, Shown, Updates, parse_arm
+from dgemma.eval.arms import ArmAnswer, EngineArm, Shown, Updates, parse_arm, swept_arms
 from dgemma.eval.bench import BenchParams, BenchRun, EngineSource, run_bench
 from dgemma.eval.break_even import break_even_json, text_row, time_lengths
 from dgemma.eval.checks import CheckSpec
 from dgemma.eval.machine import Machine
 from dgemma.eval.numbers import cells
 from dgemma.eval.rating import answer_pairs, rating_page, read_ratings
+from dgemma.eval.report import html_report
 from dgemma.eval.workload import BenchCase, ProgramKind, Workload
 from tests.eval.conftest import CALL, MIDDLE, PREFIX, SUFFIX, without_denoiser
 
@@ -160,3 +161,16 @@ def test_break_even_times_every_length_in_three_modes(knowing: Engine) -> None:
     report = break_even_json(knowing.break_even, found)
     assert report["worst"] == max(row.ratio for row in found)
     assert report["measured"] == len(report["rows"]) == len(found)
+
+
+def test_a_sweep_is_every_combination_and_its_steps_are_drawn(knowing: Engine) -> None:
+    arms = swept_arms(["steps=2,12", "bound=0.1,4"])
+    assert len(arms) == 4 and arms[1] == "diffusion:steps=2,bound=4"
+    assert [parse_arm(arm).settings["steps"] for arm in arms] == [2, 2, 12, 12]
+    assert swept_arms([]) == []
+    for wrong in ("steps", "steps=", "steps=1,,2"):
+        with pytest.raises(UsageError, match="has no values"):
+            swept_arms([wrong])
+    page = html_report(run(knowing, *arms, "ar"))
+    assert "Acceptance against steps" in page and page.count("diffusion:steps=2,bound=4") > 3
+    assert "Acceptance against steps" not in html_report(run(knowing, "diffusion", "ar"))
