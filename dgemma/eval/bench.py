@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from itertools import groupby, product
 from pathlib import Path
@@ -162,6 +162,7 @@ def run_bench(
         arms = {arm.spec.text: arm for arm in source.arms(group)}
         log.facts["load_seconds"] = source.seconds
         _warm_up(list(arms.values()), params)
+        log.facts.setdefault("break_even", _break_even(list(arms.values())))
         # Each group gets an equal share of what is left.
         left = None
         if params.seconds is not None:
@@ -178,6 +179,13 @@ def run_bench(
     if sys.stderr.isatty():
         print(file=sys.stderr)
     return BenchRun(log.facts, log.attempts)
+
+
+def _break_even(arms: Sequence[Arm]) -> dict[str, Any] | None:
+    """Return what mode auto knows of this machine, if an arm has it."""
+    engines = [arm.engine for arm in arms if isinstance(arm, EngineArm)]
+    costs = next((engine.break_even for engine in engines if engine.break_even), None)
+    return None if costs is None else asdict(costs)
 
 
 RunStep = tuple[Workload, int, int, str]  # workload, case, round, arm

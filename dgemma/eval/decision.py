@@ -3,10 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal
 
 from dgemma.eval.bench import BenchRun
+from dgemma.eval.measure import wilson
 from dgemma.eval.numbers import (
     MIN_ATTEMPTS,
     Cell,
@@ -204,6 +205,48 @@ def _shown(seconds: float | None) -> str:
     if seconds is None:
         return NOT_MEASURED
     return f"{seconds:.2g} s" if math.isfinite(seconds) else "never"
+
+
+# --- presets
+
+REFERENCE, MIN_FEWER = "preset=quality", 1.5
+
+
+def preset_findings(run: BenchRun) -> list[str]:
+    """Say of every preset if it takes fewer steps than quality at the same acceptance."""
+    measured = [cell for cell in cells(run) if cell.steps_per_block]
+    by_arm = {arm: {c.workload: c for c in measured if c.arm == arm} for arm in run.facts["arms"]}
+    reference = next((found for arm, found in by_arm.items() if REFERENCE in arm), {})
+    return [
+        _finding(arm, [(reference[name], found[name]) for name in reference.keys() & found.keys()])
+        for arm, found in by_arm.items()
+        if "preset=" in arm and REFERENCE not in arm and reference.keys() & found.keys()
+    ]
+
+
+def _finding(arm: str, pairs: Sequence[tuple[Cell, Cell]]) -> str:
+    """Compare two arms over the same workloads, each weighted alike."""
+    before, after = (
+        mean(c.steps_per_block or 0.0 for c in side) for side in zip(*pairs, strict=True)
+    )
+    counts = [[_hits(cell) for cell in side] for side in zip(*pairs, strict=True)]
+    (hits, num), (their_hits, their_num) = (
+        [sum(x) for x in zip(*side, strict=True)] for side in counts
+    )
+    old, new = hits / num, their_hits / their_num
+    fewer = before / after
+    is_alike = wilson(their_hits, their_num)[1] >= old
+    verdict = "within the noise" if is_alike else "worse, beyond the noise"
+    enough = "" if fewer >= MIN_FEWER else f", less than the {MIN_FEWER} wanted"
+    return (
+        f"{arm} takes {fewer:.2f} times fewer steps per block than quality{enough}; it accepts "
+        f"{new:.0%} of {their_num} attempts, quality {old:.0%} of {num}: {verdict}."
+    )
+
+
+def _hits(cell: Cell) -> tuple[int, int]:
+    share = 0.0 if cell.accepted is None else cell.accepted.value
+    return round(share * cell.num_attempts), cell.num_attempts
 
 
 # --- warnings

@@ -12,7 +12,11 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
+import numpy as np
+
+from dgemma.engine.auto import BreakEven
 from dgemma.eval.bench import BenchRun
+from dgemma.eval.break_even import LENGTHS
 from dgemma.eval.charts import PALETTE, Dots, Point, convergence_map, distributions, pareto, seconds
 from dgemma.eval.decision import (
     NOT_MEASURED,
@@ -21,6 +25,7 @@ from dgemma.eval.decision import (
     decision_rule,
     fit_matrix,
     noise_of,
+    preset_findings,
     warnings_of,
 )
 from dgemma.eval.measure import Estimate, wilson
@@ -66,6 +71,7 @@ def report_json(run: BenchRun) -> dict[str, Any]:
         "advice": advise(run),
         "fit_matrix": [asdict(row) for row in matrix],
         "decision_rule": decision_rule(matrix),
+        "presets": preset_findings(run),
         "cells": [asdict(cell) for cell in cells(run)],
         "warnings": warnings_of(run),
     }
@@ -179,12 +185,16 @@ def markdown_report(run: BenchRun) -> str:
     """Return the summary: advice, fit matrix, numbers, warnings."""
     parts = ["# dgemma bench", facts_line(run) + ".", " ".join(advise(run))]
     parts += ["## Fit matrix", _markdown_table(MATRIX_HEADINGS, matrix_rows(fit_matrix(run)))]
+    if rows := break_even_rows(run):
+        parts += ["## Break-even", _markdown_table(BREAK_EVEN_HEADINGS, rows)]
     parts.append("## Numbers")
     measured = cells(run)
     for name in run.facts["workloads"]:
         rows = [number_row(cell) for cell in measured if cell.workload == name]
         parts.append(f"### {run.facts['titles'][name]} (`{name}`)")
         parts.append(_markdown_table(tuple(HEADINGS), rows) if rows else f"{NOT_MEASURED}.")
+    if findings := preset_findings(run):
+        parts += ["## Presets", "\n".join(f"- {finding}" for finding in findings)]
     warnings = warnings_of(run)
     if warnings:
         parts += ["## Warnings", "\n".join(f"- {warning}" for warning in warnings)]
@@ -214,6 +224,7 @@ def html_report(run: BenchRun) -> str:
         _section("Fit matrix", _matrix(matrix), MATRIX_NOTE),
         _section("Acceptance against time", _pareto(run, measured), PARETO_NOTE),
         _section("Acceptance against steps", _steps(run, measured), STEPS_NOTE),
+        _section("Break-even", _break_even(run), BREAK_EVEN_NOTE),
         _section("Every attempt", _distributions(run), "A dot is an attempt, a bar the median."),
         _section("When each position converged", _convergence(run), CONVERGENCE_NOTE),
         _section("Failure map", _failures(run, measured), FAILURE_NOTE),
@@ -240,7 +251,11 @@ PARETO_NOTE = (
 )
 STEPS_NOTE = (
     "The same against steps per block, for arms with canvases. What is left of a preset and no "
-    "lower would be a better one. `--sweep steps=8,16,32` adds such arms."
+    "lower would be a better one: --sweep steps=8,16,32 adds such arms."
+)
+BREAK_EVEN_NOTE = (
+    "Seconds of a reply by its length, from the passes that mode auto has timed on this machine; "
+    "diffusion is taken to need as many steps as a story's canvases."
 )
 CONVERGENCE_NOTE = (
     "The first canvas of one answer: a square is a position in reading order, its colour the last "
@@ -300,10 +315,12 @@ def _pareto(run: BenchRun, measured: Sequence[Cell]) -> str:
 
 def _steps(run: BenchRun, measured: Sequence[Cell]) -> str:
     """Draw acceptance against passes for arms with canvases: the sampler lab."""
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in preset_findings(run))
     with_canvases = [cell for cell in measured if cell.steps_per_block is not None]
     if len({cell.arm for cell in with_canvases}) < 2:
         return ""
-    return pareto_of(run, with_canvases, lambda cell: cell.steps_per_block, "{:g}".format)
+    drawn = pareto_of(run, with_canvases, lambda cell: cell.steps_per_block, "{:g}".format)
+    return drawn + sentences
 
 
 def pareto_of(
@@ -329,6 +346,31 @@ def pareto_of(
         x = sum(cost_of(cell) or 0.0 for cell in chosen) / len(chosen)
         points.append(Point(arm, x, hits / num, *wilson(hits, num), _colour(run, arm)))
     return pareto(points, write) if points else ""
+
+
+def break_even_rows(run: BenchRun) -> list[list[str]]:
+    """Return seconds of both modes and auto by length; empty if they were not timed."""
+    if not run.facts.get("break_even"):
+        return []
+    costs = BreakEven.from_json(run.facts["break_even"])
+    plan, rows = costs.plan(LENGTHS[-1]), []
+    for length in LENGTHS:
+        num_N = np.array([float(length)])
+        columns = costs.diffusion(num_N), costs.ar(num_N), costs.auto(num_N, plan.num_first)
+        rows.append([str(length), *(seconds(float(column[0])) for column in columns)])
+    return rows
+
+
+BREAK_EVEN_HEADINGS = ("tokens", "diffusion", "AR", "auto, under a large limit")
+
+
+def _break_even(run: BenchRun) -> str:
+    rows = break_even_rows(run)
+    if not rows:
+        return ""
+    sentence = BreakEven.from_json(run.facts["break_even"]).describe()
+    table = _table(BREAK_EVEN_HEADINGS, [_row(row) for row in rows])
+    return f"<p>{escape(sentence)}.</p>{table}"
 
 
 def _distributions(run: BenchRun) -> str:

@@ -18,7 +18,7 @@ from dgemma.eval.checks import CheckSpec
 from dgemma.eval.machine import Machine
 from dgemma.eval.numbers import cells
 from dgemma.eval.rating import answer_pairs, rating_page, read_ratings
-from dgemma.eval.report import html_report
+from dgemma.eval.report import html_report, markdown_report
 from dgemma.eval.workload import BenchCase, ProgramKind, Workload
 from tests.eval.conftest import CALL, MIDDLE, PREFIX, SUFFIX, without_denoiser
 
@@ -158,6 +158,8 @@ def test_break_even_times_every_length_in_three_modes(knowing: Engine) -> None:
         assert row.tokens["ar"] <= row.limit and text_row(row).startswith(row.name)
     assert max(found[0].tokens.values()) == 1
     assert knowing.break_even is not None
+    written = markdown_report(run(knowing, "diffusion", "auto"))
+    assert "## Break-even" in written and "| 512 |" in written
     report = break_even_json(knowing.break_even, found)
     assert report["worst"] == max(row.ratio for row in found)
     assert report["measured"] == len(report["rows"]) == len(found)

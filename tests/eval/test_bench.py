@@ -15,7 +15,7 @@ from dgemma.eval.attempts import Attempt, ScreenUpdate, screen_measures
 from dgemma.eval.bench import BenchParams, BenchRun, EngineSource, read_run, run_bench
 from dgemma.eval.charts import Point, pareto_front, seconds
 from dgemma.eval.checks import CheckSpec
-from dgemma.eval.decision import advise, decision_rule, fit_matrix, warnings_of
+from dgemma.eval.decision import advise, decision_rule, fit_matrix, preset_findings, warnings_of
 from dgemma.eval.machine import Machine
 from dgemma.eval.numbers import cells, quantile, repeats_itself
 from dgemma.eval.report import html_report, markdown_report, report_json
@@ -34,6 +34,7 @@ class FakeArm:
     answers: Sequence[str]
     factor: float = 1.0  # of the token count that it reports
     error: Exception | None = None
+    steps: int = 8
     seeds: list[int] = field(default_factory=list)
 
     def count_tokens(self, text: str) -> int:
@@ -50,7 +51,7 @@ class FakeArm:
         yield Shown((text,), 1)
         self.clock.now += self.latency / 4
         tokens = round(self.factor * len(text.split()))
-        return ArmAnswer(text=text, reported_tokens=tokens, steps=8, blocks=2)
+        return ArmAnswer(text=text, reported_tokens=tokens, steps=self.steps, blocks=2)
 
 
 @dataclass
@@ -227,6 +228,27 @@ def test_too_few_requests_are_no_verdict(machine: Machine) -> None:
     run = bench(machine, arms, rounds=2, attempts=1)
     assert {row.winner for row in fit_matrix(run)} == {"too few", "not measured"}
     assert "Fewer than 3 requests decide nothing" in advise(run)[2]
+
+
+def test_a_preset_is_judged_beside_quality(machine: Machine) -> None:
+    """Half of the steps with the same answers; an eighth of the steps with wrong ones."""
+    clock, names = FakeClock(), ("quality", "balanced", "fast")
+    answers = {"quality": WORDS, "balanced": WORDS, "fast": "no"}
+    arms = [arm(f"diffusion:preset={name}", clock, 1.0, (answers[name],) * 2) for name in names]
+    for made, steps in zip(arms, (8, 4, 1), strict=True):
+        made.steps = steps
+    run = bench(machine, arms, rounds=8, attempts=1)
+    balanced, fast = preset_findings(run)
+    assert "balanced takes 2.00 times fewer steps" in balanced
+    assert "accepts 100% of 8 attempts, quality 100% of 8: within the noise" in balanced
+    assert "fast takes 8.00 times fewer" in fast and "worse, beyond the noise" in fast
+    for text in (html_report(run), markdown_report(run)):
+        assert balanced in text
+    arms[1].steps = 7
+    (slow, _) = preset_findings(bench(machine, arms, rounds=8, attempts=1))
+    assert "1.14 times fewer steps per block than quality, less than the 1.5 wanted" in slow
+    without = bench(machine, [arm("diffusion", clock, 1.0)])
+    assert preset_findings(without) == []
 
 
 def test_no_difference_is_no_verdict(machine: Machine) -> None:

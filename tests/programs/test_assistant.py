@@ -168,7 +168,7 @@ def test_a_drafter_that_does_not_fit_is_refused(
     with pytest.raises(ConfigError, match=complaint):
         load_assistant(tmp_path, engine.model)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="should hold model.safetensors"):
+    with pytest.raises(CheckpointError, match="should hold model"):
         load_assistant(tmp_path, engine.model)
 
 
