@@ -229,6 +229,14 @@ class LongReply:
         _require(self.t_max >= self.t_min, "t_max", self.t_max, f"t_min, {self.t_min}, or more")
 
 
+def _faster_values(values: "LongReply | GenerationConfig", factor: int) -> dict[str, Any]:
+    """Divide the steps of a canvas by a factor, and multiply the entropy bound by it."""
+    return {
+        "max_denoising_steps": max(1, values.max_denoising_steps // factor),
+        "entropy_bound": values.entropy_bound * factor,
+    }
+
+
 def check_ids(ids: Mapping[str, object], vocab_size: int) -> None:
     """Refuse token ids that the vocabulary does not have, by the names of their keys."""
     for name, token in ids.items():
@@ -287,15 +295,20 @@ class GenerationConfig:
         for name in self.presets:
             self.with_preset(name)
 
-    def with_preset(self, name: str) -> "GenerationConfig":
-        """Return these defaults with the values of a preset, which has no others."""
+    def with_preset(self, name: str, long_reply: LongReply | None = None) -> "GenerationConfig":
+        """Return these defaults with the values of a preset, which has no others.
+
+        `long_reply`: that of config.json, which a preset that is not defined changes as well.
+        """
         if name not in PRESETS:
             raise ConfigError(f"preset {name!r} is not known; use {', '.join(PRESETS)}")
         factor = PRESET_FACTORS[name]
-        values = self.presets.get(name) or {
-            "max_denoising_steps": max(1, self.max_denoising_steps // factor),
-            "entropy_bound": self.entropy_bound * factor,
-        }
+        values = self.presets.get(name)
+        if values is None:
+            long = self.long_reply or long_reply
+            values = _faster_values(self, factor)
+            if long is not None:
+                values["long_reply"] = replace(long, **_faster_values(long, factor))
         return replace(self, **{**values, "presets": {}})
 
     def check_vocabulary(self, vocab_size: int) -> None:

@@ -79,7 +79,7 @@ def canvas_policy(
     `sampler` is that of the request's preset; `rule`: instead of the one for long replies.
     """
     if params.preset is not None:
-        generation = generation.with_preset(params.preset)
+        generation = generation.with_preset(params.preset, config.long_reply)
     length = params.canvas_length or config.canvas_length
     long = generation.long_reply or config.long_reply
     sampler = with_temperature(params.sampler or sampler, params.temperature)

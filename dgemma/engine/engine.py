@@ -122,7 +122,8 @@ class Engine(EngineCore):
         """Use a preset for all canvases of requests without one of their own."""
         check_preset(preset)
         self.sampler = self.sampler_of(preset)
-        self.generation_config = self.generation_config.with_preset(preset)
+        long_reply = self.model.config.long_reply
+        self.generation_config = self.generation_config.with_preset(preset, long_reply)
 
     def sampler_of(self, preset: str | None) -> Sampler:
         """Return the sampler of a preset with the engine's rule; None: the engine's own."""

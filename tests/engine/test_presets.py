@@ -96,6 +96,25 @@ def test_an_engine_can_be_set_to_a_preset_and_keeps_its_rule(engine: Engine) -> 
     assert usual(engine, SamplingParams(preset="balanced")).rule == Confidence()
 
 
+def test_a_preset_that_is_not_defined_changes_long_replies_too() -> None:
+    long = LongReply(**LONG)
+    model = random_model(replace(taught_config(), long_reply=long), seed=3)
+    tokenizer = small_tokenizer()
+    engine = Engine(model, tokenizer, ChatTemplate(TEMPLATE, tokenizer), GENERATION)
+
+    def sampler(params: SamplingParams) -> Sampler:
+        policy = engine.generation("x", params).policy
+        assert policy.long is not None and policy.long.length == 8
+        return policy.long.sampler
+
+    assert sampler(SamplingParams(preset="quality")) == sampler(SamplingParams())
+    halved = sampler(SamplingParams(preset="balanced"))
+    assert halved.max_denoising_steps == long.max_denoising_steps // 2
+    assert halved.rule == SpacedEntropyBound(entropy_bound=8.0, reach=3)
+    engine.set_preset("balanced")
+    assert sampler(SamplingParams()) == halved
+
+
 def test_an_unknown_preset_and_one_without_a_canvas_are_refused(engine: Engine) -> None:
     wrong: Any = "best"
     for call in (engine.set_preset, engine.sampler_of, lambda p: SamplingParams(preset=p)):
