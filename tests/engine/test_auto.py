@@ -159,6 +159,9 @@ def test_what_needs_a_canvas_gets_one_and_a_short_limit_none(wild: Engine) -> No
     assert len(short.logprobs) == short.tokens == 3
     choice = wild.generate("x", AUTO, choices=["the", "call"])
     assert choice.text in ("the", "call") and choice.blocks == 0
+    held = wild.generate("x", AUTO, regex="[0-9]{30}")
+    assert held.text.isdecimal() and len(held.text) == 30
+    assert held.blocks > 0 and not held.logprobs
 
 
 def test_a_reply_is_continued_by_another_engine(wild: Engine) -> None:

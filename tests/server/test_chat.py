@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.server.conftest import MODEL, Running, load
+from tests.server.conftest import MODEL, Running, load, wait_for
 from tests.taught import ANSWERS, CANVAS, GENERATION, LONG, SHORT, THOUGHT
 
 # For what the model was not taught: it does not settle, however many steps it has.
@@ -183,6 +183,19 @@ def test_a_preset_is_named_in_the_extension_and_other_fields_go_before_it(shared
     assert steps(preset="quality") > steps(preset="fast")
     assert steps(preset="fast") <= GENERATION.max_denoising_steps // 4
     assert steps(preset="fast", max_denoising_steps=1) == 1
+
+
+def test_auto_is_diffusion_until_both_modes_are_timed_at_an_idle_moment(shared: Running) -> None:
+    engine = shared.service.worker.engine
+    engine.break_even = engine.identity = None  # nothing is kept in the home directory
+
+    def mode() -> str:
+        answer = shared.ask(SHORT, dgemma={"mode": "auto"}, max_tokens=CANVAS)
+        return str(answer.json()["choices"][0]["dgemma"]["mode"])
+
+    assert mode() == "diffusion"
+    wait_for(lambda: engine.break_even is not None)
+    assert mode() == "auto" and not engine.wants_costs
 
 
 def test_a_conversation_with_tools_in_its_history_is_read(shared: Running) -> None:
