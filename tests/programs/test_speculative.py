@@ -120,7 +120,7 @@ def test_what_cannot_be_verified_is_refused(nano: Engine) -> None:
     loose = SpeculativeParams(drafter="canvas", accept="loose")
     with pytest.raises(UsageError, match="loose verification is greedy; leave out the temp"):
         speculative(nano, "a", SamplingParams(temperature=0.5), loose)
-    with pytest.raises(UsageError, match="use ngram or canvas"):
+    with pytest.raises(UsageError, match="use ngram, canvas or assistant"):
         SpeculativeParams(drafter="mind")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="draft length is 300"):
         replace(SpeculativeParams(), length=300)
