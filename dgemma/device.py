@@ -66,8 +66,9 @@ def describe_device(device: torch.device) -> str:
 
 def usable_memory(device: torch.device) -> float:
     """Return the bytes of a GPU that torch may take: its memory, or this process's fraction."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    return float(total * torch.cuda.get_per_process_memory_fraction(device))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.get_device_properties(index).total_memory
+    return float(total * torch.cuda.get_per_process_memory_fraction(index))
 
 
 def empty_cache(device: torch.device | str) -> None:

@@ -22,14 +22,15 @@ def parse_args(arguments: Sequence[str] | None) -> TrainArgs:
     parser = argparse.ArgumentParser(description="Train a model by a recipe.")
     parser.add_argument("recipe", type=Path, help="a TOML file, or the name of a built-in recipe")
     for name, hint in get_type_hints(TrainOptions).items():
-        data = TrainOptions.__dataclass_fields__[name].metadata
+        field = TrainOptions.__dataclass_fields__[name]
+        data = field.metadata
         kind, *_ = get_args(hint) or (hint,)
         if kind is bool:
             how: dict[str, Any] = {"action": "store_true"}
         elif get_origin(kind) is list:
             how = {"action": "append", "default": [], **data["settings"]}
         else:
-            how = {"type": kind}
+            how = {"type": kind, "default": field.default}
         flags = data["flags"] or (f"--{name}",)
         parser.add_argument(*flags, dest=name, help=data["help"], **how)
     return TrainArgs(**vars(parser.parse_args(arguments)))

@@ -18,6 +18,7 @@ from dgemma.cli.train import MinuteLines
 from dgemma.errors import UsageError
 from dgemma.train import command
 from dgemma.train.__main__ import main as plain
+from dgemma.train.__main__ import parse_args
 from dgemma.train.batches import DeviceBatch
 from dgemma.train.checkpoint import HELDOUT, MetricsFile, Report, saved_states
 from dgemma.train.command import TrainArgs, record_recipe
@@ -53,6 +54,10 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     return caller(monkeypatch, capsys, ["train"], HERE)
+
+
+def test_the_plain_command_has_the_defaults_of_dgemma_train() -> None:
+    assert parse_args(["sft"]) == TrainArgs(recipe=Path("sft"), changes=[])
 
 
 def course(directory: Path) -> list[tuple[Any, ...]]:
