@@ -234,6 +234,7 @@ class Front:
             headers=tuple(headers),
             body=body,
             owner=request.state.owner,
+            request_id=request.state.request_id,
             is_resumable=True,
         )
         return ReplicaRequest(call=call, opening=_opening(body) if find is None else await find)

@@ -41,6 +41,7 @@ class Call:
     query: bytes = b""
     headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)
     owner: str = ANONYMOUS
+    request_id: str | None = None  # as error replies name it
     seconds: float = 0.0  # since it arrived
     seed: int = field(default_factory=lambda: secrets.randbits(32))  # if the body has none
     reply_id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -66,6 +67,7 @@ class Call:
             "root_path": "",
             "state": {
                 "owner": self.owner,
+                "request_id": self.request_id,
                 "arrived": arrived,
                 "body_bytes": len(self.body),
                 "call": self,

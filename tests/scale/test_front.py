@@ -65,17 +65,23 @@ def front(model: Model, hangs_after: int = 1 << 30, **limits: Any) -> Starlette:
     return make_front(handle, Settings(names=(MODEL,), limits=Limits(**limits)))
 
 
-async def ask(app: Starlette, question: str, **fields: Any) -> httpx.Response:
+async def ask(app: Starlette, question: str, path: str = PATH, **fields: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     body = {"messages": [{"role": "user", "content": question}], **fields}
     async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
-        return await client.post(PATH, json=body)
+        return await client.post(path, json=body)
 
 
 def test_a_reply_is_relayed_as_it_is(model: Model) -> None:
     reply = asyncio.run(ask(front(model), SHORT))
     assert reply.json()["choices"][0]["message"]["content"] == ANSWERS[SHORT]
     assert reply.headers["x-dgemma-replica"] == "here"
+
+
+def test_a_refusal_has_the_id_of_its_request(model: Model) -> None:
+    reply = asyncio.run(ask(front(model), SHORT, "/v1/messages"))
+    assert reply.status_code == 400 and "max_tokens is missing" in reply.text
+    assert reply.json()["request_id"] == reply.headers["x-request-id"]
 
 
 def test_a_replica_that_hangs_holds_nobody_past_a_deadline(

@@ -24,6 +24,7 @@ from tests.taught import ANSWERS, LONG, SHORT
 
 USER = [{"role": "user", "content": SHORT}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
 APPLY = "<|original_code|>\na\n<|/original_code|>\n<|update_snippet|>\nb\n<|/update_snippet|>"
 # A good body of each route, to be spoiled.
 GOOD: list[tuple[str, dict[str, Any]]] = [
@@ -48,6 +49,22 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
             "dgemma": {"drafts": True, "pace": 1e9, "max_seconds": 0.01},
         },
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": SHORT},
+                        {"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}},
+                    ],
+                }
+            ],
+            "dgemma": {"image_tokens": 70},
+        },
+    ),
+    ("/v1/dgemma/sudoku", {"image": PICTURE, "pinned": True}),
     ("/v1/completions", {"prompt": [3, 4, 5], "max_tokens": 1, "dgemma": {"regex": "[a-c]"}}),
     ("/v1/fim/completions", {"prompt": "a", "suffix": "b", "max_tokens": 1, "stop": []}),
     ("/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 0, "input_extra": []}),
