@@ -18,8 +18,7 @@ from weakref import WeakSet
 
 from dgemma.backends.base import ForwardInput, ForwardOutput, ImageRows
 from dgemma.engine.events import Draft, Event
-from dgemma.engine.image_features import ImageFeatures, chunk_end
-from dgemma.engine.prefix_cache import PrefixStore
+from dgemma.engine.image_features import chunk_end
 from dgemma.model.kv_cache import KVCache
 from dgemma.text.chat import Prompt
 
@@ -59,21 +58,27 @@ class Prefix:
 class TokenSequence:
     """A prompt and what is written after it, committed to a KV cache from left to right."""
 
-    cache: KVCache
-    chunk: int
-    prefixes: PrefixStore
-    features: ImageFeatures | None
-    num_committed = 0
-    num_prefill = 0  # tokens that were there before the first pass
-
     def __init__(self, prompt: Prompt) -> None:
         self.prompt, self.ids, self.num_prompt = prompt, list(prompt.ids), len(prompt.ids)
+        self.num_committed = 0
+        self.num_prefill = 0  # tokens that were there before the first pass
+        self._cache: KVCache | None = None  # from `open` to `close`
+        self._engine: EngineCore | None = None  # the same
 
     def open(self, cache: KVCache, engine: "EngineCore") -> None:
         """Commit to this cache from now on; part of the tokens may be in it already."""
-        self.cache, self.chunk, self.prefixes = cache, engine.chunk, engine.prefixes
-        self.features = engine.images
+        self._cache, self._engine = cache, engine
         self.num_committed, self.num_prefill = cache.length, len(self.ids)
+
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "a sequence has a cache from open to close"
+        return self._cache
+
+    @property
+    def engine(self) -> "EngineCore":
+        assert self._engine is not None, "a sequence has an engine from open to close"
+        return self._engine
 
     @property
     def cache_ids(self) -> tuple[int, ...]:
@@ -98,7 +103,9 @@ class TokenSequence:
         """Index up to which the next pass commits: prompts are cut at multiples of the chunk."""
         if self.is_prefilled:
             return len(self.ids)
-        return min(chunk_end(self.num_committed, self.chunk, self.prompt.images), len(self.ids))
+        return min(
+            chunk_end(self.num_committed, self.engine.chunk, self.prompt.images), len(self.ids)
+        )
 
     def next_tokens(self) -> tuple[int, ...]:
         """Return the tokens to commit in the next pass."""
@@ -109,22 +116,24 @@ class TokenSequence:
         begin, images = self.num_committed, self.prompt.images
         if begin >= self.num_prompt or not images:
             return ()
-        assert self.features is not None, "a prompt with pictures is made by an engine with a tower"
-        return self.features.rows(images, begin, self._next_end())
+        features = self.engine.images
+        assert features is not None, "a prompt with pictures is made by an engine with a tower"
+        return features.rows(images, begin, self._next_end())
 
     def commit(self, count: int) -> None:
         """Count committed tokens; checkpoint the prompt at a reusable prefix length.
 
         That is at its end, or in 16 bits at the last boundary before it.
         """
-        was_prefilled, alignment = self.is_prefilled, self.prefixes.alignment
+        was_prefilled, prefixes = self.is_prefilled, self.engine.prefixes
+        alignment = prefixes.alignment
         self.num_committed += count
         num_left = self.num_prefill - self.num_committed
         if alignment == 1:
             is_last = num_left == 0
         else:
             is_last = self.num_committed % alignment == 0 and 0 < num_left <= alignment
-        if not was_prefilled and is_last and self.prefixes.max_bytes > 0:
+        if not was_prefilled and is_last and prefixes.max_bytes > 0:
             self.cache.checkpoint()
 
     def reopen_last(self) -> None:
@@ -134,12 +143,13 @@ class TokenSequence:
 
     def close(self, *, keep: bool) -> None:
         """Release the cache; if it is to be kept, for requests that begin with the same tokens."""
-        cache: KVCache | None = self.__dict__.pop("cache", None)
-        if cache is None or not keep or not cache.is_consistent:
+        cache, engine = self._cache, self._engine
+        self._cache = self._engine = None
+        if cache is None or engine is None or not keep or not cache.is_consistent:
             return  # an interrupted pass may have left it torn
         if cache.length == self.num_committed:
             num_prompt = min(self.num_prompt, cache.length)
-            self.prefixes.keep(self.cache_ids[: cache.length], cache, num_prompt)
+            engine.prefixes.keep(self.cache_ids[: cache.length], cache, num_prompt)
 
 
 class Task(ABC):

@@ -13,7 +13,7 @@ from dgemma.backends.base import ForwardInput, ForwardOutput, TokenDraw
 from dgemma.diffusion.canvas import NO_PINS, Canvas, Noise
 from dgemma.diffusion.denoise import CanvasState, start
 from dgemma.diffusion.sampler import Sampler, StepView
-from dgemma.engine.image_features import chunk_end
+from dgemma.engine.image_features import ImageFeatures, chunk_end
 from dgemma.engine.request import Prefix, Task
 from dgemma.errors import PromptTooLong, UsageError
 from dgemma.model.kv_cache import KVCache
@@ -47,7 +47,6 @@ class Score:
 class Prefill(Task):
     """Computes a `Prefix` in chunks; reuses what the prefix cache holds."""
 
-    cache: KVCache
     has_long_commit = True
 
     def __init__(self, prompt: Prompt | Sequence[int]) -> None:
@@ -57,6 +56,14 @@ class Prefill(Task):
             raise UsageError("the prompt is empty; give at least one token")
         super().__init__(len(prompt.ids))
         self.prompt, self.ids = prompt, prompt.ids
+        self._cache: KVCache | None = None  # from `start` to `close`
+        self.chunk = 1  # this and the tower are the engine's from `start` on
+        self.images: ImageFeatures | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "a prefill has a cache from start to close"
+        return self._cache
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
         limit, self.chunk = engine.model.config.max_position_embeddings, engine.chunk
@@ -65,7 +72,7 @@ class Prefill(Task):
             raise PromptTooLong(
                 f"the prompt has {len(self.ids)} tokens, but the context holds {limit}; shorten it"
             )
-        self.cache = engine.open_cache(self.prompt.cache_ids, len(self.ids))
+        self._cache = engine.open_cache(self.prompt.cache_ids, len(self.ids))
         self._finish()
 
     def _finish(self) -> None:
@@ -86,7 +93,7 @@ class Prefill(Task):
 
     def close(self, engine: "EngineCore") -> None:
         """Keep what a cancelled prefill has computed; a finished one belongs to the program."""
-        cache = self.__dict__.pop("cache", None)
+        cache, self._cache = self._cache, None
         if cache is not None and not self.is_done and cache.is_consistent:
             engine.prefixes.keep(self.prompt.cache_ids[: cache.length], cache)
 
