@@ -81,6 +81,68 @@ class EntropyBound:
         )
 
 
+def accept_mask(entropy_L: Tensor, bound: float) -> Tensor:
+    """Mark the most certain positions, as many as may be accepted together.
+
+    With entropies sorted h1 <= h2 <= ..., position k is accepted while h1 + ... + h(k-1) <= bound
+    (arXiv:2505.24857). The first is always accepted, so every step moves. Ties are taken in order
+    of position: so does the reference on a GPU for more than 32; else its sort leaves them open.
+    """
+    sorted_L, order_L = entropy_L.sort(stable=True)
+    within_L = sorted_L.cumsum(0) - sorted_L <= bound
+    return torch.zeros_like(within_L).scatter(0, order_L, within_L)
+
+
+def stable_steps(canvas: Canvas, guess_L: Tensor) -> Tensor:
+    """Count the steps in a row after which the guess was this one."""
+    same = torch.where(canvas.pinned_L, True, guess_L == canvas.guess_L).all()
+    return torch.where(same, canvas.stable_steps + 1, 0)
+
+
+def advance(canvas: Canvas, stats: PositionStats, noise_L: Tensor, rule: Rule) -> Canvas:
+    """Take one step: accept positions, renoise the others, leave pins alone."""
+    decision = _checked(rule.decide(canvas, stats), rule, canvas.length)
+    pinned_L = canvas.pinned_L
+    moved_L = torch.where(decision.kept_L, decision.tokens_L, noise_L)
+    return replace(
+        canvas,
+        tokens_L=torch.where(pinned_L, canvas.tokens_L, moved_L),
+        kept_L=decision.kept_L | pinned_L,
+        guess_L=torch.where(pinned_L, canvas.tokens_L, decision.guess_L),
+        entropy_L=stats.entropy_T.masked_fill(pinned_L, 0.0),
+        converged=decision.converged | pinned_L.all(),
+        stable_steps=stable_steps(canvas, decision.guess_L),
+        num_steps=canvas.num_steps + 1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """Denoising parameters of one request."""
+
+    rule: Rule = field(default_factory=EntropyBound)
+    max_denoising_steps: int = RELEASED.max_denoising_steps
+    t_max: float = RELEASED.t_max  # temperature of the first step, falling linearly towards...
+    t_min: float = RELEASED.t_min  # ...this one, which a step after the last would have
+    temperature: float = 1.0  # of draws alone, on top of the schedule; 0 takes the likeliest token
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rule, type) or not callable(getattr(self.rule, "decide", None)):
+            raise UsageError(
+                f"the rule is {self.rule!r}; it must be an object with decide(canvas, stats)"
+            )
+        steps, t_max, t_min = self.max_denoising_steps, self.t_max, self.t_min
+        require(steps >= 1, "max denoising steps", steps, "1 or more")
+        require(0 <= self.temperature < inf, "temperature", self.temperature, "0 or more")
+        require(0 < t_min < inf, "t_min", t_min, "above 0")
+        require(t_min <= t_max < inf, "t_max", t_max, "t_min or more")
+
+    def temperature_at(self, steps_left: int) -> float:
+        """Return the scheduled temperature with `steps_left` steps to go (inclusive)."""
+        fraction = steps_left / self.max_denoising_steps
+        return self.t_min + (self.t_max - self.t_min) * fraction
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpacedEntropyBound(EntropyBound):
     """The entropy rule for a loose bound: uncertain positions are not accepted side by side.
@@ -107,6 +169,19 @@ class SpacedEntropyBound(EntropyBound):
         conflicts_LL = is_uncertain_L | (decision.tokens_L == decision.tokens_L[:, None])
         is_deferred_L = (more_certain_neighbours(entropy_L, self.reach) & conflicts_LL).any(1)
         return replace(decision, kept_L=decision.kept_L & ~(is_uncertain_L & is_deferred_L))
+
+
+def more_certain_neighbours(entropy_L: Tensor, reach: int) -> Tensor:
+    """Mark in row i, [L, L], the positions within reach of i that are more certain than i.
+
+    Of equally certain positions the first counts as the more certain.
+    """
+    index_L = torch.arange(len(entropy_L), device=entropy_L.device)
+    is_before_LL = index_L < index_L[:, None]
+    is_near_LL = (index_L - index_L[:, None]).abs() <= reach
+    entropy_L1 = entropy_L[:, None]
+    is_tie_LL = (entropy_L == entropy_L1) & is_before_LL
+    return is_near_LL & ((entropy_L < entropy_L1) | is_tie_LL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,33 +217,6 @@ class Confidence:
         return Decision(kept_L, tokens_L, guess_L, ~(open_L | edit_L | drop_L).any())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampler:
-    """Denoising parameters of one request."""
-
-    rule: Rule = field(default_factory=EntropyBound)
-    max_denoising_steps: int = RELEASED.max_denoising_steps
-    t_max: float = RELEASED.t_max  # temperature of the first step, falling linearly towards...
-    t_min: float = RELEASED.t_min  # ...this one, which a step after the last would have
-    temperature: float = 1.0  # of draws alone, on top of the schedule; 0 takes the likeliest token
-
-    def __post_init__(self) -> None:
-        if isinstance(self.rule, type) or not callable(getattr(self.rule, "decide", None)):
-            raise UsageError(
-                f"the rule is {self.rule!r}; it must be an object with decide(canvas, stats)"
-            )
-        steps, t_max, t_min = self.max_denoising_steps, self.t_max, self.t_min
-        require(steps >= 1, "max denoising steps", steps, "1 or more")
-        require(0 <= self.temperature < inf, "temperature", self.temperature, "0 or more")
-        require(0 < t_min < inf, "t_min", t_min, "above 0")
-        require(t_min <= t_max < inf, "t_max", t_max, "t_min or more")
-
-    def temperature_at(self, steps_left: int) -> float:
-        """Return the scheduled temperature with `steps_left` steps to go (inclusive)."""
-        fraction = steps_left / self.max_denoising_steps
-        return self.t_min + (self.t_max - self.t_min) * fraction
-
-
 def released_sampler(config: GenerationConfig, *, reach: int = 0) -> Sampler:
     """Return the sampler of a generation_config; with `reach`, its rule is the spaced one."""
     limits: dict[str, Any] = {
@@ -184,35 +232,12 @@ def released_sampler(config: GenerationConfig, *, reach: int = 0) -> Sampler:
     )
 
 
-def accept_mask(entropy_L: Tensor, bound: float) -> Tensor:
-    """Mark the most certain positions, as many as may be accepted together.
-
-    With entropies sorted h1 <= h2 <= ..., position k is accepted while h1 + ... + h(k-1) <= bound
-    (arXiv:2505.24857). The first is always accepted, so every step moves. Ties are taken in order
-    of position: so does the reference on a GPU for more than 32; else its sort leaves them open.
-    """
-    sorted_L, order_L = entropy_L.sort(stable=True)
-    within_L = sorted_L.cumsum(0) - sorted_L <= bound
-    return torch.zeros_like(within_L).scatter(0, order_L, within_L)
-
-
-def more_certain_neighbours(entropy_L: Tensor, reach: int) -> Tensor:
-    """Mark in row i, [L, L], the positions within reach of i that are more certain than i.
-
-    Of equally certain positions the first counts as the more certain.
-    """
-    index_L = torch.arange(len(entropy_L), device=entropy_L.device)
-    is_before_LL = index_L < index_L[:, None]
-    is_near_LL = (index_L - index_L[:, None]).abs() <= reach
-    entropy_L1 = entropy_L[:, None]
-    is_tie_LL = (entropy_L == entropy_L1) & is_before_LL
-    return is_near_LL & ((entropy_L < entropy_L1) | is_tie_LL)
-
-
-def stable_steps(canvas: Canvas, guess_L: Tensor) -> Tensor:
-    """Count the steps in a row after which the guess was this one."""
-    same = torch.where(canvas.pinned_L, True, guess_L == canvas.guess_L).all()
-    return torch.where(same, canvas.stable_steps + 1, 0)
+DECISION_DTYPES = {
+    "kept_L": torch.bool,
+    "tokens_L": torch.int64,
+    "guess_L": torch.int64,
+    "converged": torch.bool,
+}
 
 
 def _checked(decision: Any, rule: Rule, length: int) -> Decision:
@@ -220,36 +245,13 @@ def _checked(decision: Any, rule: Rule, length: int) -> Decision:
     name = f"{type(rule).__name__}.decide"
     if not isinstance(decision, Decision):
         raise UsageError(f"{name} returned a {type(decision).__name__}; it must be a Decision")
-    wanted = {
-        "kept_L": ((length,), torch.bool),
-        "tokens_L": ((length,), torch.int64),
-        "guess_L": ((length,), torch.int64),
-        "converged": ((), torch.bool),
-    }
-    for field_name, (shape, dtype) in wanted.items():
-        value = getattr(decision, field_name)
-        if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
-            is_tensor = isinstance(value, Tensor)
-            given = f"{value.dtype} of shape {list(value.shape)}" if is_tensor else repr(value)
+    for part, dtype in DECISION_DTYPES.items():
+        value, shape = getattr(decision, part), () if part == "converged" else (length,)
+        given = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else None
+        if given != (dtype, shape):
+            shown = repr(value) if given is None else f"{given[0]} of shape {list(given[1])}"
             raise UsageError(
-                f"{name} returned {field_name} as {given}; it must be a tensor of {dtype} and "
+                f"{name} returned {part} as {shown}; it must be a tensor of {dtype} and "
                 f"shape {list(shape)}"
             )
     return decision
-
-
-def advance(canvas: Canvas, stats: PositionStats, noise_L: Tensor, rule: Rule) -> Canvas:
-    """Take one step: accept positions, renoise the others, leave pins alone."""
-    decision = _checked(rule.decide(canvas, stats), rule, canvas.length)
-    pinned_L = canvas.pinned_L
-    moved_L = torch.where(decision.kept_L, decision.tokens_L, noise_L)
-    return replace(
-        canvas,
-        tokens_L=torch.where(pinned_L, canvas.tokens_L, moved_L),
-        kept_L=decision.kept_L | pinned_L,
-        guess_L=torch.where(pinned_L, canvas.tokens_L, decision.guess_L),
-        entropy_L=stats.entropy_T.masked_fill(pinned_L, 0.0),
-        converged=decision.converged | pinned_L.all(),
-        stable_steps=stable_steps(canvas, decision.guess_L),
-        num_steps=canvas.num_steps + 1,
-    )
