@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Unpack
+from typing import Literal, Unpack
 
 from dgemma.config import GENERATION_CONFIG, GenerationConfig, Mode, load_generation_config
 from dgemma.constrain.grammar import ConstraintArgs
@@ -67,7 +67,8 @@ class Engine(EngineCore):
         self.rule: Rule | None = None  # of all canvases; None: the checkpoint's own
         self.break_even: BreakEven | None = None  # costs of both modes, for mode auto
         self.identity: dict[str, str] | None = None  # under which they are kept
-        self.is_served = self.wants_costs = False  # by a thread, which measures when it is idle
+        # When both modes are timed for mode auto; `due`: deferred, and a request has asked for it.
+        self._timing: Literal["at once", "deferred", "due"] = "at once"
         self.stop_ids = StopIds.read(generation.stop_ids)
 
     @classmethod
@@ -110,9 +111,18 @@ class Engine(EngineCore):
         """Use a rule for all canvases of requests without a sampler of their own."""
         self.rule, self.sampler = rule, replace(self.sampler, rule=rule)
 
+    def defer_timing(self) -> None:
+        """Time both modes no more when a request needs it, but in `measure_if_due`."""
+        self._timing = "deferred"
+
+    def measure_if_due(self) -> None:
+        """Time both modes if that was deferred and a request has needed it since."""
+        if self._timing == "due":
+            self._timing = "deferred"  # also where it fails: the next request asks again
+            self.measure_break_even()
+
     def measure_break_even(self) -> BreakEven:
         """Time both modes on this machine, some seconds, and keep the result for later loads."""
-        self.wants_costs = False
         self.break_even = auto.measure(self)
         if self.identity is not None:
             auto.keep(self.identity, self.break_even)
@@ -214,11 +224,11 @@ class Engine(EngineCore):
         return Generation(self, prompt, params, limits, prefix, map_draft)
 
     def _known_mode(self) -> Mode:
-        """Return auto once both modes are timed, which is done now unless a thread steps us."""
+        """Return auto once both modes are timed, which is done now unless it is deferred."""
         if not self.model.config.can_denoise:
             return "ar"
-        if self.break_even is None and self.is_served:
-            self.wants_costs = True
+        if self.break_even is None and self._timing != "at once":
+            self._timing = "due"
             return "diffusion"
         if self.break_even is None:
             self.measure_break_even()

@@ -38,7 +38,7 @@ class Worker:
         self.engine, self.limits, self.metrics = engine, limits, metrics
         engine.set_limits(max_batch_size=limits.max_batch_size, max_tokens=limits.max_context)
         engine.call_when_host_done(self._wake)
-        engine.is_served = True
+        engine.defer_timing()
         self._live: dict[EngineRequest[Any], Deliver] = {}
         # Of those, the ones whose start, and whose first text, was not reported yet.
         self._unreported: set[EngineRequest[Any]] = set()
@@ -128,7 +128,7 @@ class Worker:
                 self._receive()
                 self._step()
                 self._report()
-                if self.engine.wants_costs and not self.num_running + self.num_waiting:
+                if not self.num_running + self.num_waiting:
                     self._measure()
         except BaseException:
             logger.exception("the engine thread ended")
@@ -140,9 +140,9 @@ class Worker:
                 self._fail(request, ApiError(500, THREAD_ENDED))
 
     def _measure(self) -> None:
-        """Time both modes for mode auto; requests that arrive meanwhile wait some seconds."""
+        """Time both modes if mode auto needs it; requests that arrive wait some seconds."""
         try:
-            self.engine.measure_break_even()
+            self.engine.measure_if_due()
         except Exception:
             logger.exception("mode auto could not be timed; it remains diffusion")
 

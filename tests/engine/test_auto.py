@@ -198,12 +198,15 @@ def test_costs_are_measured_once_and_kept(
 
 
 def test_a_served_engine_is_not_measured_by_the_thread_that_asks(wild: Engine) -> None:
-    wild.break_even, wild.is_served = None, True
-    try:
-        assert wild.generation("x", AUTO).params.mode == "diffusion"
-        assert wild.wants_costs
-    finally:
-        wild.is_served = wild.wants_costs = False
+    engine = Engine(wild.model, wild.tokenizer, wild.template, wild.generation_config)
+    engine.defer_timing()
+    engine.measure_if_due()
+    assert engine.break_even is None, "no request has needed it"
+    assert engine.generation("x", AUTO).params.mode == "diffusion"
+    assert engine.break_even is None
+    engine.measure_if_due()
+    assert engine.break_even is not None
+    assert engine.generation("x", AUTO).params.mode == "auto"
 
 
 def test_an_ar_checkpoint_is_written_in_ar(wild: Engine) -> None:
