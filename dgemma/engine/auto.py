@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GOAL = 1.2  # ratio to the better mode that no length should exceed
 MAX_LENGTH = 1024  # tokens: longer replies cost both modes the same ratio
 MAX_FIRST = 64  # most tokens in AR before the first canvas
-HELD_FACTOR = 2  # length of a text held to a grammar, by the shortest that fits
+CONSTRAINED_FACTOR = 2  # length of a constrained text, by the shortest that fits
 
 Seconds = NDArray[np.float64]
 
@@ -65,7 +65,7 @@ class BreakEven:
     canvas_seconds: float  # that a canvas's first step adds to the pass of the prompt
     canvas: CanvasCost  # of a reply that fills its canvases
     is_restarted: bool  # the first step is on a longer canvas, which is given up
-    held_seconds: float  # of a short text held to a schema, by diffusion
+    constrained_seconds: float  # of a short text under a schema, by diffusion
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "BreakEven":
@@ -130,10 +130,10 @@ class BreakEven:
         """Choose how a free reply of at most so many tokens is written."""
         return _plan(self, min(max_tokens, MAX_LENGTH))
 
-    def diffuses_held(self, shortest: int, max_tokens: int) -> bool:
-        """True if a text held to a grammar, whose shortest has so many tokens, gets canvases."""
-        num = min(HELD_FACTOR * shortest, max_tokens)
-        return self.held_seconds < num * self.token_seconds
+    def diffuses_constrained(self, shortest: int, max_tokens: int) -> bool:
+        """True if a text under a grammar, whose shortest has so many tokens, gets canvases."""
+        num = min(CONSTRAINED_FACTOR * shortest, max_tokens)
+        return self.constrained_seconds < num * self.token_seconds
 
 
 def lengths(most: int) -> Seconds:
@@ -176,7 +176,7 @@ class AutoSwitch:
             plan = costs.plan(max_tokens)
         else:
             shortest = params.constraint.shortest
-            is_diffused = costs.diffuses_held(
+            is_diffused = costs.diffuses_constrained(
                 0 if shortest is None else len(shortest.tokens), max_tokens
             )
             return cls(costs, 0 if is_diffused else None, has_switched=is_diffused)
@@ -212,7 +212,7 @@ SCHEMA = (
     '"maximum":120},"city":{"type":"string","maxLength":20}},"required":["name","age","city"],'
     '"additionalProperties":false}'
 )
-AR_TOKENS, HELD_TOKENS = 24, 64
+AR_TOKENS, CONSTRAINED_TOKENS = 24, 64
 NUM_CANVASES = 3  # of a story
 MAX_SECONDS = 20.0  # of each sample
 SEED = 1
@@ -236,8 +236,8 @@ def measure(engine: "Engine") -> BreakEven:
     _, begun = run(STORY, max_steps=4)
     story, canvases = run(STORY, max_tokens=NUM_CANVASES * begun[-1].length)
     in_ar += [run(STORY, mode="ar", max_tokens=AR_TOKENS)[0] for _ in range(2)]
-    run(QUESTION, max_tokens=HELD_TOKENS, constraint=constraint, max_steps=3)
-    held, _ = run(QUESTION, max_tokens=HELD_TOKENS, constraint=constraint)
+    run(QUESTION, max_tokens=CONSTRAINED_TOKENS, constraint=constraint, max_steps=3)
+    constrained, _ = run(QUESTION, max_tokens=CONSTRAINED_TOKENS, constraint=constraint)
     prompt_seconds = min(done.prefill_seconds for done in in_ar)
     return BreakEven(
         prompt_seconds=prompt_seconds,
@@ -245,7 +245,7 @@ def measure(engine: "Engine") -> BreakEven:
         canvas_seconds=max(story.prefill_seconds - prompt_seconds, 0.0),
         canvas=_mean(canvases),
         is_restarted=_mean(canvases).length < engine.model.config.canvas_length,
-        held_seconds=held.seconds - held.prefill_seconds,
+        constrained_seconds=constrained.seconds - constrained.prefill_seconds,
     )
 
 

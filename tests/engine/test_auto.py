@@ -27,7 +27,7 @@ def costs(
         canvas_seconds=first,
         canvas=CanvasCost(length=length, steps=steps, step_seconds=step),
         is_restarted=False,
-        held_seconds=20.0,
+        constrained_seconds=20.0,
     )
 
 
@@ -98,9 +98,9 @@ def test_no_length_costs_much_more_under_a_large_limit() -> None:
 
 
 def test_a_text_held_to_a_grammar_is_diffused_if_its_shortest_is_long_enough() -> None:
-    assert not EVEN.diffuses_held(3, 200), "one of a few words"
-    assert EVEN.diffuses_held(30, 200), "an object of several fields"
-    assert not EVEN.diffuses_held(30, 15), "the limit is shorter"
+    assert not EVEN.diffuses_constrained(3, 200), "one of a few words"
+    assert EVEN.diffuses_constrained(30, 200), "an object of several fields"
+    assert not EVEN.diffuses_constrained(30, 15), "the limit is shorter"
 
 
 # --- replies
@@ -188,13 +188,16 @@ def test_costs_are_measured_once_and_kept(
         assert done.mode == "auto" and done.tokens > 0
     found = engine.break_even
     assert found is not None and found.token_seconds > 0 and found.canvas.length == CANVAS
-    assert found.canvas.steps >= 1 and found.held_seconds > 0
+    assert found.canvas.steps >= 1 and found.constrained_seconds > 0
     again = Engine.load(checkpoint, device="cpu", dtype="float32")
     assert again.break_even == found
     assert Engine.load(checkpoint, device="cpu", dtype="bfloat16").break_even is None
     (file,) = (tmp_path / "dgemma").glob("break-even.json")
+    assert again.identity is not None and kept(again.identity) == found
+    file.write_text(file.read_text().replace("constrained_seconds", "held_seconds"))
+    assert kept(again.identity) is None, "a key of an older version"
     file.write_text("[]")
-    assert again.identity is not None and kept(again.identity) is None
+    assert kept(again.identity) is None
 
 
 def test_a_served_engine_is_not_measured_by_the_thread_that_asks(wild: Engine) -> None:
