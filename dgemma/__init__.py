@@ -7,7 +7,7 @@ wheels for Linux) or 200 ms (libomp and libiomp5). Where another program wants t
 spinning thread holds it and the thread that it waits for does not run: a busy machine becomes many
 times slower. There, threads that sleep at once are fastest. On a quiet machine each sleep costs a
 wake-up, a quarter of the time of a small model, which a short spin avoids (`bench/threads.py`).
-`device.SpinControl` chooses between the two as the load changes.
+`cpu_threads.SpinControl` chooses between the two as the load changes.
 """
 
 import os

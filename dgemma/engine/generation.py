@@ -1,8 +1,8 @@
 """One generated reply: prefill, then denoising steps or AR tokens, until it ends.
 
 The prompt is committed in chunks; then canvases are denoised (diffusion), or one token is appended
-per pass (AR), or the second until the thought is closed and then the first (hybrid), or by what is
-faster (auto). A converged block is committed in the pass that takes the next canvas's first step.
+per pass (AR), or the thought is written in AR and the answer by diffusion (hybrid), or each by what
+is faster (auto). A converged block is committed in the pass of the next canvas's first step.
 """
 
 import math
@@ -161,8 +161,8 @@ class Generation(Task):
             if not given.tokens:  # committed with a canvas that was given up
                 self.sequence.reopen_last()
                 given = replace(given, tokens=self.sequence.next_tokens())
-            is_held = self.constrained is not None
-            return [replace(given, draw=self._token_draw(), needs_logits=is_held)]
+            needs_logits = self.constrained is not None
+            return [replace(given, draw=self._token_draw(), needs_logits=needs_logits)]
         if self.state is None:
             self.state = self._new_state()
         return [replace(given, state=self.state)]
@@ -404,10 +404,10 @@ class Generation(Task):
 
     def _done(self, finish: str, remaining: float) -> Done:
         progress, now = self.progress, time.monotonic()
-        reply, held = self.reader.reply, self.constrained
+        reply, constrained, ids = self.reader.reply, self.constrained, self.reader.ids
         return Done(
             reply=reply,
-            ids=tuple(self.reader.ids),
+            ids=tuple(ids),
             finish=finish,
             stop_string=self.reader.stops.stopped_by or "",
             mode=self.params.mode,
@@ -417,7 +417,7 @@ class Generation(Task):
             reused_tokens=progress.reused_tokens,
             blocks=progress.blocks,
             steps=progress.steps,
-            forced_from=None if held is None else held.forced_from(self.reader.ids, reply.answer),
+            forced_from=None if constrained is None else constrained.forced_from(ids, reply.answer),
             unconverged_blocks=progress.unconverged_blocks,
             retries=progress.retries,
             fault=progress.fault,

@@ -26,7 +26,7 @@ from dgemma.model.norm_rope import apply_rope, cos_sin, inverse_frequencies
 
 MODEL_TYPE = "gemma4_assistant"
 SIZES = "vocab_size hidden_size intermediate_size num_attention_heads".split()
-# SharedKeys with the one value that this build runs.
+# Keys of the config that must have these values: no other is run here.
 FIXED = {
     "enable_moe_block": False,
     "use_double_wide_mlp": False,
