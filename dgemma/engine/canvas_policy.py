@@ -76,10 +76,9 @@ def canvas_policy(
 ) -> CanvasPolicy:
     """Return the policy of a request; one that sets its canvases has no preset for long replies.
 
-    `sampler` is that of the request's preset; `rule`: instead of the one for long replies.
+    `sampler` and `generation` are those of the request's preset; `rule`: instead of the one for
+    long replies.
     """
-    if params.preset is not None:
-        generation = generation.with_preset(params.preset, config.long_reply)
     length = params.canvas_length or config.canvas_length
     long = generation.long_reply or config.long_reply
     sampler = with_temperature(params.sampler or sampler, params.temperature)

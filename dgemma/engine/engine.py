@@ -63,8 +63,10 @@ class Engine(EngineCore):
             )
         super().__init__(model, max_batch_size, prefix_bytes)
         self.tokenizer, self.template = tokenizer, template
-        self.generation_config, self.sampler = generation, released_sampler(generation)
+        self.generation_config = generation  # as the checkpoint has it
         self.rule: Rule | None = None  # of all canvases; None: the checkpoint's own
+        self.preset: str | None = None  # of requests without one; None: generation_config as it is
+        self.sampler = self._new_sampler(None)
         self.break_even: BreakEven | None = None  # costs of both modes, for mode auto
         self.identity: dict[str, str] | None = None  # under which they are kept
         # When both modes are timed for mode auto; `due`: deferred, and a request has asked for it.
@@ -109,7 +111,8 @@ class Engine(EngineCore):
 
     def set_rule(self, rule: Rule) -> None:
         """Use a rule for all canvases of requests without a sampler of their own."""
-        self.rule, self.sampler = rule, replace(self.sampler, rule=rule)
+        self.rule = rule
+        self.sampler = self._new_sampler(None)
 
     def defer_timing(self) -> None:
         """Time both modes no more when a request needs it, but in `measure_if_due`."""
@@ -131,17 +134,24 @@ class Engine(EngineCore):
     def set_preset(self, preset: str) -> None:
         """Use a preset for all canvases of requests without one of their own."""
         check_preset(preset)
-        self.sampler = self.sampler_of(preset)
-        long_reply = self.model.config.long_reply
-        self.generation_config = self.generation_config.with_preset(preset, long_reply)
+        self.preset = preset
+        self.sampler = self._new_sampler(None)
 
     def sampler_of(self, preset: str | None) -> Sampler:
         """Return the sampler of a preset with the engine's rule; None: the engine's own."""
         check_preset(preset)
-        if preset is None:
-            return self.sampler
-        sampler = released_sampler(self.generation_config.with_preset(preset))
+        return self.sampler if preset is None else self._new_sampler(preset)
+
+    def _new_sampler(self, preset: str | None) -> Sampler:
+        sampler = released_sampler(self.defaults_of(preset))
         return sampler if self.rule is None else replace(sampler, rule=self.rule)
+
+    def defaults_of(self, preset: str | None) -> GenerationConfig:
+        """Return the checkpoint's defaults with a preset; None: with the engine's, if any."""
+        name = preset or self.preset
+        if name is None:
+            return self.generation_config
+        return self.generation_config.with_preset(name, self.model.config.long_reply)
 
     # --- prompts and tasks
 

@@ -80,8 +80,8 @@ class Generation(Task):
         self.prompt, self.params, self.limits, self.map_draft = prompt, params, limits, map_draft
         self.tokenizer, self.stops = engine.tokenizer, engine.stop_ids
         config = engine.model.config
-        sampler = engine.sampler_of(params.preset)
-        self.policy = canvas_policy(params, sampler, config, engine.generation_config, engine.rule)
+        sampler, defaults = engine.sampler_of(params.preset), engine.defaults_of(params.preset)
+        self.policy = canvas_policy(params, sampler, config, defaults, engine.rule)
         self.auto = AutoSwitch.of(engine.break_even, params, limits.max_tokens)
         if self.auto is not None and self.auto.try_at:
             self.policy = replace(self.policy.for_long_reply(), shortens=True)

@@ -96,6 +96,19 @@ def test_an_engine_can_be_set_to_a_preset_and_keeps_its_rule(engine: Engine) -> 
     assert usual(engine, SamplingParams(preset="balanced")).rule == Confidence()
 
 
+def test_rule_and_presets_give_the_same_sampler_in_any_order(engine: Engine) -> None:
+    other = Engine(engine.model, engine.tokenizer, engine.template, engine.generation_config)
+    quality = usual(engine, SamplingParams(preset="quality"))
+    engine.set_rule(Confidence())
+    engine.set_preset("balanced")
+    other.set_preset("fast")
+    other.set_preset("balanced")
+    assert usual(other, SamplingParams(preset="quality")) == quality, "not of what was set"
+    other.set_rule(Confidence())
+    assert engine.sampler == other.sampler != quality
+    assert engine.sampler.rule == Confidence()
+
+
 def test_a_preset_that_is_not_defined_changes_long_replies_too() -> None:
     long = LongReply(**LONG)
     model = random_model(replace(taught_config(), long_reply=long), seed=3)
