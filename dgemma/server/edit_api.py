@@ -37,7 +37,6 @@ APPLY = (
     "lines that say that existing code follows stand for code of the file that stays.\n\n"
     "The update:\n\n{update}\n\nThe file:\n\n{original}"
 )
-STRENGTH = 0.5  # of a next edit: what is not surprising stays
 PAIR = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "integer", "minimum": 0}}
 Pair = Annotated[
     list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2), WithJsonSchema(PAIR)
@@ -135,6 +134,8 @@ def parse_edit(engine: "Engine", body: EditBody) -> "list[Program[Done]]":
 
 
 def parse_next_edit(engine: "Engine", body: MercuryBody) -> "list[Program[Done]]":
+    from dgemma.programs.edit.edit import STRENGTH
+
     region = read_region(body.message)
     if not region.old.strip():  # nothing to edit: it is to be written
         raise ApiError(400, "the code to edit is empty; use /v1/fim/completions to fill it")
@@ -142,7 +143,7 @@ def parse_next_edit(engine: "Engine", body: MercuryBody) -> "list[Program[Done]]
     params = replace(
         _edit_params(engine, body),
         selection=((start, start + len(region.old)),),
-        strength=STRENGTH,
+        strength=STRENGTH,  # given, so that what is not surprising stays in any case
     )
     instruction = NEXT_EDIT.format(history=region.history) if region.history else None
     show = partial(fenced_region, region)

@@ -56,7 +56,7 @@ from dgemma.text.tokenizer import Tokenizer, refuse_surrogates
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
 
-STRENGTH = 0.5
+STRENGTH = 0.5  # a fraction: 0 opens the most surprising tokens alone, 1 opens all
 NOISE = -1  # in an initial canvas
 # Surprisal in nats that opens a token at strength 0, and the decades it falls by to strength 1.
 MAX_SURPRISAL, SURPRISAL_DECADES = 7.0, 2.0
@@ -71,7 +71,7 @@ class EditParams(CanvasParams):
 
     selection: tuple[Span, ...] | None = None  # characters that may change; None: all
     lines: tuple[int, int] | None = None  # the same in lines, first and last, counted from one
-    # 0 to 1, how readily text is opened; None: 0.5, and all of a selection if that changes nothing.
+    # 0 to 1, how readily text is opened; None: STRENGTH, and 1 of a selection if nothing changes.
     strength: float | None = None
     passes: int | None = None  # over the text, until nothing changes; None: 2, or 3 to correct
 
