@@ -101,8 +101,8 @@ def test_a_smaller_gpu_gets_smaller_passes_and_remembers_less(
     card = SimpleNamespace(total_memory=int(memory))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-    assert prefill_chunk(torch.device("cuda"), torch.bfloat16) == chunk
-    assert prefix_capacity(torch.device("cuda")) == prefixes
+    assert prefill_chunk(torch.device("cuda", 0), torch.bfloat16) == chunk
+    assert prefix_capacity(torch.device("cuda", 0)) == prefixes
     assert prefill_chunk(torch.device("cpu"), torch.float32) == 512
     assert prefill_chunk(torch.device("cpu"), torch.bfloat16) == 128
     assert prefix_capacity(torch.device("cpu")) == 2 << 30
