@@ -195,7 +195,7 @@ def test_it_moves_with_its_model() -> None:
 def test_a_gpu_needs_room_for_it(
     quant: Quant, total: float, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inference, "_total", lambda device: total)
+    monkeypatch.setattr(inference, "usable_memory", lambda device: total)
     assert inference.num_fp8_tables(RELEASED, quant, GPU) == want
     uneven = replace(RELEASED, vocab_size=RELEASED.vocab_size + 8)  # means cannot be made of it
     assert inference.num_fp8_tables(uneven, quant, GPU) == min(want, 1)
@@ -208,7 +208,7 @@ def test_only_asked_for_rounding_takes_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert not choose_quant("fp8", plain, CPU, half).fp8_head
     monkeypatch.setattr(inference, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(inference, "_free", lambda device: 1e9)
-    monkeypatch.setattr(inference, "_total", lambda device: 24e9)
+    monkeypatch.setattr(inference, "usable_memory", lambda device: 24e9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for quant in ("fp8", "nvfp4"):
         found = choose_quant(quant, plain, GPU, half)
