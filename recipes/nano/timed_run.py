@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--data", type=Path, default=Path("out/run13"), help="of recipes.nano.carry"
     )
-    parser.add_argument("--recipe", type=Path, default=Path(__file__).parent / "nano.toml")
+    parser.add_argument("--recipe", type=Path, default=Path(__file__).parent / "run13.toml")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out/returned")))
     parser.add_argument("--work", type=Path, default=Path("out/timed_run"), help="stays there")
     parser.add_argument("--seconds", type=float, default=570, help="for everything")
