@@ -3,6 +3,7 @@
 Every run of the suite has the core of them; `make replicas` adds those that wait for replacements.
 """
 
+import io
 import json
 import os
 import re
@@ -427,9 +428,10 @@ def test_a_signal_drains_and_leaves_nothing_behind(served: Served) -> None:
 
 
 def test_the_last_words_of_replicas_are_printed_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "faults"
+    path, stderr = tmp_path / "faults", io.StringIO()  # capsys loses what comes while it reads
+    monkeypatch.setattr("sys.stderr", stderr)
     path.touch()
     thread = threading.Thread(target=report_faults, args=[path, 0.001])
     thread.start()
@@ -437,13 +439,11 @@ def test_the_last_words_of_replicas_are_printed_once(
         for line in ("dgemma: one\n", "dgemma: one\n", "dgemma: two\n"):
             file.write(line)
             file.flush()
-    said = ""
-    while "two" not in said:
-        said += capsys.readouterr().err
+    wait_for(lambda: "two" in stderr.getvalue(), 60)
     path.unlink()
     thread.join(10)
     assert not thread.is_alive()
-    assert [line.split()[1] for line in said.splitlines()] == ["one", "two"]
+    assert [line.split()[1] for line in stderr.getvalue().splitlines()] == ["one", "two"]
 
 
 def test_replicas_get_a_card_each_or_a_share_of_the_cores(monkeypatch: Any) -> None:
