@@ -3,7 +3,7 @@
     python -m recipes.nano.compare --model nano --data out/run13 --out before.json
 
 The tasks of `dgemma eval` with fewer cases and without the slowest parts, and one measure more: the
-loss of the tokens right behind a clean text, by a canvas of noise and by the causal mode.
+loss of the tokens right after a clean text, by a canvas of noise and by the causal mode.
 `--merge NAME=FILE...` prints such files side by side.
 """
 
@@ -30,8 +30,8 @@ from dgemma.programs.infill.infill import end_id
 from dgemma.programs.sudoku.solve import SudokuParams
 from dgemma.weights.hub import find_checkpoint
 
-NEXT_TOKENS = (1, 8)  # behind the clean text
-MAX_TOKENS = 385  # of a text, in whole canvases behind the first token
+NEXT_TOKENS = (1, 8)  # after the clean text
+MAX_TOKENS = 385  # of a text, in whole canvases after the first token
 
 
 def puzzles(engine: Engine, data: Data, limit: int | None, seed: int) -> list[Measure]:

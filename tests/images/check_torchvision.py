@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from torch.library import Library
 
 OPERATOR = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 SIZES = [(64, 48), (33, 17), (900, 30), (180, 320), (320, 180), (528, 288), (640, 480)]
@@ -17,7 +18,7 @@ SIZES += [(1280, 720), (720, 1280), (1920, 1080)]
 
 
 def main() -> None:
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library = Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         with suppress(RuntimeError):  # it is there
             library.define(name + OPERATOR)
