@@ -366,7 +366,11 @@ def replies(path: Path) -> list[tuple[str, str]]:
 
 
 def throughput(bench: Bench) -> None:
-    """Committed tokens per second of 2 replicas of one thread, 1, and an engine without Ray."""
+    """Committed tokens per second of 2 replicas of one thread, 1, and an engine without Ray.
+
+    Each server runs alone, in alternating rounds: one that is idle still takes a few percent of
+    two cores.
+    """
     options, speeds = bench.options, defaultdict[str, list[float]](list)
     asks, single = [], [*COMMAND, "serve", "--port", "0", "--model", options.model, *EXACT, *NAMED]
     for number in range(options.clients * 4):  # the last ones run alone: few in many
@@ -380,27 +384,20 @@ def throughput(bench: Bench) -> None:
         "2 replicas": replicas_command(options.model, 2),
     }
     failed = 0
-    with (
-        serving(commands["one engine"]) as plain,
-        serving(commands["1 replica"]) as one,
-        serving(commands["2 replicas"]) as two,
-    ):
-        fleets = dict(zip(commands, (plain, one, two), strict=True))
-        for turn in range(options.rounds + 1):
-            for name, fleet in fleets.items():
-                load = Load(fleet.url)
-                seconds = asyncio.run(load.run(asks, options.clients))
-                failed += sum(not got.is_whole for got in load.gots)
-                if turn:  # the first warms up
-                    speeds[name].append(sum(got.tokens for got in load.gots) / seconds)
+    for name, command in list(commands.items()) * options.rounds:
+        with serving(command) as fleet:
+            asyncio.run(Load(fleet.url).run(asks[: options.clients], options.clients))  # warms up
+            load = Load(fleet.url)
+            seconds = asyncio.run(load.run(asks, options.clients))
+        failed += sum(not got.is_whole for got in load.gots)
+        speeds[name].append(sum(got.tokens for got in load.gots) / seconds)
     ratios = [b / a for a, b in zip(speeds["1 replica"], speeds["2 replicas"], strict=True)]
     means = ", ".join(f"{name} {median(values):.0f}" for name, values in speeds.items())
     result = f"{median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f}); tokens/s: {means}"
-    count = (options.rounds + 1) * len(asks) * len(fleets)
     bench.show(
         Row(
             "throughput, 2 replicas to 1",
-            count,
+            options.rounds * len(asks) * len(commands),
             failed,
             0,
             f"{result}; load {os.getloadavg()[0]:.1f}",
