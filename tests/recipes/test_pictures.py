@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -22,7 +23,15 @@ from dgemma.weights.save import write_safetensors
 from recipes.nano.pictures import ship, task
 from recipes.nano.pictures.compose import NUM_CHARS, Atlas, Composer
 from recipes.nano.pictures.source import SIDE
+from recipes.nano.pictures.spelling import (
+    SPACE,
+    Speller,
+    ask_scene,
+    line_columns,
+    spell_line,
+)
 from recipes.nano.pictures.tower import CONFIG, SeeingTower, to_patches
+from recipes.nano.slots import Draw
 
 SMALL = replace(
     CONFIG, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
@@ -112,7 +121,7 @@ def test_a_tower_is_packaged_twice_with_one_shard_more(tmp_path: Path) -> None:
     engine = Engine.load(into, device="cpu")
     assert engine.images is not None and engine.images.vision == SMALL
     assert engine.model.config.image_attention == "causal"
-    assert json.loads((into / "processor_config.json").read_text())["image_seq_length"] == 140
+    assert json.loads((into / "processor_config.json").read_text())["image_seq_length"] == 280
 
 
 def test_a_tower_that_is_too_large_is_refused(tmp_path: Path) -> None:
@@ -128,3 +137,31 @@ def test_training_s_tower_computes_the_package_s_features() -> None:
     features, local = tower(pixels, Grid(4, 6))
     expected = tower.encoder(to_patches(pixels), Grid(4, 6))
     assert torch.allclose(features, expected, atol=1e-5) and local.shape[:2] == (2, 24)
+
+
+def test_a_line_is_spelled_a_character_a_cell_in_its_last_row() -> None:
+    advance_C = np.full(95, 0.5, np.float32)
+    for text in ("To be or not to be", "Gate 51", "ill will"):
+        cells = spell_line(text, advance_C, Random(0))
+        assert cells is not None
+        first = (cells.rows - 1) * cells.columns
+        assert all(first <= place < first + cells.columns for place in cells.pieces)
+        assert list(cells.pieces) == sorted(cells.pieces)
+        assert "".join(cells.pieces.values()).replace(SPACE, " ") == text
+    assert line_columns([0.5, 0.7, 0.9, 3.0], 5) == [0, 1, 2, 3]
+    assert line_columns([1.5, 1.7], 2) is None
+
+
+def test_spelled_pictures_have_the_template_s_places_and_a_right_answer() -> None:
+    speller = Speller(NANO_DIRECTORY, 3)
+    tokenizer = speller.tokenizer
+    for prompt, reply in speller.lines(["A cat.", "No. 7"], np.full((1, 95), 0.5, np.float32)):
+        assert prompt.count(speller.begin) == prompt.count(speller.end) == 1
+        length = prompt.index(speller.end) - prompt.index(speller.begin) - 1
+        assert 200 < length <= CONFIG.default_output_length
+        assert tokenizer.decode(reply[:-1]) in ("A cat.", "No. 7")
+    asked = [ask_scene([(0, 0), (0, 0), (3, 2)], Draw(Random(i))) for i in range(60)]
+    answers = {answer for _, answer in asked}
+    assert "two red circles and one blue star" in answers
+    assert answers & {"Two.", "One.", "Blue."}
+    assert "Red." not in answers  # two circles have no one colour

@@ -14,15 +14,15 @@ from dgemma.model.vision import Axis, Grid, ImageEncoder, VisionLayer
 from recipes.nano.pictures.compose import NO_OFFSET, NUM_KINDS
 
 CONFIG = VisionConfig(
-    hidden_size=192,
-    intermediate_size=512,
-    num_hidden_layers=7,
-    num_attention_heads=3,
-    num_key_value_heads=3,
-    head_dim=64,
+    hidden_size=160,
+    intermediate_size=448,
+    num_hidden_layers=6,
+    num_attention_heads=5,
+    num_key_value_heads=5,
+    head_dim=32,
     pooling_kernel_size=2,
-    position_embedding_size=280,
-    default_output_length=140,
+    position_embedding_size=560,
+    default_output_length=280,
 )
 TAP = 4  # layers before the local heads
 MAX_INDEX = 132  # tokens that the second head tells apart; the last class is none
@@ -36,20 +36,7 @@ class SeeingTower(nn.Module):
         self.encoder = ImageEncoder(CONFIG, width)
         self.local = nn.Linear(CONFIG.hidden_size, NUM_KINDS + MAX_INDEX + 1 + NO_OFFSET + 1)
         self.run_layer: Callable[..., Tensor] = run_layer
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Draw weights; positions begin as waves of different lengths."""
-        for name, weight in self.encoder.named_parameters():
-            if name.endswith("position_embedding_table"):
-                weight.copy_(torch.stack([_waves(*weight.shape[1:]) for _ in range(2)]))
-            elif name.endswith(("q_norm.weight", "k_norm.weight")):
-                weight.fill_(CONFIG.head_dim**-0.25)
-            elif weight.dim() == 1:
-                weight.fill_(0.4 if "post_" in name else 1.0)
-            else:
-                weight.normal_(0, weight.shape[1] ** -0.5)
+        reset_tower(self.encoder)
 
     def forward(self, pixels_BHWC: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         """Return features [B, S, D] and local logits [B, P, ...]."""
@@ -67,6 +54,20 @@ class SeeingTower(nn.Module):
         assert local is not None
         pooled = tower._pool(x_TD.float().view(hidden_BPD.shape), grid)
         return self.encoder.embed_vision(pooled), local.view(*patches_BPC.shape[:2], -1)
+
+
+@torch.no_grad()
+def reset_tower(encoder: ImageEncoder) -> None:
+    """Draw weights; positions begin as waves of different lengths."""
+    for name, weight in encoder.named_parameters():
+        if name.endswith("position_embedding_table"):
+            weight.copy_(torch.stack([_waves(*weight.shape[1:]) for _ in range(2)]))
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            weight.fill_(encoder.config.head_dim**-0.25)
+        elif weight.dim() == 1:
+            weight.fill_(0.4 if "post_" in name else 1.0)
+        else:
+            weight.normal_(0, weight.shape[1] ** -0.5)
 
 
 def run_layer(layer: VisionLayer, x_TD: Tensor, axes: tuple[Axis, Axis], count: int) -> Tensor:
