@@ -1,8 +1,9 @@
 """Collect what a machine without the data directory needs for a training run, in one small folder.
 
-    python -m recipes.nano.carry --data ../shared/data --made out/nano --out out/run13
+    python -m recipes.nano.carry --data ../shared/data --made out/nano --out out/run14
 
-Needs MADE/raw and MADE/heldout by `recipes.nano.data`, `recipes.nano.made` and `recipes.nano.bank`.
+Needs MADE/raw and MADE/heldout by `recipes.nano.data`, `recipes.nano.made` and `recipes.nano.bank`,
+and MADE/tokens by `recipes.nano.pictures.spelling`.
 Writes token stores of a sample of each source, the texts that other tasks are made from there,
 puzzles, held-out cases, and the weights of stories15M with four significant bits.
 """
@@ -31,27 +32,29 @@ from recipes.nano.reading import is_told
 
 # Examples of each source: as many as fit, in the order of what they are worth.
 COUNTS = {
-    "code": 42_000,
-    "code_tasks": 6_000,
-    "bugs": 12_000,
-    "books": 2_400,
-    "sentences": 36_000,
+    "code": 60_000,
+    "packages": 110_000,
+    "code_tasks": 12_000,
+    "bugs": 18_000,
+    "books": 4_000,
+    "sentences": 60_000,
     "stories": 600,
-    "dialogues": 4_500,
-    "json_calls": 14_000,
-    "ni": 9_000,
-    "qa": 2_000,
-    "instruct": 30_000,
-    "story_tasks": 4_000,
-    "fix": 6_000,
-    "edits": 7_000,
-    "fill_doc": 5_000,
-    "corrections": 36_000,
-    "rewrites": 45_000,
+    "dialogues": 6_000,
+    "json_calls": 30_000,
+    "ni": 12_000,
+    "qa": 4_000,
+    "instruct": 49_000,
+    "story_tasks": 5_000,
+    "fix": 9_000,
+    "edits": 14_000,
+    "fill_doc": 9_000,
+    "corrections": 60_000,
+    "rewrites": 100_000,
     "colouring": 8_000,
 }
 PUZZLES = 36_000
 NUM_SENTENCES, NUM_PARAGRAPHS = 3_000, 1_200
+SPELLED = ("lines", "scenes")  # by `recipes.nano.pictures.spelling`
 HELD_OUT = {
     **dict.fromkeys(("questions", "citations", "rewrites", "extraction", "tools", "talk"), 200),
     **{"json_calls": 300, "infill": 450, "problems": 300, "fix_stories": 150, "stories": 100},
@@ -110,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--made", type=Path, default=Path("out/nano"))
-    parser.add_argument("--out", type=Path, default=Path("out/run13"))
+    parser.add_argument("--out", type=Path, default=Path("out/run14"))
     options = parser.parse_args(arguments)
     out: Path = options.out
     for folder in ("tokens", "puzzles", "heldout"):
@@ -118,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, count in COUNTS.items():
         written = write_tokens(options.made / "raw" / f"{name}.jsonl", out / "tokens", count)
         print(f"{name}: {written}", flush=True)
+    for name in SPELLED:
+        shutil.copyfile(options.made / "tokens" / f"{name}.npz", out / "tokens" / f"{name}.npz")
     if not (out / "puzzles" / "sudoku.npz").is_file():
         bank = sudoku.make_bank(np.random.default_rng(1), PUZZLES, held_out=False)
         bank.save(out / "puzzles" / "sudoku.npz")

@@ -14,49 +14,41 @@ from dgemma.eval.spans import parses, string_lines
 from recipes.nano.raw import Function, Pair
 from recipes.nano.slots import Draw
 
+FUNCTION = "[this function|this code|the function|the code|this]"
 FIX = [
-    "Fix the bug.",
-    "There is a bug in this function. Fix it.",
-    "This code is wrong. Correct it.",
-    "Find and fix the mistake.",
-    "Correct this function.",
-    "Something is wrong here. Fix it.",
+    f"[Fix|Find and fix|Repair|Correct] the [bug|mistake|error][.|! | in {FUNCTION}.|]",
+    f"There is a [bug|mistake] in {FUNCTION}. [Fix|Correct] it[.|!|]",
+    f"[Fix|Correct|Repair|Debug] {FUNCTION}[.|, please.|:|]",
+    "[Something is wrong here|This code is wrong|This does not work]. [Fix|Correct] it[.|]",
 ]
 WRITE = [
-    "Write a Python function `{name}` that {what}.",
-    "Write a function `{name}` that {what}.",
-    "Define `{name}`, a function that {what}.",
-    "I need a Python function that {what}. Call it `{name}`.",
-    "Python: `{name}` should be a function that {what}.",
-    "Give me a function `{name}` that {what}.",
+    "[Write|Create|Implement] a [Python |]function `{name}` that {what}[.|, please.|]",
+    "[Define|Implement|Write] `{name}`, a function that {what}[.|]",
+    "I [need|want] a [Python |]function that {what}. Call it `{name}`[.|]",
+    "Python: `{name}` should be a function that {what}[.|]",
+    "[Give me|Show me] a [Python |]function `{name}` that {what}[.|]",
 ]
 PASS = [
-    "Write a function that passes these tests.",
-    "Write the function for these tests.",
-    "Make these tests pass.",
-    "Which function passes these asserts?",
-    "Implement what these tests need.",
+    "[Write|Implement] [a|the] function that passes these [tests|asserts][.|:|]",
+    "[Write|Give me] the function for these [tests|asserts][.|:|]",
+    "Make these [tests|asserts] pass[.|:|]",
+    "[Which function passes these asserts|What function do these tests need]?",
 ]
 TEST = [
-    "Write two tests for this function.",
-    "Write asserts for this function.",
-    "Test this function with two asserts.",
-    "Give me two asserts that test this.",
-    "Add tests for this function.",
+    f"Write [two|some] [tests|asserts] for {FUNCTION}[.|]",
+    f"Test {FUNCTION} with two asserts[.|]",
+    f"[Give me|Add] two asserts that test {FUNCTION}[.|]",
+    f"[Add tests|Tests] for {FUNCTION}[.|, please.|:]",
 ]
 DOCUMENT = [
-    "Add a docstring.",
-    "Document this function.",
-    "Write a docstring for this function.",
-    "Give this function a docstring.",
-    "Add a one-line docstring.",
+    f"[Add|Write] a [one-line |short |]docstring[.| for {FUNCTION}.| to {FUNCTION}.|]",
+    f"Document {FUNCTION}[.|, please.|]",
+    f"[Give {FUNCTION} a docstring|Docstring, please]",
 ]
 EXPLAIN = [
-    "What does this function do?",
-    "Explain this function.",
-    "Describe this function in a sentence.",
-    "Say what this code does.",
-    "Explain this code in one sentence.",
+    f"What does {FUNCTION} do?",
+    f"[Explain|Describe] {FUNCTION}[ in one sentence|][.|]",
+    f"[Say|Tell me] what {FUNCTION} does[.|, please.|]",
 ]
 
 
@@ -327,12 +319,12 @@ def drill_pairs(draw: Draw, count: int) -> Iterator[Pair]:
         doc = f'{head}\n    """{made.what.capitalize().replace(" N ", " n ")}."""\n{body}'
         tests = "\n".join(made.tests)
         kinds = [
-            (draw.pick(WRITE).format(name=made.name, what=made.what), made.code),
-            (draw.pick(WRITE).format(name=made.name, what=made.what), made.code),
-            (f"{draw.pick(PASS)}\n\n{tests}", made.code),
-            (f"{draw.pick(TEST)}\n\n{made.code}", tests),
-            (f"{draw.pick(DOCUMENT)}\n\n{made.code}", doc),
-            (f"{draw.pick(EXPLAIN)}\n\n{made.code}", f"It {made.what}."),
+            (draw.phrase(WRITE).format(name=made.name, what=made.what), made.code),
+            (draw.phrase(WRITE).format(name=made.name, what=made.what), made.code),
+            (f"{draw.phrase(PASS)}\n\n{tests}", made.code),
+            (f"{draw.phrase(TEST)}\n\n{made.code}", tests),
+            (f"{draw.phrase(DOCUMENT)}\n\n{made.code}", doc),
+            (f"{draw.phrase(EXPLAIN)}\n\n{made.code}", f"It {made.what}."),
         ]
         prompt, reply = draw.any(kinds)
         yield {"prompt": prompt, "reply": reply}
@@ -364,7 +356,7 @@ def bug_pairs(draw: Draw, functions: Sequence[Function], count: int) -> Iterator
         wrong = plant_bug(draw, function.code)
         if wrong is not None and made < count:
             made += 1
-            prompt = f"{draw.pick(FIX)}\n\n{wrong.rstrip()}"
+            prompt = f"{draw.phrase(FIX)}\n\n{wrong.rstrip()}"
             yield {"prompt": prompt, "reply": function.code.rstrip("\n")}
 
 

@@ -1,6 +1,6 @@
 """Evaluate a nano on some of each held-out set, in about a minute on a GPU.
 
-    python -m recipes.nano.compare --model nano --data out/run13 --out before.json
+    python -m recipes.nano.compare --model nano --data out/run14 --out before.json
 
 The tasks of `dgemma eval` with fewer cases and without the slowest parts, and one measure more: the
 loss of the tokens right after a clean text, by a canvas of noise and by the causal mode.
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="nano")
     parser.add_argument(
-        "--data", type=Path, default=Path("out/run13"), help="of recipes.nano.carry"
+        "--data", type=Path, default=Path("out/run14"), help="of recipes.nano.carry"
     )
     parser.add_argument("--out", type=Path, default=Path("compare.json"))
     parser.add_argument("--limit", type=int, help="most cases of each part")

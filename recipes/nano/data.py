@@ -4,9 +4,9 @@
 
 Writes OUT/raw/NAME.jsonl (training sources), OUT/heldout/*.jsonl (never trained on),
 OUT/tokenizer/ and OUT/tokens/NAME.npz. The same data and seed give the same files.
-`--functions FILE` adds the source `code2`, functions of more packages by `recipes.nano.pypi`, and
-`--written FILE` the source `written`, a teacher's functions by `recipes.nano.teacher.extract`. The
-split is made without them, so that the held-out files do not change.
+`--functions FILE` adds the source `packages`, functions of more packages by `recipes.nano.pypi`,
+and `--written FILE` the source `written`, a teacher's functions by `recipes.nano.teacher.extract`.
+The split is made without them, so that the held-out files do not change.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--written", type=Path, help="a teacher's functions, as JSONL")
     parser.add_argument("--only", choices=["raw", "heldout", "tokens"], help="one step")
     options = parser.parse_args()
-    sources = {"code2": options.functions, "written": options.written}
+    sources = {"packages": options.functions, "written": options.written}
     files = {name: path for name, path in sources.items() if path is not None}
     if files and options.only in ("heldout", "tokens"):
         parser.error(

@@ -30,32 +30,32 @@ from recipes.nano.slots import (
 Record = dict[str, object]
 NUMBERS = {"age", "guests", "year", "number", "quantity", "people", "amount"}
 EXTRACT = [
-    "Extract {keys} as JSON.",
-    "Give {keys} as JSON.",
-    "Reply with JSON with the keys {keys}.",
-    "Extract this information as JSON: {keys}.",
-    "Write a JSON object with {keys}.",
-    "Turn this into JSON with {keys}. Reply with JSON only.",
-    "Read the text and fill in a JSON object with the keys {keys}.",
-    "What are {keys}? Answer in JSON.",
-    "JSON with {keys}, please.",
-    "Extract the fields {keys} from the text.",
+    "[Extract|Give|Get|Find|Return|Write|Output] {keys} as [JSON|a JSON object][.|, please.|]",
+    "[Reply|Answer|Respond] with [JSON|a JSON object] with the [keys|fields] {keys}[.|]",
+    "[Extract|Give me|Get] this [information|data] as JSON: {keys}[.|]",
+    "[Write|Make|Create|Build] a JSON object with [{keys}|the keys {keys}|the fields {keys}][.|]",
+    "[Turn|Convert|Change] this [text|] [into|to] JSON with {keys}. Reply with JSON only[.|]",
+    "[Read the text and fill|Fill] in a JSON object with the [keys|fields] {keys}[.|]",
+    "What are {keys}? [Answer in|Reply with|Give] JSON[.|]",
+    "JSON with {keys}[, please.|.|:]",
+    "[Extract|Find] the [fields|values|facts] {keys} [from|in] the text[.|, as JSON.| as JSON.]",
 ]
 BY_SCHEMA = [
-    "Reply with JSON that fits this schema: {schema}",
-    "Extract the data. Schema: {schema}",
-    "Fill in this JSON schema from the text: {schema}",
-    "Answer as JSON by this schema.\n{schema}",
-    "Use this schema for your JSON reply: {schema}",
+    "[Reply|Answer|Respond] [with|in] JSON that [fits|follows|matches] this schema: {schema}",
+    "Extract the [data|information|facts]. [Schema|JSON schema|Use this schema]: {schema}",
+    "[Fill in|Fill|Complete] this JSON schema from the text: {schema}",
+    "[Answer|Reply] as JSON by this schema[.|:]\n{schema}",
+    "Use this [schema|JSON schema] for your [JSON reply|reply|answer]: {schema}",
 ]
 ALL = [
-    "Extract the facts as JSON.",
-    "Turn this into JSON.",
-    "Write the information of this text as JSON.",
-    "Give me this as a JSON object.",
-    "Convert this text to JSON.",
+    "[Extract|Give me|Write] [the facts|the information|the data|everything] as JSON[.|]",
+    "[Turn|Convert|Change|Make] [this|this text|the text] [into|to] [JSON|a JSON object][.|]",
+    "[Write|Give|Show|Put] [this|the information of this text|the text] as JSON[.|, please.|]",
 ]
-PLACE_TEXT = ["{what}\n\n{text}", "{text}\n\n{what}", "{what} {text}", "{what}\nText: {text}"]
+PLACE_TEXT = [
+    *("{what}\n\n{text}", "{text}\n\n{what}", "{what} {text}", "{what}\nText: {text}"),
+    *("{what}\n{text}", "{text}\n{what}", "Text: {text}\n\n{what}", '{what}\n\n"{text}"'),
+]
 
 
 def extraction_pairs(draw: Draw, sentences: Sequence[str], count: int) -> Iterator[Pair]:
@@ -81,14 +81,14 @@ def ask_for(draw: Draw, values: dict[str, object], text: str) -> Pair:
     wanted = {key: values[key] for key in keys}
     form = draw.rng.random()
     if form < 0.15 and len(values) == len(keys):
-        wanted, what = values, draw.pick(ALL)
+        wanted, what = values, draw.phrase(ALL)
     elif form < 0.4:
-        what = draw.pick(BY_SCHEMA).format(schema=compact_json(schema(wanted)))
+        what = draw.phrase(BY_SCHEMA).format(schema=compact_json(schema(wanted)))
     else:
         quoted = draw.chance(0.4)
         names = [f'"{key}"' if quoted else key for key in keys]
         joined = listed(names) if draw.chance(0.7) else ", ".join(names)
-        what = draw.pick(EXTRACT).format(keys=joined)
+        what = draw.phrase(EXTRACT).format(keys=joined)
     prompt = draw.any(PLACE_TEXT).format(what=what, text=text)
     return {"prompt": prompt, "reply": compact_json(wanted)}
 
@@ -106,20 +106,21 @@ def from_facts(draw: Draw) -> Pair:
     return ask_for(draw, values, subject.text(draw))
 
 
+LISTED = [
+    "[Make|Write|Give|Return] a JSON [list|array] with {keys} of each[.|]",
+    "[Extract|Give me|Return] a JSON [list|array] of objects with {keys}[.|, please.|]",
+    "List [all of them|them all|everyone] as JSON with {keys}[.|]",
+    "[Give|Write|Return] a JSON array, one object each, with the [keys|fields] {keys}[.|]",
+    "JSON [list|array] with {keys}[, please.|.|:]",
+]
+
+
 def list_of_subjects(draw: Draw) -> Pair:
     """Ask for a JSON list with one object per subject."""
     subjects = aligned_subjects(draw, draw.rng.randint(2, 3))
     rows = [{k: typed(k, v) for k, v in one.values().items()} for one in subjects]
     keys = listed(list(rows[0]))
-    what = draw.pick(
-        [
-            f"Make a JSON list with {keys} of each.",
-            f"Extract a JSON array of objects with {keys}.",
-            f"List all of them as JSON with {keys}.",
-            f"Give a JSON array, one object each, with the keys {keys}.",
-            f"JSON array with {keys}, please.",
-        ]
-    )
+    what = draw.phrase(LISTED).format(keys=keys)
     text = mixed_text(draw, subjects)
     prompt = draw.any(PLACE_TEXT).format(what=what, text=text)
     return {"prompt": prompt, "reply": compact_json(rows)}
@@ -161,7 +162,7 @@ def full_name(draw: Draw) -> str:
 def order(draw: Draw) -> Message:
     name, item = full_name(draw), draw.pick([*FOODS, *DRINKS, *(f"{o}s" for o in OBJECTS)])
     count, city = draw.rng.randint(2, 30), draw.pick(CITIES)
-    text = draw.pick(
+    text = draw.any(
         [
             f"Hello, this is {name}. I want to order {count} {item}. Please send them to {city}.",
             f"Please send {count} {item} to {city}. Thank you, {name}",
@@ -174,8 +175,8 @@ def order(draw: Draw) -> Message:
 
 
 def appointment(draw: Draw) -> Message:
-    name, day, time, place = draw.person()[0], draw.pick(DAYS), draw.time(), draw.pick(PLACES)
-    text = draw.pick(
+    name, day, time, place = draw.person()[0], draw.any(DAYS), draw.time(), draw.pick(PLACES)
+    text = draw.any(
         [
             f"Let's meet on {day} at {time} at {place}. {name}",
             f"Hi, {name} here. Can we meet at {place} on {day}, {time}?",
@@ -195,7 +196,7 @@ def contact(draw: Draw) -> Message:
         + f"-{draw.rng.randint(1000, 9999)}"
     )
     city, name = draw.pick(CITIES), f"{first} {last}"
-    text = draw.pick(
+    text = draw.any(
         [
             f"You can reach {name} at {mail} or by phone at {phone}. The office is in {city}.",
             f"{name}, {city}, phone {phone}, e-mail {mail}",
@@ -213,7 +214,7 @@ MAIL = ("example.com", "mail.com", "post.org", "web.net", "inbox.io")
 def bill(draw: Draw) -> Message:
     name, item, price, date = full_name(draw), draw.pick(OBJECTS), draw.price(), draw.date()
     amount, currency = price.split()
-    text = draw.pick(
+    text = draw.any(
         [
             f"{name} paid {price} for {article(item)} on {date}.",
             f"Invoice of {date}: one {item}, {price}. Customer: {name}.",
@@ -231,7 +232,7 @@ def booking(draw: Draw) -> Message:
     said = NUMBER_WORDS[people] if draw.chance(0.3) else str(people)
     smoking = draw.chance(0.5)
     where = "outside" if smoking else "inside"
-    text = draw.pick(
+    text = draw.any(
         [
             f"A table for {said} on {date} at {time}, please. We want to sit {where}. {name}",
             f"{name} booked a table for {said} people, {date}, {time}, {where}.",
@@ -256,16 +257,21 @@ def is_named(text: str) -> bool:
     return 20 < len(text) < 110 and bool(_names(text))
 
 
+NAMES = [
+    "[List|Extract|Give|Find|Return] [the|all] names [in this sentence |]as [JSON|a JSON list][.|]",
+    "Which [people|persons] are named? [Reply|Answer] with a JSON [list|array][.|]",
+    "[Find|List] the names. Answer with a JSON list of strings[.|]",
+    "[Who is|Which names are] in this sentence? [JSON list|JSON array][, please.|.]",
+]
+
+
 def names_in(draw: Draw, text: str) -> Pair:
     """Ask for the names in a sentence that somebody wrote, as a JSON list."""
-    forms = ["List the names in this sentence as JSON.", "Extract all names as a JSON list."]
-    forms += ["Which people are named? Reply with a JSON array.", "Give the names as JSON array."]
-    forms += ["Find the names. Answer with a JSON list of strings."]
     renamed = text
     for old, (new, _) in zip(_names(text), draw.people(len(_names(text))), strict=True):
         renamed = re.sub(rf"\b{old}\b", f"\0{new}", renamed)
     renamed = renamed.replace("\0", "")
-    prompt = draw.any(PLACE_TEXT).format(what=draw.pick(forms), text=renamed)
+    prompt = draw.any(PLACE_TEXT).format(what=draw.phrase(NAMES), text=renamed)
     return {"prompt": prompt, "reply": compact_json(_names(renamed))}
 
 
@@ -278,6 +284,35 @@ def markdown_pairs(draw: Draw, count: int) -> Iterator[Pair]:
         yield draw.any((table, table, bullets, numbered, checklist))(draw)
 
 
+TABLE = [
+    "[Make|Write|Create|Give me|Build] a [Markdown|] table with {columns}[.|]",
+    "[Write|Show|Put|Format] this as a [Markdown|] table with [the columns|columns] {columns}[.|]",
+    "[Put|Turn|Convert] [this|the text] into a [Markdown|] table: {columns}[.|]",
+    "[Table|Markdown table] with {columns}[, please.|.|:]",
+    "Turn [the text|this] into a table. Columns: {columns}[.|]",
+]
+BULLETS = [
+    "[Make|Write|Give me|Create] a [bullet|bulleted|] list[.| of these.|, please.]",
+    "[Write|Show|Format] [this|these] as a [Markdown|bullet|bulleted] list[.|]",
+    "[List these|List them] with [bullets|dashes][.|, please.]",
+    "One item per line with a dash[.|]",
+    "[Bullet points|Bullets|As a list with dashes][, please.|.|:]",
+]
+NUMBERED = [
+    "[Make|Write|Give me|Create] a numbered list[.| of these.|, please.]",
+    "Number [these|them|the items][.|, please.|]",
+    "[Write|Show|Format] [this|these] as a numbered list[.|]",
+    "[List these|List them] with numbers[.|, please.]",
+    "[Numbered, one per line|Numbered list][.|, please.|:]",
+]
+CHECKLIST = [
+    "[Make|Write|Give me|Create] a [checklist|to-do list|todo list][.| of these.|, please.]",
+    "[Write|Turn|Put] [this|these] [as|into] a [checklist|to-do list][.|]",
+    "[To-do list|Checklist] with boxes[, please.|.|:]",
+    "[Markdown checklist of these|A Markdown to-do list][.|, please.]",
+]
+
+
 def table(draw: Draw) -> Pair:
     subjects = aligned_subjects(draw, draw.rng.randint(2, 4))
     rows = [one.values() for one in subjects]
@@ -285,16 +320,7 @@ def table(draw: Draw) -> Pair:
     lines = [keys, ["---"] * len(keys), *(list(row.values()) for row in rows)]
     written = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     columns = listed(keys)
-    what = draw.pick(
-        [
-            f"Make a Markdown table with {columns}.",
-            f"Write this as a table with the columns {columns}.",
-            f"Put this into a Markdown table: {columns}.",
-            f"Table with {columns}, please.",
-            f"Show this as a Markdown table with columns {columns}.",
-            f"Turn the text into a table. Columns: {columns}.",
-        ]
-    )
+    what = draw.phrase(TABLE).format(columns=columns)
     return {
         "prompt": draw.any(PLACE_TEXT).format(what=what, text=mixed_text(draw, subjects)),
         "reply": written,
@@ -309,28 +335,22 @@ def items(draw: Draw) -> list[str]:
 
 def _list_pair(draw: Draw, forms: Sequence[str], write: Callable[[list[str]], str]) -> Pair:
     chosen = items(draw)
-    prompt = draw.any(PLACE_TEXT).format(what=draw.pick(forms), text=listed(chosen))
+    prompt = draw.any(PLACE_TEXT).format(what=draw.phrase(forms), text=listed(chosen))
     return {"prompt": prompt, "reply": write(chosen)}
 
 
 def bullets(draw: Draw) -> Pair:
-    forms = ["Make a bullet list.", "Write this as a Markdown list.", "List these with bullets."]
-    forms += ["One item per line with a dash.", "Bullet points, please.", "As a list with dashes."]
-    return _list_pair(draw, forms, lambda words: "\n".join(f"- {word}" for word in words))
+    return _list_pair(draw, BULLETS, lambda words: "\n".join(f"- {word}" for word in words))
 
 
 def numbered(draw: Draw) -> Pair:
-    forms = ["Make a numbered list.", "Number these.", "Write this as a numbered list."]
-    forms += ["List these with numbers.", "Numbered, one per line."]
     return _list_pair(
-        draw, forms, lambda words: "\n".join(f"{i}. {word}" for i, word in enumerate(words, 1))
+        draw, NUMBERED, lambda words: "\n".join(f"{i}. {word}" for i, word in enumerate(words, 1))
     )
 
 
 def checklist(draw: Draw) -> Pair:
-    forms = ["Make a checklist.", "Write this as a to-do list.", "Turn this into a checklist."]
-    forms += ["To-do list with boxes, please.", "Markdown checklist of these."]
-    return _list_pair(draw, forms, lambda words: "\n".join(f"- [ ] {word}" for word in words))
+    return _list_pair(draw, CHECKLIST, lambda words: "\n".join(f"- [ ] {word}" for word in words))
 
 
 # --- tool calls
@@ -363,11 +383,12 @@ def weather(draw: Draw) -> Use:
 
 
 def _fill(draw: Draw, forms: Sequence[str], **values: object) -> str:
-    return draw.pick(forms).format(**values)
+    said = [f"[{one}|{one}|{one}|Hi. {one}|{one} Thanks.|Hello, nano. {one}]" for one in forms]
+    return draw.phrase(said).format(**values)
 
 
 def alarm(draw: Draw) -> Use:
-    time, day = draw.time(), draw.pick(DAYS)
+    time, day = draw.time(), draw.any(DAYS)
     forms = ["Wake me at {t} on {d}.", "Set an alarm for {t} on {d}.", "Alarm on {d} at {t}."]
     forms += ["On {d} I have to get up at {t}.", "Please set an alarm: {d}, {t}."]
     name = draw.any(("set_alarm", "create_alarm", "alarm"))
@@ -386,7 +407,7 @@ def message(draw: Draw) -> Use:
 
 
 def reminder(draw: Draw) -> Use:
-    thing, day = draw.pick(OBJECTS), draw.pick(DAYS)
+    thing, day = draw.pick(OBJECTS), draw.any(DAYS)
     task = draw.any([f"buy a {thing}", f"bring the {thing}", f"clean the {thing}"])
     forms = ["Remind me on {d} to {x}.", "I want to {x} on {d}. Remind me.", "Reminder: {x}, {d}."]
     forms += ["Don't let me forget to {x} on {d}.", "On {d} I must {x}."]

@@ -157,7 +157,7 @@ PERSON: Mapping[str, Kind] = {
 }
 EVENT: Mapping[str, Kind] = {
     "day": Kind(
-        one_of(DAYS),
+        lambda draw: draw.any(DAYS),
         ["{s} is on {v}.", "{s} takes place on {v}.", "{s} will be held on {v}."],
         [
             *("When is {n}?", "On which day is {n}?", "What day is {n}?"),
@@ -273,7 +273,10 @@ def draw_fact(draw: Draw, key: str, kind: Kind, name: str) -> Fact:
     statement = draw.any(kind.statements).replace("{v}", value)
     for vowel in "aeiou":
         statement = statement.replace(f" a {vowel}", f" an {vowel}")
-    return Fact(key, value, statement, draw.pick(kind.questions).replace("{n}", name))
+    question = draw.phrase(
+        [f"[{one}|{one}|{one}|Tell me: {one}|Please tell me: {one}]" for one in kind.questions]
+    )
+    return Fact(key, value, statement, question.replace("{n}", name))
 
 
 def draw_subjects(draw: Draw, count: int, facts: int, kind: str | None = None) -> list[Subject]:

@@ -24,6 +24,7 @@ from recipes.nano import raw
 from recipes.nano.code_drills import bug_pairs, drill_pairs
 from recipes.nano.data import MAX_PAIR_TOKENS, write_lines
 from recipes.nano.extraction import extraction_pairs, markdown_pairs, tool_chats
+from recipes.nano.letters import letter_pairs
 from recipes.nano.raw import Function, read_lines
 from recipes.nano.reading import cited_pairs, question_pairs, summary_pairs
 from recipes.nano.rewriting import correction_pairs, rewrite_pairs
@@ -36,17 +37,18 @@ NUM_HELD_OUT_SENTENCES = 20_000  # the last ones
 NUM_HELD_OUT = 400  # examples of each task
 MAX_BUG_CODE = 500  # characters
 COUNTS = {
-    "talk": 80_000,
-    "questions": 60_000,
-    "citations": 25_000,
+    "talk": 120_000,
+    "questions": 90_000,
+    "citations": 50_000,
     "summaries": 12_000,
-    "rewrites": 60_000,
+    "rewrites": 120_000,
     "corrections": 70_000,
-    "extraction": 50_000,
+    "extraction": 80_000,
     "markdown": 15_000,
     "tools": 20_000,
     "drills": 12_000,
     "bugs": 25_000,
+    "letters": 20_000,
 }
 
 
@@ -72,6 +74,7 @@ MAKERS: Mapping[str, Maker] = {
     "markdown": lambda draw, _, count: markdown_pairs(draw, count),
     "tools": lambda draw, _, count: tool_chats(draw, count),
     "drills": lambda draw, _, count: drill_pairs(draw, count),
+    "letters": lambda draw, _, count: letter_pairs(draw, count),
     "bugs": lambda draw, texts, count: bug_pairs(draw, texts.functions, count),
 }
 # Held-out files: those that `dgemma eval` has a task for.

@@ -6,7 +6,7 @@ Reads pypi.txt (`run name==version licence`, one a line) or `--list`, fetches mi
 `pip download` (wheels only: no code of a package is ever run) and writes records as
 `py_funcs.jsonl` has them: `p` package, `n` name, `top`, `c` code, for `recipes.nano.data
 --functions`. Tests, vendored packages and generated code are skipped. The same list and data give
-the same file.
+the same file. `--skip-missing` leaves out packages that the index no longer has.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import textwrap
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
@@ -43,6 +43,7 @@ MAX_FILE = 400_000  # characters; a longer one is a table or generated
 MAX_PER_PACKAGE = 4000
 MAX_PER_PATTERN = 4  # functions of a package that differ in names and constants alone
 MAX_DOCSTRING = 0.65  # of the characters: code is to be learnt
+DOWNLOADS = 3  # at a time
 MIN_METHOD = 48  # characters of a method's body: a shorter one only delegates
 
 SKIPPED_FOLDERS = re.compile(
@@ -285,6 +286,28 @@ def fetch(package: Package, folder: Path) -> Path:
     return wheel
 
 
+def fetch_all(packages: Sequence[Package], folder: Path, *, skip_missing: bool) -> list[Package]:
+    """Download missing wheels, few at a time to spare the index; returns those that are there.
+
+    With `skip_missing`, packages that the index no longer has are printed and left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def has_wheel(package: Package) -> bool:
+        try:
+            fetch(package, folder)
+        except UsageError as error:
+            if not skip_missing:
+                raise
+            print(error, flush=True)
+            return False
+        return True
+
+    with ThreadPoolExecutor(DOWNLOADS) as pool:
+        found = list(pool.map(has_wheel, packages))
+    return [package for package, is_there in zip(packages, found, strict=True) if is_there]
+
+
 def metadata_of(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as file:
         # Deeper directories may hold the metadata of vendored packages.
@@ -354,9 +377,6 @@ def refuse_known(packages: Iterable[Package], data: Path) -> None:
 
 def write(data: Path, folder: Path, packages: list[Package], out: Path, workers: int) -> None:
     refuse_known(packages, data)
-    folder.mkdir(parents=True, exist_ok=True)
-    for package in packages:  # one at a time, to spare the index
-        fetch(package, folder)
     lines: list[str] = []
     with quiet():
         known = known_code(data)
@@ -384,8 +404,10 @@ def main() -> None:
     parser.add_argument("--run", type=int, help="only packages that this run of nano had read")
     parser.add_argument("--out", type=Path, default=Path("out/nano/more.jsonl"))
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--skip-missing", action="store_true", help="leave out what pip cannot get")
     options = parser.parse_args()
     packages = read_list(options.list, options.run)
+    packages = fetch_all(packages, options.wheels, skip_missing=options.skip_missing)
     write(options.data, options.wheels, packages, options.out, options.workers)
 
 

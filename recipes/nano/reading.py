@@ -27,32 +27,39 @@ ASK = [
     "{question} Use this text.\n\n{text}",
     "Use only this text: {text}\n\n{question}",
     "Context: {text}\n\n{question}",
+    "{text} {question}",
+    "Paragraph: {text}\nQuestion: {question}",
+    "Answer from this text: {text}\n{question}",
+    '"{text}"\n\n{question}',
+    "Document:\n{text}\n\nQ: {question}\nA:",
+    "{question}\n{text}",
 ]
 CITE = [
-    "{sources}\n\n{question} Cite the source.",
-    "Sources:\n{sources}\n\nQuestion: {question}\nGive the number of the source.",
-    "{question}\nAnswer with a citation.\n\n{sources}",
-    "{sources}\n\n{question} Answer in one sentence and cite the source in brackets.",
-    "Use these sources and cite them.\n\n{sources}\n\n{question}",
-    "Answer from the sources below and name the source, like [1].\n\n{sources}\n\n{question}",
-    "{sources}\n\nQ: {question} (with source)",
+    "{sources}\n\n{question} [Cite|Name|Give|State] [the|your] source[.|]",
+    "Sources:\n{sources}\n\nQuestion: {question}\nGive the number of the source[.|]",
+    "{question}\n[Answer with a citation|Cite the source|Cite your source][.|:]\n\n{sources}",
+    "{sources}\n\n{question} Answer in one sentence and cite the source[ in brackets|][.|]",
+    "[Use|Read] these sources and cite [them|the right one].\n\n{sources}\n\n{question}",
+    "Answer from the sources [below|here|given] and [name|cite] the source[.|]\n\n"
+    "{sources}\n\n{question}",
+    "[Answer|Reply] with the source in brackets, like [1][.|:]\n\n{sources}\n\n{question}",
+    "{sources}\n\n[Q: |Question: |]{question} (with [source|citation|the source])",
+    "{sources}\n\n{question}\n[Answer with the number of the source|Say which source it is from]",
 ]
 HEADLINE = [
-    "Write a headline for this text.",
-    "Give this text a title.",
-    "What is this text about? Answer in a few words.",
-    "Sum this up in one short line.",
-    "Headline, please.",
-    "Summarize this in a few words.",
-    "Make a headline of this.",
+    "[Write|Give|Make|Find|Invent] a [headline|title] for [this|this text|the text][.|, please.|:]",
+    "Give [this|this text|the text] a [headline|title][.|!|]",
+    "What is [this|this text|the text] about? Answer in a few words[.|]",
+    "[Sum this up|Sum it up|Say this] in [one short line|a few words|one line][.|]",
+    "[Headline|Title][, please.|:|?|.]",
+    "[Summarize|Summarise] [this|this text|the text] in [a few words|one short line][.|, please.|]",
 ]
 FIRST = [
-    "Summarize this in one sentence.",
-    "Sum up this text in a sentence.",
-    "What is the main point of this text?",
-    "Shorten this text to one sentence.",
-    "Give me a one-sentence summary.",
-    "Summarize this text.",
+    "[Summarize|Summarise|Sum up] [this|this text|the text] in [one|a|a single] sentence[.|]",
+    "[Summarize|Summarise|Sum up|Shorten] [this|this text|the text][.|, please.|:]",
+    "What is the [main point|gist] of [this|this text|the text]?",
+    "[Give me|Write|I need] a [one-sentence|short] summary[.| of this.|, please.]",
+    "[Say|Tell me|Write] in one sentence what [happens|this is about][.|]",
 ]
 
 
@@ -62,7 +69,7 @@ def question_pairs(draw: Draw, sentences: Sequence[str], count: int) -> Iterator
     for number in range(count):
         real = next(asked, None) if number % 5 == 4 else None
         text, question, answer = real or made_question(draw)
-        prompt = draw.pick(ASK).format(text=text, question=question)
+        prompt = draw.any(ASK).format(text=text, question=question)
         yield {"prompt": prompt, "reply": answer}
 
 
@@ -137,7 +144,7 @@ def cited_pairs(draw: Draw, count: int) -> Iterator[Pair]:
         lines = [f"[{i}] {one.text(draw)}" for i, one in enumerate(subjects, 1)]
         said = fact.statement.replace("{s}", subjects[asked].name)
         reply = f"{said[0].upper()}{said[1:].rstrip('.')} [{asked + 1}]."
-        form = draw.pick(CITE)
+        form = draw.phrase(CITE)
         prompt = form.format(sources="\n".join(lines), question=fact.question)
         yield {"prompt": prompt, "reply": reply, "answer": fact.value, "source": str(asked + 1)}
 
@@ -150,10 +157,10 @@ def summary_pairs(draw: Draw, texts: Sequence[str], count: int) -> Iterator[Pair
     for number in range(count):
         if number % 3 == 2 and texts:
             text = draw.any(texts)
-            yield {"prompt": f"{draw.pick(FIRST)}\n\n{text}", "reply": _first_sentence(text)}
+            yield {"prompt": f"{draw.phrase(FIRST)}\n\n{text}", "reply": _first_sentence(text)}
         else:
             subject = draw_subjects(draw, 1, draw.rng.randint(3, 5))[0]
-            prompt = f"{draw.pick(HEADLINE)}\n\n{subject.text(draw)}"
+            prompt = f"{draw.phrase(HEADLINE)}\n\n{subject.text(draw)}"
             yield {"prompt": prompt, "reply": headline(subject)}
 
 

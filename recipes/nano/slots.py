@@ -1,18 +1,24 @@
 """Words that templates are filled with, and draws that keep a part of them out of training.
 
-Every fifth entry of a list with five or more is held out: training never sees that name, that
-dish, that way to ask; held-out examples use nothing else. `Draw.any` draws without that rule, for
-what need not be new, such as the wording of a reply.
+Every fifth entry of a list with five or more is held out: training never sees that name or that
+dish; held-out examples use nothing else. Wordings are expanded from alternatives in brackets, and a
+fifth of the results is held out: the words are known, the sentence is new. `Draw.any` draws without
+such a rule, for what need not be new, such as the wording of a reply.
 """
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
 T = TypeVar("T")
 HELD_OUT_EVERY = 5
+ALTERNATIVES = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")  # [a|b], innermost first
+CASUAL = 0.2  # of wordings: no capital, no period
+MAX_DRAWS = 200  # of a wording of the right side
 
 GIRLS = (
     "Anna Clara Emma Grace Iris Kate Lily Mia Nora Rosa Sara Tina Zoe Mary Lucy Alice Ella Ivy "
@@ -145,6 +151,26 @@ class Draw:
             o for i, o in enumerate(options) if (i % HELD_OUT_EVERY == is_last) is self.held_out
         ]
 
+    def phrase(self, options: Sequence[str]) -> str:
+        """Draw a wording of this side; raises ValueError if an option has no such wording."""
+        for _ in range(MAX_DRAWS):
+            text = self._casual(self.expand(self.rng.choice(options)))
+            if is_held_out(text) is self.held_out:
+                return text
+        raise ValueError(f"no wording of {options[0]!r} is on the side held_out={self.held_out}")
+
+    def expand(self, text: str) -> str:
+        """Choose one of each `[a|b]`, the inner ones first."""
+        while ALTERNATIVES.search(text):
+            text = ALTERNATIVES.sub(lambda match: self.rng.choice(match[1].split("|")), text, 1)
+        return text
+
+    def _casual(self, text: str) -> str:
+        """Drop the capital and the final mark now and then, as people do who type quickly."""
+        if self.chance(CASUAL) and text[1:2].islower():
+            text = text[0].lower() + text[1:]
+        return text[:-1] if self.chance(CASUAL) and text[-1] in ".!?" else text
+
     def picks(self, options: Sequence[T], count: int) -> list[T]:
         """Draw different entries."""
         return self.rng.sample(list(self.side(options)), count)
@@ -180,6 +206,10 @@ class Draw:
         """Draw an amount of money."""
         number = self.any((self.rng.randint(2, 99), self.rng.randint(1, 40) * 5))
         return f"{number} {self.any(('dollars', 'euros', 'pounds'))}"
+
+
+def is_held_out(wording: str) -> bool:
+    return zlib.crc32(wording.encode()) % HELD_OUT_EVERY == 0
 
 
 def article(noun: str) -> str:

@@ -68,10 +68,10 @@ Topic = Callable[[Talk], None]
 
 def greet(talk: Talk) -> None:
     draw = talk.draw
-    user, reply = draw.pick(GREETINGS), draw.any(HOW_ARE_YOU["greeted"])
+    user, reply = draw.phrase(GREETINGS), draw.any(HOW_ARE_YOU["greeted"])
     if draw.chance(0.4):
         talk.name = draw.person()[0]
-        form = draw.pick(
+        form = draw.phrase(
             ["I'm {n}.", "My name is {n}.", "I am {n}.", "{n} here.", "Call me {n}.", "It's {n}."]
         )
         user = f"{user} {form.format(n=talk.name)}"
@@ -95,14 +95,14 @@ NAME_QUESTIONS = [
 
 def how_are_you(talk: Talk) -> None:
     draw = talk.draw
-    talk.say(draw.pick(HOW_ARE_YOU["asked"]), draw.any(HOW_ARE_YOU["reply"]))
+    talk.say(draw.phrase(HOW_ARE_YOU["asked"]), draw.any(HOW_ARE_YOU["reply"]))
 
 
 def feeling(talk: Talk) -> None:
     draw = talk.draw
     words, openings, causes, replies = draw.any(FEELINGS)
     word, cause = draw.pick(words), draw.pick(causes)
-    user = draw.pick(
+    user = draw.any(
         [
             f"I am {word} today.",
             f"I feel {word} because {cause}.",
@@ -126,7 +126,7 @@ def likes(options: Sequence[str], key: str, forms: Sequence[str], replies: Seque
 
     def topic(talk: Talk) -> None:
         value = talk.draw.pick(options)
-        user = talk.draw.pick(forms).format(v=value)
+        user = talk.draw.phrase(forms).format(v=value)
         talk.say(user, talk.address(talk.draw.any(replies).format(v=value, V=value.capitalize())))
         asked = [
             *(f"What is my favourite {key}?", f"Which {key} did I say I like?"),
@@ -221,7 +221,7 @@ hobby = likes(
 def pet(talk: Talk) -> None:
     draw = talk.draw
     animal, name = draw.pick(ANIMALS), draw.pick(PET_NAMES)
-    user = draw.pick(
+    user = draw.any(
         [
             f"I have a {animal} called {name}.",
             f"My {animal} is named {name}.",
@@ -258,7 +258,7 @@ def place(talk: Talk) -> None:
         *(f"I have never been anywhere, but I would like to hear about {city}.",),
         f"How is life in {city}?",
     ]
-    talk.say(draw.pick(forms).format(v=city), talk.address(draw.any(replies)))
+    talk.say(draw.phrase(forms).format(v=city), talk.address(draw.any(replies)))
     asked = ["Where do I live?", "Which city am I from?", "Do you remember where I live?"]
     asked += ["What city did I tell you about?", "Where did I say I live?"]
     talk.told["city"] = (asked, f"You live in {city}.", city)
@@ -274,7 +274,7 @@ def job(talk: Talk) -> None:
         *(f"{name.capitalize()}! That must be interesting work.", "What do you like about it?"),
         *(f"Being {name} is important work.", f"That is great. What does {name} do all day?"),
     ]
-    talk.say(draw.pick(forms).format(v=name), talk.address(draw.any(replies)))
+    talk.say(draw.phrase(forms).format(v=name), talk.address(draw.any(replies)))
     asked = ["What is my job?", "What do I do for a living?", "Do you remember what I work as?"]
     asked += ["What did I say about my job?", "Which job did I mention?"]
     talk.told["job"] = (asked, f"You said you are {name}.", value)
@@ -282,9 +282,9 @@ def job(talk: Talk) -> None:
 
 def plan(talk: Talk) -> None:
     draw = talk.draw
-    day, hobby_ = draw.pick(DAYS), draw.pick(HOBBIES)
+    day, hobby_ = draw.any(DAYS), draw.pick(HOBBIES)
     person = draw.person()[0]
-    user = draw.pick(
+    user = draw.any(
         [
             f"On {day} I am going to meet {person}.",
             f"I will visit {person} on {day}.",
@@ -316,7 +316,7 @@ def lost(talk: Talk) -> None:
         *(f"Try to remember where you last used the {thing}.", "Have you looked under the bed?"),
         f"I hope you find your {thing} soon.",
     ]
-    talk.say(draw.pick(forms).format(v=thing), talk.address(draw.any(replies)))
+    talk.say(draw.phrase(forms).format(v=thing), talk.address(draw.any(replies)))
     asked = ["What did I lose?", "What am I looking for?", "What was it that I can't find?"]
     talk.told["lost"] = (asked, f"You are looking for your {thing}.", thing)
 
@@ -326,7 +326,7 @@ def fixed(pairs: Sequence[tuple[Sequence[str], Sequence[str]]]) -> Topic:
 
     def topic(talk: Talk) -> None:
         asked, replies = talk.draw.any(pairs)
-        talk.say(talk.draw.pick(asked), talk.address(talk.draw.any(replies)))
+        talk.say(talk.draw.phrase(asked), talk.address(talk.draw.any(replies)))
 
     return topic
 
@@ -336,7 +336,7 @@ def define(talk: Talk) -> None:
     forms = ["What is {v}?", "What's {v}?", "Can you explain what {v} is?", "Tell me what {v} is."]
     forms += ["Do you know what {v} is?", "Explain {v} to a child."]
     name = article(noun)
-    talk.say(talk.draw.pick(forms).format(v=name), f"{name[0].upper()}{name[1:]} is {meaning}.")
+    talk.say(talk.draw.phrase(forms).format(v=name), f"{name[0].upper()}{name[1:]} is {meaning}.")
 
 
 def opposite(talk: Talk) -> None:
@@ -346,7 +346,7 @@ def opposite(talk: Talk) -> None:
     forms = ['What is the opposite of "{v}"?', "Opposite of {v}?", "What's the opposite of {v}?"]
     forms += ["Name the opposite of {v}.", "Which word is the opposite of {v}?"]
     reply = talk.draw.any([f"The opposite of {a} is {b}.", f"{b.capitalize()}."])
-    talk.say(talk.draw.pick(forms).format(v=a), reply)
+    talk.say(talk.draw.phrase(forms).format(v=a), reply)
 
 
 def sound(talk: Talk) -> None:
@@ -354,7 +354,7 @@ def sound(talk: Talk) -> None:
     forms = ["What does a {v} say?", "Which sound does a {v} make?", "How does a {v} go?"]
     forms += ["What noise does a {v} make?", "Tell me the sound of a {v}."]
     reply = f'A {animal} says "{noise}".'
-    talk.say(talk.draw.pick(forms).format(v=animal), reply)
+    talk.say(talk.draw.phrase(forms).format(v=animal), reply)
 
 
 def arithmetic(talk: Talk) -> None:
@@ -365,7 +365,7 @@ def arithmetic(talk: Talk) -> None:
     word = {"+": "plus", "-": "minus"}[sign]
     forms = ["What is {a} {w} {b}?", "How much is {a} {s} {b}?", "{a} {s} {b}?", "{a} {w} {b}"]
     forms += ["Can you tell me what {a} {w} {b} is?", "Calculate {a} {s} {b}."]
-    user = talk.draw.pick(forms).format(a=a, b=b, s=sign, w=word)
+    user = talk.draw.phrase(forms).format(a=a, b=b, s=sign, w=word)
     talk.say(user, f"{a} {word} {b} is {result}.")
 
 
@@ -376,7 +376,9 @@ def weekday(talk: Talk) -> None:
     word = "after" if after else "before"
     forms = ["Which day comes {w} {v}?", "What day is {w} {v}?", "Name the day {w} {v}."]
     forms += ["What is the day {w} {v}?", "Today is {v}. What day comes {w} it?"]
-    talk.say(talk.draw.pick(forms).format(w=word, v=DAYS[at]), f"{other} comes {word} {DAYS[at]}.")
+    talk.say(
+        talk.draw.phrase(forms).format(w=word, v=DAYS[at]), f"{other} comes {word} {DAYS[at]}."
+    )
 
 
 TOPICS: Sequence[tuple[Topic, float]] = (
@@ -394,7 +396,7 @@ def recall(talk: Talk) -> None:
         key = talk.draw.any(sorted(talk.told))
         asked, reply, value = talk.told[key]
         talk.recalls[len(talk.lines)] = value
-        talk.say(talk.draw.pick(asked), reply)
+        talk.say(talk.draw.any(asked), reply)
 
 
 def converse(draw: Draw) -> Talk:
@@ -408,7 +410,7 @@ def converse(draw: Draw) -> Talk:
     if draw.chance(0.6):
         recall(talk)
     if draw.chance(0.2):
-        talk.say(draw.pick(FAREWELLS[0]), talk.address(draw.any(FAREWELLS[1])))
+        talk.say(draw.phrase(FAREWELLS[0]), talk.address(draw.any(FAREWELLS[1])))
     return talk
 
 

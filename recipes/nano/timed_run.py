@@ -1,12 +1,11 @@
 """Make the data, train, package and compare within a time limit, on a machine with a GPU.
 
-    python -m recipes.nano.timed_run --data out/run13 --out DIR --seconds 570
+    python -m recipes.nano.timed_run --data out/run14 --out DIR --seconds 580 --train 970
 
-Needs DATA of `recipes.nano.carry`.
-While tasks are written on the CPU and tales are sampled on the GPU, the old weights are
-evaluated, and two steps warm the compiler's cache. What is left of the time, less the end's, is
-training. DIR gets the packaged weights (first those of a saved state, so that a run that is cut
-leaves some), metrics and a table of before, after and their average.
+Needs DATA of `recipes.nano.carry`. While tasks are written on the CPU and tales are sampled on the
+GPU, two steps warm the compiler's cache. `--train` is the time of the whole training, which may
+take several calls: each ends after `--seconds` with a saved state that the next one continues. DIR
+gets the packaged weights (those of the state, if it is not the last call), metrics and a table.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dgemma.train.checkpoint import METRICS, load_state, saved_states
-from dgemma.weights.hub import NANO, NANO_DIRECTORY
+from dgemma.weights.hub import NANO_DIRECTORY
 from dgemma.weights.int_layout import Bits
 from dgemma.weights.load import Checkpoint, load_model
 from dgemma.weights.save import save_int8
@@ -43,10 +41,11 @@ MADE_HERE = (
     "markdown",
     "tools",
     "drills",
+    "letters",
 )
 BITS = Bits(experts=4, rest=6)
-END = 80.0  # seconds for packaging and comparing
-AVERAGE_WEIGHT = 0.6  # of the end
+END = 60.0  # seconds of the last call for packaging and comparing
+STOP = 25.0  # seconds of another call for saving the state and packaging
 RETURNED = "int8*"  # of the packaged files: the others do not change
 TABLE, LOG = "table.md", "log.txt"
 WARM_DATA = """
@@ -94,13 +93,20 @@ class Session:
         return bad
 
 
-def compare(session: Session, model: str, name: str, seconds: float) -> subprocess.Popen[bytes]:
-    options = session.options
-    limit = ["--limit", str(options.limit)] if options.limit else []
-    return session.start(
-        *("recipes.nano.compare", "--model", model, "--data", str(options.data), *limit),
-        *("--out", str(options.work / f"{name}.json"), "--seconds", str(seconds)),
+def compare(session: Session, model: Path, seconds: float) -> None:
+    """Compare with held-out cases, as many parts as the time allows, and write the table."""
+    options, result = session.options, session.options.work / "after.json"
+    process = session.start(
+        *("recipes.nano.compare", "--model", str(model), "--data", str(options.data)),
+        *("--out", str(result), "--seconds", str(seconds)),
+        *(("--limit", str(options.limit)) if options.limit else ()),
     )
+    if session.wait({"comparison": process}, seconds):
+        process.kill()
+    if result.is_file():
+        table = side_by_side({"after": result})
+        (options.out / TABLE).write_text(table, encoding="utf-8")
+        print(table, flush=True)
 
 
 def sample_tales(session: Session) -> None:
@@ -133,7 +139,7 @@ def tokenize_tales(work: Path, data: Path) -> None:
 
 
 def make_data(session: Session) -> None:
-    """Make what the folder does not hold; meanwhile evaluate and compile."""
+    """Make what the folder does not hold; meanwhile compile."""
     options = session.options
     texts = ("--texts", f"{options.data}/texts.json.xz", "--out", str(options.data))
     workers = str(max(1, (os.cpu_count() or 2) // 5))
@@ -142,13 +148,12 @@ def make_data(session: Session) -> None:
         for name in MADE_HERE
         if not (options.data / "tokens" / f"{name}.npz").is_file()
     }
-    options.before = compare(session, NANO, "before", 1e6)
     warm = {} if options.cold else {"warm": session.start(*warm_command(options))}
     if not (options.data / "tokens" / "tales.npz").is_file():
         sample_tales(session)
     if session.wait(made, session.left):
         raise SystemExit(f"a task could not be made; see {LOG}")
-    session.wait(warm, 15)
+    session.wait(warm, 25)
     for process in warm.values():
         process.kill()
 
@@ -166,15 +171,11 @@ def warm_command(options: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def train(session: Session) -> None:
-    """Train for the time that is left, packaging saved states on the way."""
+def train(session: Session) -> bool:
+    """Train for the time that is left; returns True at the end of the schedule."""
     options = session.options
-    budget = ["--steps", str(options.steps)]
-    if not options.steps:
-        budget = ["--seconds", f"{session.left - END:.0f}"]
+    budget = ["--steps", str(options.steps)] if options.steps else ["--seconds", str(options.train)]
     session.say(f"training with {' '.join(budget)}")
-    # The number of steps is fitted to the first ones' speed, which nothing else may slow.
-    options.before.send_signal(signal.SIGSTOP)
     process = session.start(
         *("dgemma.train", str(options.recipe), "--out", str(options.work / "run"), *budget),
         *(f"--set={change}" for change in options.changes),
@@ -182,12 +183,13 @@ def train(session: Session) -> None:
     stop = threading.Event()
     watcher = threading.Thread(target=watch, args=(session, stop), daemon=True)
     watcher.start()
-    if session.wait({"training": process}, session.left - 20):
+    is_whole = not session.wait({"training": process}, session.left - STOP)
+    if not is_whole:
         process.terminate()  # saves its state
-        session.wait({"training": process}, 15)
+        session.wait({"training": process}, STOP - 5)
     stop.set()
-    options.before.send_signal(signal.SIGCONT)
     watcher.join(30)
+    return is_whole
 
 
 def watch(session: Session, stop: threading.Event) -> None:
@@ -198,7 +200,7 @@ def watch(session: Session, stop: threading.Event) -> None:
         if states and states[-1][0] > seen:
             seen = states[-1][0]
             try:
-                package(session.options, 1.0, session.options.work / "interim")
+                package(session.options, session.options.work / "interim")
                 session.say(f"packaged step {seen}")
             except Exception as error:
                 session.say(f"step {seen} was not packaged: {error!r}")
@@ -210,23 +212,13 @@ def newest_weights(work: Path) -> dict[str, Tensor]:
     return weights
 
 
-def package(options: argparse.Namespace, weight: float, into: Path) -> None:
-    """Write a mixture of the old weights and the newest ones; the newest alone are returned."""
+def package(options: argparse.Namespace, into: Path) -> None:
+    """Write the newest weights, and copy them to what is returned."""
     base = load_model(NANO_DIRECTORY, dtype=torch.float32)
-    save(mixed(base, newest_weights(options.work), weight), into)
-    if weight == 1:
-        for path in into.glob(RETURNED):
-            shutil.copyfile(path, options.out / path.name)
-
-
-def mixed(base: Checkpoint, weights: Mapping[str, Tensor], weight: float) -> Checkpoint:
-    """Return the base with its weights moved towards others: 1 is those alone."""
-    model = base.model
-    state = model.state_dict()
-    for name, new in weights.items():
-        state[name].copy_(torch.lerp(state[name].float(), new.float(), weight))
-    model.load_state_dict(state)
-    return replace(base, model=model)
+    base.model.load_state_dict(newest_weights(options.work), strict=False)
+    save(base, into)
+    for path in into.glob(RETURNED):
+        shutil.copyfile(path, options.out / path.name)
 
 
 def save(checkpoint: Checkpoint, into: Path) -> None:
@@ -240,40 +232,28 @@ def save(checkpoint: Checkpoint, into: Path) -> None:
     )
 
 
-def finish(session: Session) -> None:
-    """Package, compare, and write the table."""
+def finish(session: Session, *, is_whole: bool) -> None:
+    """Package, and compare at the end of the schedule."""
     options = session.options
-    running: dict[str, subprocess.Popen[bytes]] = {"before": options.before}
-    for name, weight in (("after", 1.0), ("average", AVERAGE_WEIGHT)):
-        package(options, weight, options.work / name)
-        session.say(f"packaged {name}")
-        running[name] = compare(session, str(options.work / name), name, session.left - 20)
+    package(options, options.work / "after")
+    session.say("packaged")
     metrics = options.work / "run" / METRICS
     if metrics.is_file():
         shutil.copyfile(metrics, options.out / METRICS)
-    while True:
-        is_done = all(process.poll() is not None for process in running.values())
-        files = {name: options.work / f"{name}.json" for name in running}
-        present = {name: path for name, path in files.items() if path.is_file()}
-        if present:
-            (options.out / TABLE).write_text(side_by_side(present), encoding="utf-8")
-        if is_done or session.left < 3:
-            break
-        time.sleep(1)
-    for process in running.values():
-        process.kill()
-    print((options.out / TABLE).read_text(encoding="utf-8"), flush=True)
+    if is_whole:
+        compare(session, options.work / "after", session.left - 5)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--data", type=Path, default=Path("out/run13"), help="of recipes.nano.carry"
+        "--data", type=Path, default=Path("out/run14"), help="of recipes.nano.carry"
     )
-    parser.add_argument("--recipe", type=Path, default=Path(__file__).parent / "run13.toml")
+    parser.add_argument("--recipe", type=Path, default=Path(__file__).parent / "run14.toml")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out/returned")))
     parser.add_argument("--work", type=Path, default=Path("out/timed_run"), help="stays there")
-    parser.add_argument("--seconds", type=float, default=570, help="for everything")
+    parser.add_argument("--seconds", type=float, default=570, help="of this call")
+    parser.add_argument("--train", type=float, default=400, help="seconds of all training")
     parser.add_argument("--tales", type=int, default=73_728, help="tales to sample")
     parser.add_argument("--steps", type=int, help="of training, instead of the time that is left")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="of the recipe")
@@ -287,11 +267,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for folder in (options.out, options.work):
         folder.mkdir(parents=True, exist_ok=True)
     session = Session(options)
-    make_data(session)
-    session.say("the data is made")
-    train(session)
-    finish(session)
-    session.say("done")
+    if not saved_states(options.work / "run"):
+        make_data(session)
+        session.say("the data is made")
+    is_whole = train(session)
+    finish(session, is_whole=is_whole)
+    session.say("done" if is_whole else "to be continued")
 
 
 if __name__ == "__main__":

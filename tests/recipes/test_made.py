@@ -15,6 +15,7 @@ from dgemma.weights.hub import NANO_DIRECTORY
 from recipes.nano.code_drills import OPERATIONS, bug_pairs, drill_pairs, small_function
 from recipes.nano.compare import side_by_side
 from recipes.nano.extraction import extraction_pairs, markdown_pairs, tool_chats
+from recipes.nano.letters import letter_pairs
 from recipes.nano.made import HELD_OUT, MAKERS, Texts, unique
 from recipes.nano.raw import Function
 from recipes.nano.reading import NOT_SAID, cited_pairs, question_pairs, summary_pairs
@@ -25,11 +26,12 @@ from recipes.nano.rewriting import (
     question,
     rewrite_pairs,
     shorter,
+    simpler,
     to_future,
     to_past,
     to_present,
 )
-from recipes.nano.slots import BOYS, CITIES, GIRLS, Draw
+from recipes.nano.slots import BOYS, CITIES, GIRLS, Draw, is_held_out
 from recipes.nano.tales import rename
 from recipes.nano.talk import chats
 from recipes.nano.verbs import PAST, third
@@ -95,6 +97,28 @@ def test_every_fifth_entry_is_held_out() -> None:
     assert not people & set(draw(held_out=True).side([*BOYS]))
 
 
+def test_a_wording_is_on_one_side_and_its_words_on_both() -> None:
+    options = ["[Put|Write|Say] [this|it|the text] in the [past|future][.|!|]"]
+    train = {draw(i).phrase(options) for i in range(400)}
+    held = {draw(i, held_out=True).phrase(options) for i in range(400)}
+    assert held and train and not train & held
+    assert {w for one in held for w in one.lower().rstrip(".!").split()} <= {
+        w for one in train for w in one.lower().rstrip(".!").split()
+    }
+    assert draw().expand("[a|a] [b [c|c]|b c]!") == "a b c!"
+    assert not any(map(is_held_out, ("Past tense.", "past tense.", "Past tense", "past tense")))
+    with pytest.raises(ValueError, match="no wording"):
+        draw(held_out=True).phrase(["Past tense."])
+
+
+def test_a_letter_says_what_is_asked_to_the_one_it_is_for() -> None:
+    for one in letter_pairs(draw(), 100):
+        name = one["reply"].split(",")[0].split()[1]
+        assert name in one["prompt"]
+        digits = set(re.findall(r"\d+", one["prompt"]))
+        assert digits == set(re.findall(r"\d+", one["reply"]))
+
+
 def test_an_answer_is_a_span_of_the_text_or_says_that_there_is_none() -> None:
     made = list(question_pairs(draw(), SENTENCES, 300))
     assert all(one["reply"] == NOT_SAID or one["reply"] in one["prompt"] for one in made)
@@ -129,6 +153,8 @@ def test_a_summary_of_a_text_is_its_first_sentence() -> None:
         (polite, "Close the door.", "Could you please close the door?"),
         (polite, "Thank you for the soup.", None),
         (shorter, "I was really tired because I ran.", "I was tired."),
+        (simpler, "He purchased numerous books.", "He bought many books."),
+        (simpler, "He made an error.", None),
         (negative, "She is a teacher.", "She is not a teacher."),
         (negative, "It was not red.", None),
         (question, "The car is in the garage.", "Is the car in the garage?"),

@@ -303,7 +303,7 @@ def test_a_file_of_new_functions_is_written(tmp_path: Path, data: Path) -> None:
 
 def test_a_file_of_functions_is_a_source_of_its_own() -> None:
     none = Corpus(stories=[], books=[], dialogues=[], functions=[], calls=[])
-    more = {"code2": TRAIN[:2], "written": TRAIN[2:]}
+    more = {"packages": TRAIN[:2], "written": TRAIN[2:]}
     split = Split(train=none, held_out=none, dropped={})
     material = Material(
         data=Path(), seed=0, split=split, plain=[], tasks=[], nouns=[], more_functions=more
