@@ -183,13 +183,16 @@ def train(session: Session) -> bool:
     stop = threading.Event()
     watcher = threading.Thread(target=watch, args=(session, stop), daemon=True)
     watcher.start()
-    is_whole = not session.wait({"training": process}, session.left - STOP)
-    if not is_whole:
+    session.wait({"training": process}, session.left - STOP)
+    code = process.poll()
+    if code is None:
         process.terminate()  # saves its state
         session.wait({"training": process}, STOP - 5)
     stop.set()
     watcher.join(30)
-    return is_whole
+    if code:
+        raise SystemExit(f"training failed; see {LOG}")
+    return code == 0
 
 
 def watch(session: Session, stop: threading.Event) -> None:
