@@ -9,10 +9,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgemma.backends.reference import LOGIT_ELEMENTS, commit, denoise, logit_stats
+from dgemma.backends.reference import commit
 from dgemma.config import ModelConfig
 from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
-from dgemma.diffusion.denoise import CanvasState, start
+from dgemma.diffusion.denoise import LOGIT_ELEMENTS, CanvasState, denoise, logit_stats, start
 from dgemma.diffusion.logit_stats import Query, position_stats
 from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler, SpacedEntropyBound
 from dgemma.model.gemma import Gemma
@@ -244,7 +244,7 @@ def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch)
         queries.append(query)
         return position_stats(raw_TV, softcap, query)
 
-    monkeypatch.setattr("dgemma.backends.reference.position_stats", watched)
+    monkeypatch.setattr("dgemma.diffusion.denoise.position_stats", watched)
     for number, after in enumerate(run(MODEL, [1, 2], state), start=1):
         query, heat = (
             queries[number - 1],

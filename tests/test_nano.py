@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from dgemma.backends.reference import commit, denoise
+from dgemma.backends.reference import commit
 from dgemma.diffusion.canvas import NO_PINS
-from dgemma.diffusion.denoise import start
+from dgemma.diffusion.denoise import denoise, start
 from dgemma.diffusion.sampler import released_sampler
 from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError

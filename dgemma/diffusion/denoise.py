@@ -1,21 +1,34 @@
-"""One denoising step of all canvases of a pass, whatever memory and kernels it runs on.
+"""Denoising: the loop, one step of all canvases of a pass, and its operations by definition.
 
-A backend supplies the four operations; a CUDA graph is this step captured on static buffers.
-Canvases with a constraint, or with a rule of their own, are updated by `update_canvas` on the host.
+`denoise_step` is the only step. `ReferenceStep` has its four operations by the model's own modules;
+the CUDA backend has them on static buffers, where a graph is this step captured. There, canvases
+with a constraint, or with a rule of their own, are updated by `update_canvas` on the host.
 
-T positions of all canvases, L of one, D width.
+T positions of all canvases (in `ReferenceStep` after those of the tokens to commit), L of one,
+D width, N steps, V vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from dgemma.diffusion.canvas import BlockNoise, Canvas, Pins, initial_canvas
-from dgemma.diffusion.logit_stats import PositionStats
+from dgemma.diffusion.logit_stats import PositionStats, Query, position_stats
 from dgemma.diffusion.sampler import LogitsAt, Sampler, StepView, advance
+from dgemma.model.forward_batch import ForwardBatch, Segment
+from dgemma.model.gemma import Gemma
+from dgemma.model.kv_cache import KVCache
+
+# Logits computed at once, [T, V]: on a GPU 64 positions of the released model, whose float32 copies
+# fit beside the weights of a small card; on a CPU, what stays in its caches.
+LOGIT_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 22, "mps": 1 << 24}
 
 OpsStats = TypeVar("OpsStats")
+Stepped = TypeVar("Stepped", covariant=True)
 
 
 class CanvasConstraint(Protocol):
@@ -41,6 +54,17 @@ class CanvasState:
             self.canvas.converged
         )
 
+    @property
+    def noise_row(self) -> int:
+        """Row of the noise for the next step; row 0 is the initial canvas."""
+        return self.canvas.num_steps + 1
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the next step's distribution, by the schedule."""
+        steps_left = self.sampler.max_denoising_steps - self.canvas.num_steps
+        return self.sampler.temperature_at(steps_left)
+
 
 def start(
     sampler: Sampler, noise: BlockNoise, pins: Pins, constraint: CanvasConstraint | None = None
@@ -49,33 +73,150 @@ def start(
     return CanvasState(initial_canvas(noise.tokens_NL[0], pins), sampler, noise, constraint)
 
 
-class StepOps(Protocol[OpsStats]):
+@torch.inference_mode()
+def denoise(
+    model: Gemma, caches: Sequence[KVCache], states: Sequence[CanvasState]
+) -> Iterator[list[CanvasState]]:
+    """Yield the states after each step, until each has converged or is out of steps.
+
+    Canvases that are done leave the pass and stay as they are. The caches' lengths do not change.
+    """
+    states = list(states)
+    while moving := [index for index, state in enumerate(states) if not state.is_done]:
+        segments = [Segment(caches[i], states[i].canvas.length, commit=False) for i in moving]
+        ops = ReferenceStep(model, ForwardBatch(segments), [states[i] for i in moving])
+        for index, state in zip(moving, denoise_step(ops).states, strict=True):
+            states[index] = state
+        yield list(states)
+
+
+class StepOps(Protocol[OpsStats, Stepped]):
     """The operations of a step on a backend's memory."""
 
     def embed(self) -> Tensor:
         """Embed all tokens of the pass; canvases with their self-conditioning."""
 
     def forward(self, embeds_TD: Tensor) -> Tensor:
-        """Run the stack; returns the hidden states of the canvases."""
+        """Run the stack; returns the hidden states of the pass."""
 
     def logit_stats(self, hidden_TD: Tensor) -> OpsStats:
-        """Compute statistics of each position's distribution: the only vocabulary-sized work."""
+        """Compute statistics of each canvas position: the only vocabulary-sized work."""
 
-    def advance(self, stats: OpsStats) -> None:
+    def advance(self, stats: OpsStats) -> Stepped:
         """Let the sampler accept positions, renoise the others and test for convergence."""
 
 
-def denoise_step(ops: StepOps[OpsStats]) -> OpsStats:
+def denoise_step(ops: StepOps[OpsStats, Stepped]) -> Stepped:
     """Take one step with every canvas of a pass."""
-    stats = ops.logit_stats(ops.forward(ops.embed()))
-    ops.advance(stats)
-    return stats
+    return ops.advance(ops.logit_stats(ops.forward(ops.embed())))
+
+
+class StepOutput(NamedTuple):
+    """The canvases after a step, and the hidden states of the pass."""
+
+    states: list[CanvasState]
+    hidden_TD: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferenceStep:
+    """The operations of a step (`StepOps`) by the model's own modules."""
+
+    model: Gemma
+    batch: ForwardBatch  # tokens to commit, then the canvases
+    states: Sequence[CanvasState]
+    commits_TD: Tensor | None = None  # embeddings of the tokens to commit
+
+    def embed(self) -> Tensor:
+        commits = [] if self.commits_TD is None else [self.commits_TD]
+        return torch.cat([*commits, embed_canvases(self.model, self.states)])
+
+    def forward(self, embeds_TD: Tensor) -> Tensor:
+        return self.model.stack(embeds_TD, self.batch)
+
+    def logit_stats(self, hidden_TD: Tensor) -> tuple[PositionStats, Tensor, Tensor]:
+        query = step_query(self.states)
+        canvases_TD = hidden_TD[-len(query.held_T) :]
+        return (*logit_stats(self.model, canvases_TD, query), hidden_TD)
+
+    def advance(self, stats: tuple[PositionStats, Tensor, Tensor]) -> StepOutput:
+        stats_T, soft_TD, hidden_TD = stats
+        canvases_TD = hidden_TD[-len(soft_TD) :]
+        states, end = [], 0
+        for state in self.states:
+            here = slice(end, end := end + state.canvas.length)
+            logits_at = partial(_logits_at, self.model, canvases_TD[here])
+            canvas = update_canvas(state, stats_T.at(here), logits_at)
+            canvas = self_conditioned(self.model, canvas, soft_TD[here])
+            states.append(replace(state, canvas=canvas))
+        return StepOutput(states, hidden_TD)
+
+
+def embed_canvases(model: Gemma, states: Sequence[CanvasState]) -> Tensor:
+    """Embed the canvases, one after the other, with their self-conditioning."""
+    tokens_T = torch.cat([state.canvas.tokens_L for state in states])
+    softs = [state.canvas.soft_LD for state in states]
+    if all(soft is None for soft in softs):
+        return model.embed_canvas(tokens_T, None)
+    table_VD = model.embed_tokens.weight
+    # A canvas before its first step has none, which is exactly zero.
+    filled = [
+        table_VD.new_zeros(state.canvas.length, table_VD.shape[1]) if soft is None else soft
+        for state, soft in zip(states, softs, strict=True)
+    ]
+    return model.embed_canvas(tokens_T, torch.cat(filled))
+
+
+def step_query(states: Sequence[CanvasState]) -> Query:
+    """Return temperature, noise and token of each position, for the statistics of the next step."""
+    draw_temperatures = [state.sampler.temperature for state in states]
+    is_plain = all(temperature == 1 for temperature in draw_temperatures)
+    return Query(
+        temperature_T=_spread(states, [state.temperature for state in states]),
+        uniform_T=torch.cat([state.noise.uniform_NL[state.noise_row] for state in states]),
+        held_T=torch.cat([state.canvas.tokens_L for state in states]),
+        draw_temperature_T=None if is_plain else _spread(states, draw_temperatures),
+    )
+
+
+def _spread(states: Sequence[CanvasState], values: Sequence[float]) -> Tensor:
+    """Repeat the value of each canvas for its positions, in float32."""
+    pairs = zip(states, values, strict=True)
+    return torch.cat([torch.full_like(state.canvas.entropy_L, value) for state, value in pairs])
+
+
+def logit_stats(model: Gemma, hidden_TD: Tensor, query: Query) -> tuple[PositionStats, Tensor]:
+    """Statistics and soft embedding of every position, a bounded number of positions at a time."""
+    softcap = model.config.final_logit_softcapping
+    size = max(1, LOGIT_ELEMENTS[hidden_TD.device.type] // model.config.vocab_size)
+    stats, softs = [], []
+    for begin in range(0, len(hidden_TD), size):
+        group = slice(begin, begin + size)
+        group_stats, p_TV = position_stats(
+            model.raw_logits(hidden_TD[group]), softcap, query.at(group)
+        )
+        stats.append(group_stats)
+        softs.append(model.soft_embed(p_TV))
+    return PositionStats.join(stats), torch.cat(softs)
+
+
+def _logits_at(model: Gemma, hidden_LD: Tensor, positions: Sequence[int]) -> Tensor:
+    return model.logits(hidden_LD[list(positions)])
 
 
 def update_canvas(state: CanvasState, stats: PositionStats, logits_at: LogitsAt) -> Canvas:
     """Apply the sampler's rule, then the constraint if there is one; soft embeddings come later."""
-    noise_L = state.noise.tokens_NL[state.canvas.num_steps + 1]
+    noise_L = state.noise.tokens_NL[state.noise_row]
     canvas = advance(state.canvas, stats, noise_L, state.sampler.rule)
     if state.constraint is None:
         return canvas
     return state.constraint.apply(canvas, StepView(stats, noise_L, logits_at))
+
+
+def self_conditioned(model: Gemma, canvas: Canvas, soft_LD: Tensor) -> Canvas:
+    """Set self-conditioning: that of a pinned position is its own token, as if converged."""
+    if canvas.reopened_L is not None:
+        soft_LD = soft_LD.masked_fill(canvas.reopened_L[:, None], 0.0)
+    token_LD = model.embed(canvas.tokens_L)
+    soft_LD = torch.where(canvas.pinned_L[:, None], token_LD, soft_LD)
+    return replace(canvas, soft_LD=soft_LD, reopened_L=None)

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.backends.reference import LOGIT_ELEMENTS
 from dgemma.config import ModelConfig
 from dgemma.diffusion.canvas import Noise, corrupt
+from dgemma.diffusion.denoise import LOGIT_ELEMENTS
 from dgemma.engine import Engine
 from dgemma.eval.answers import show_progress
 from dgemma.eval.data import Data, MissingData, read_zip

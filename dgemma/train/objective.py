@@ -187,9 +187,11 @@ class Objective(nn.Module):
     ) -> PackedStepStats:
         """Take `depth` denoising steps of the even sequences; the last one's stats."""
         step = torch.zeros((), dtype=torch.long, device=batch.token.device)
-        ops = SelfCondPass(self, batch, context, step)
-        for _ in range(depth):
-            stats = self.denoise_step(ops)
+        stats = self.denoise_step(SelfCondPass(self, batch, context, step))
+        for _ in range(depth - 1):
+            batch = batch if stats.token is None else replace(batch, token=stats.token)
+            step = step + 1
+            stats = self.denoise_step(SelfCondPass(self, batch, context, step, stats.self_cond_TD))
         return stats
 
     def _read(
@@ -291,19 +293,19 @@ def _num_routed(p_TE: Tensor, topk_ids_TK: Tensor, is_real_T1: Tensor) -> Tensor
     return (is_routed_TE & is_real_T1).float().sum(0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SelfCondPass:
-    """The operations of `denoise_step` over packed rows; `batch`, `step` and `self_cond_TD` change.
+    """The operations of `denoise_step` over packed rows.
 
     Logits are read by `Objective.read` rather than by `position_stats`, which works in place in
     float64 and in groups that fit a CPU's cache: training compiles its reading.
     """
 
-    def __init__(
-        self, objective: Objective, batch: Batch, context: PackedContext, step: Tensor
-    ) -> None:
-        self.objective, self.context = objective, context
-        self.batch, self.step = batch, step
-        self.self_cond_TD: Tensor | None = None
+    objective: Objective
+    batch: Batch
+    context: PackedContext
+    step: Tensor
+    self_cond_TD: Tensor | None = None
 
     def embed(self) -> Tensor:
         return self.objective.embed(self.batch, self.self_cond_TD)
@@ -317,7 +319,5 @@ class SelfCondPass:
         fraction = objective.settings.rollout_fraction
         return objective.read(self.batch, hidden_TD, self.step, fraction)
 
-    def advance(self, stats: PackedStepStats) -> None:
-        if stats.token is not None:
-            self.batch = replace(self.batch, token=stats.token)
-        self.self_cond_TD, self.step = stats.self_cond_TD, self.step + 1
+    def advance(self, stats: PackedStepStats) -> PackedStepStats:
+        return stats  # `read` has taken the sampler's step

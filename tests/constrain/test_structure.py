@@ -13,11 +13,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dgemma.backends.reference import self_conditioned
 from dgemma.constrain.constrained_canvas import ConstrainedCanvas
 from dgemma.constrain.matcher import Completion, Constraint
 from dgemma.constrain.shortest_completion import CompletionSearch
 from dgemma.diffusion.canvas import NO_PINS, Pins, initial_canvas
+from dgemma.diffusion.denoise import self_conditioned
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.diffusion.sampler import StepView
 from dgemma.engine import Done, Draft, Engine, Mode, Retry, SamplingParams, Text

@@ -9,10 +9,10 @@ import torch
 from transformers import Gemma4ForCausalLM
 from transformers.models.gemma4 import Gemma4TextConfig
 
-from dgemma.backends.reference import commit, denoise
+from dgemma.backends.reference import commit
 from dgemma.config import GenerationConfig, ModelConfig, config_to_json
 from dgemma.diffusion.canvas import NO_PINS, Noise
-from dgemma.diffusion.denoise import start
+from dgemma.diffusion.denoise import denoise, start
 from dgemma.engine import Done, Draft, Engine, Retry, SamplingParams
 from dgemma.engine.canvas_policy import has_loop, output_fault
 from dgemma.engine.scoring import Score

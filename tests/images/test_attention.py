@@ -16,10 +16,10 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 
 from dgemma.backends.base import ForwardInput, ImageRows
-from dgemma.backends.reference import ReferenceBackend, denoise
+from dgemma.backends.reference import ReferenceBackend
 from dgemma.config import ModelConfig
 from dgemma.diffusion.canvas import NO_PINS
-from dgemma.diffusion.denoise import start
+from dgemma.diffusion.denoise import denoise, start
 from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma

@@ -27,7 +27,7 @@ from dgemma.backends.cuda.passes import (
     has_plain_self_conditioning,
     run_segments,
 )
-from dgemma.backends.reference import ReferenceBackend, ReferenceStep, commit_segment, score
+from dgemma.backends.reference import ReferenceBackend, commit_segment, embed_commits, score
 from dgemma.device import usable_memory
 from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.denoise import CanvasState, update_canvas
@@ -152,7 +152,7 @@ class CudaBackend:
         end = item.images[-1].end
         seen = ForwardInput(cache=item.cache, tokens=item.tokens[:end], images=item.images)
         batch = ForwardBatch([commit_segment(seen)])
-        self.forward(ReferenceStep(self.model, batch, [seen], []).embed(), batch)
+        self.forward(embed_commits(self.model, [seen]), batch)
         batch.close()
         return replace(item, tokens=item.tokens[end:], images=())
 

@@ -183,16 +183,16 @@ class DenoisePass:
         self.cos_sin = {}  # memory held here could not be reused by other captured passes
         if not self.canvases:
             self.hidden_TD = hidden_TD
-        return hidden_TD[: self.canvases * self.buffers.length]
+        return hidden_TD
 
     def logit_stats(self, hidden_TD: Tensor) -> StepStats:
-        model, buffers, rows = self.model, self.buffers, len(hidden_TD)
-        length = buffers.length
+        model, buffers, length = self.model, self.buffers, self.buffers.length
+        rows = self.canvases * length
         whole = model.model.config.canvas_length
         most = buffers.num_canvases
         sizes = [min(count, most) * whole for count in (*LOGIT_TIERS, most)]
         raw_TV = model.logits_buffer(rows, sizes)
-        lm_head(hidden_TD, lm_head_of(model.model.embed_tokens), raw_TV)
+        lm_head(hidden_TD[:rows], lm_head_of(model.model.embed_tokens), raw_TV)
         query = TokenQuery(
             temperature_T=buffers.temperature_T[:rows],
             draw_temperature_T=buffers.draw_temperature_T[:rows],
@@ -202,7 +202,7 @@ class DenoisePass:
         stats = logit_stats.logit_stats(raw_TV, model.softcap, query, length)
         return StepStats(stats, soft_embed_topk.count_candidates(stats))
 
-    def advance(self, stats: StepStats) -> None:
+    def advance(self, stats: StepStats) -> StepStats:
         merged = stats.logits.merged
         inputs = sampler_update.Stats(
             draw_T=merged.draw_T,
@@ -211,6 +211,7 @@ class DenoisePass:
             candidates=stats.candidates,
         )
         sampler_update.update(self.buffers.canvas_states(), inputs, self.entry_C)
+        return stats
 
     def soft_embed(self, *, sparse: bool) -> None:
         """Write the self-conditioning of the next step."""
