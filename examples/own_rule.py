@@ -33,12 +33,11 @@ class FixedCount:
 
 
 def main() -> None:
-    engine = Engine.load("nano")
     prompt = "Change cat to dog.\n\nThe cat sat on the mat. The cat was happy."
-    for rule in (engine.sampler.rule, FixedCount()):
-        engine.set_rule(rule)
+    for rule in (None, FixedCount()):
+        engine = Engine.load("nano", rule=rule)
         done = engine.generate(prompt, SamplingParams(seed=1))
-        print(f"{type(rule).__name__}: {done.steps} steps: {done.text}")
+        print(f"{type(engine.sampler.rule).__name__}: {done.steps} steps: {done.text}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from dgemma.diffusion.sampler import (
     advance,
     released_sampler,
 )
-from dgemma.engine import SamplingParams
+from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import UsageError
 from examples.own_rule import FixedCount
 from tests.constrain.small_engines import random_engine
@@ -567,7 +567,8 @@ def test_the_example_of_a_rule_takes_a_fixed_number_of_steps() -> None:
     assert isinstance(load_rule("confidence"), Confidence)
     rule = load_rule("examples.own_rule:FixedCount")
     assert rule == FixedCount(8)
-    engine = random_engine(1)
-    engine.set_rule(rule)
+    base = random_engine(1)
+    parts = (base.model, base.tokenizer, base.template, base.generation_config)
+    engine = Engine(*parts, rule=rule)
     done = engine.generate("Hello.", SamplingParams(seed=1, max_tokens=24, retries=0))
     assert done.steps == done.blocks * -(-engine.model.config.canvas_length // 8)

@@ -155,9 +155,7 @@ def load_engine(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from dgemma.engine import Engine
-    from dgemma.engine.params import check_preset
 
-    check_preset(preset)
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(file=sys.stderr)
     is_quiet = not console.is_terminal
@@ -167,12 +165,7 @@ def load_engine(
         def on_tensor(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total, visible=total > MIN_SHOWN_BYTES)
 
-        engine = Engine.load(**asdict(options), progress=on_tensor)
-    if preset is not None:
-        engine.set_preset(preset)
-    if rule is not None:
-        engine.set_rule(rule)
-    return engine
+        return Engine.load(**asdict(options), progress=on_tensor, rule=rule, preset=preset)
 
 
 # --- rules

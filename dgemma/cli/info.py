@@ -91,8 +91,7 @@ def _break_even(options: ModelOptions) -> str:
         path = find_checkpoint(options.model)
     except UsageError as error:
         return f"not measured: {error}"
-    where = {name: getattr(options, name) for name in ("device", "dtype", "quant")}
-    costs = kept(identity(path, options.adapter, where))
+    costs = kept(identity(path, options))
     return "not measured: dgemma bench break-even" if costs is None else costs.describe()
 
 
@@ -132,7 +131,7 @@ def _file(path: Path, options: ModelOptions) -> dict[str, Any]:
 
     if path.is_dir():
         return {}
-    template = load_template(path, load_tokenizer(path), options.template)  # type: ignore[arg-type]  # checked there
+    template = load_template(path, load_tokenizer(path), options.template)
     types, *notes = source_notes(path, template)
     tower = find_tower(path, options.vision)
     return {"file": types, "notes": "; ".join(notes), "image_tower": str(tower or "none")}

@@ -22,6 +22,7 @@ from dgemma import __version__
 from dgemma.device import choose_device, describe_device, keep_result, kept_result
 from dgemma.diffusion.canvas import NO_PINS, Canvas
 from dgemma.engine.events import Done, Draft
+from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
@@ -290,16 +291,16 @@ def _mean(costs: Sequence[CanvasCost]) -> CanvasCost:
 CACHE = "break-even"
 
 
-def identity(path: Path, adapter: str | Path | None, where: Mapping[str, str]) -> dict[str, str]:
+def identity(path: Path, options: ModelOptions) -> dict[str, str]:
     """Return all that measured seconds depend on, of a checkpoint that is loaded in this way."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     newest = max((file.stat().st_mtime_ns for file in files), default=0)
     return {
         "checkpoint": f"{path.resolve()} {newest}",
-        "adapter": "" if adapter is None else str(Path(adapter).resolve()),
-        "device": describe_device(choose_device(where.get("device", "auto"))),
-        "dtype": where.get("dtype", "auto"),
-        "quant": where.get("quant", "auto"),
+        "adapter": "" if options.adapter is None else str(options.adapter.resolve()),
+        "device": describe_device(choose_device(options.device)),
+        "dtype": options.dtype,
+        "quant": options.quant,
         "dgemma": __version__,
         "torch": torch.__version__,
     }

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from itertools import islice
 from math import inf
 from traceback import format_exception
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 
@@ -44,10 +44,23 @@ ScheduledTask = tuple[Task, list[ForwardInput]]
 logger = logging.getLogger("dgemma")
 
 
+class EngineLimits(TypedDict, total=False):
+    """Limits of an engine as keyword arguments."""
+
+    max_batch_size: int  # tasks in one pass
+    prefix_bytes: int | None  # of the prefix cache; None: by the device
+
+
 class EngineCore:
     """Runs tasks. The scheduler, the prefix cache and the failure counters are all its state."""
 
-    def __init__(self, model: Gemma, max_batch_size: int, prefix_bytes: int | None) -> None:
+    def __init__(
+        self,
+        model: Gemma,
+        *,
+        max_batch_size: int = MAX_BATCH_SIZE,
+        prefix_bytes: int | None = None,
+    ) -> None:
         weight = model.embed_tokens.weight
         self.model, self.device, self.dtype = model, weight.device, weight.dtype
         self.backend = choose_backend(model)

@@ -20,7 +20,7 @@ from dgemma.cpu_threads import spin_control
 from dgemma.diffusion.sampler import Rule, Sampler, released_sampler
 from dgemma.engine import auto
 from dgemma.engine.auto import BreakEven
-from dgemma.engine.core import MAX_BATCH_SIZE, EngineCore
+from dgemma.engine.core import EngineCore, EngineLimits
 from dgemma.engine.events import Done, Event
 from dgemma.engine.generation import DraftMap, Generation
 from dgemma.engine.image_features import ImageFeatures, image_features
@@ -37,7 +37,7 @@ from dgemma.weights.files import OnProgress
 from dgemma.weights.hub import ModelOptions, find_checkpoint
 from dgemma.weights.inference import LoadArgs, load_for_inference
 from dgemma.weights.lora_files import load_adapter
-from dgemma.weights.source import TemplateChoice, load_template, load_tokenizer, source_notes
+from dgemma.weights.source import load_template, load_tokenizer, source_notes
 
 DEFAULTS = SamplingParams()
 logger = logging.getLogger("dgemma")
@@ -53,19 +53,24 @@ class Engine(EngineCore):
         template: ChatTemplate | None,
         generation: GenerationConfig,
         *,
-        max_batch_size: int = MAX_BATCH_SIZE,
-        prefix_bytes: int | None = None,
+        rule: Rule | None = None,
+        preset: str | None = None,
+        **limits: Unpack[EngineLimits],
     ) -> None:
+        """Make an engine; rule and preset are of all requests without a sampler of their own.
+
+        None is the checkpoint's own rule, and generation_config as it is.
+        """
+        check_preset(preset)
         if tokenizer.vocab_size != model.config.vocab_size:
             raise CheckpointError(
                 f"the tokenizer knows {tokenizer.vocab_size} tokens, the model "
                 f"{model.config.vocab_size}; they are not of the same checkpoint"
             )
-        super().__init__(model, max_batch_size, prefix_bytes)
+        super().__init__(model, **limits)
         self.tokenizer, self.template = tokenizer, template
         self.generation_config = generation  # as the checkpoint has it
-        self.rule: Rule | None = None  # of all canvases; None: the checkpoint's own
-        self.preset: str | None = None  # of requests without one; None: generation_config as it is
+        self.rule, self.preset = rule, preset
         self.sampler = self._new_sampler(None)
         self.break_even: BreakEven | None = None  # costs of both modes, for mode auto
         self.identity: dict[str, str] | None = None  # under which they are kept
@@ -79,9 +84,10 @@ class Engine(EngineCore):
         model: str | Path = "nano",
         *,
         adapter: str | Path | None = None,
+        rule: Rule | None = None,
+        preset: str | None = None,
         prefix_bytes: int | None = None,
         progress: OnProgress | None = None,
-        template: TemplateChoice = "auto",
         **where: Unpack[LoadArgs],
     ) -> "Engine":
         """Load a checkpoint: a directory, a GGUF file, a downloaded hub id, or `nano`, built in.
@@ -89,30 +95,27 @@ class Engine(EngineCore):
         `device`, `dtype` and `quant` (the form of its weights in memory) are `auto` or as given.
         `template` is `file` to use the chat template of a GGUF file in any case, `vision` the
         image tower of one. An adapter's directory may have a generation_config.json of its own.
+        `rule` and `preset` are of all requests without a sampler of their own.
         """
-        path = find_checkpoint(str(model))
+        check_preset(preset)
+        adapter = None if adapter is None else Path(adapter)
+        path, options = find_checkpoint(str(model)), ModelOptions(adapter=adapter, **where)
         tokenizer = load_tokenizer(path)
-        chosen = load_template(path, tokenizer, template)
+        chosen = load_template(path, tokenizer, options.template)
         for note in source_notes(path, chosen):
             logger.warning("%s: %s", path.name, note)
-        lora = None if adapter is None else load_adapter(Path(adapter))
-        checkpoint = load_for_inference(path, ModelOptions(**where), lora, progress)
+        lora = None if adapter is None else load_adapter(adapter)
+        checkpoint = load_for_inference(path, options, lora, progress)
         generation = checkpoint.generation
-        if adapter is not None and (Path(adapter) / GENERATION_CONFIG).is_file():
-            generation = load_generation_config(Path(adapter))
-        engine = cls(
-            checkpoint.model, tokenizer, chosen.template, generation, prefix_bytes=prefix_bytes
-        )
+        if adapter is not None and (adapter / GENERATION_CONFIG).is_file():
+            generation = load_generation_config(adapter)
+        parts = (checkpoint.model, tokenizer, chosen.template, generation)
+        engine = cls(*parts, rule=rule, preset=preset, prefix_bytes=prefix_bytes)
         engine.images = image_features(checkpoint)
         spin_control().end_pool()  # passes may run in another thread
-        engine.identity = auto.identity(path, adapter, {k: str(v) for k, v in where.items()})
+        engine.identity = auto.identity(path, options)
         engine.break_even = auto.kept(engine.identity)
         return engine
-
-    def set_rule(self, rule: Rule) -> None:
-        """Use a rule for all canvases of requests without a sampler of their own."""
-        self.rule = rule
-        self.sampler = self._new_sampler(None)
 
     def defer_timing(self) -> None:
         """Time both modes no more when a request needs it, but in `measure_if_due`."""
@@ -130,12 +133,6 @@ class Engine(EngineCore):
         if self.identity is not None:
             auto.keep(self.identity, self.break_even)
         return self.break_even
-
-    def set_preset(self, preset: str) -> None:
-        """Use a preset for all canvases of requests without one of their own."""
-        check_preset(preset)
-        self.preset = preset
-        self.sampler = self._new_sampler(None)
 
     def sampler_of(self, preset: str | None) -> Sampler:
         """Return the sampler of a preset with the engine's rule; None: the engine's own."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.text.chat import ChatTemplate
@@ -53,8 +53,7 @@ NORMALIZER = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MA
 RELEASED_DIGEST = "20ce819120147107df35c5a8f77914ad7d76d59363932ce592f07926457e247c"
 RELEASED_TEMPLATE = Path(__file__).resolve().parents[1] / "text" / "gemma4.jinja"
 
-TemplateChoice = Literal["auto", "file"]
-TEMPLATE_OPTIONS: tuple[TemplateChoice, ...] = get_args(TemplateChoice)
+TEMPLATE_OPTIONS = ("auto", "file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def digest(tokens: list[str], merges: list[str]) -> str:
 
 
 def choose_template(
-    metadata: Mapping[str, Any], tokenizer: Tokenizer, choice: TemplateChoice = "auto"
+    metadata: Mapping[str, Any], tokenizer: Tokenizer, choice: str = "auto"
 ) -> ChosenTemplate:
     """Choose the chat template: this package's for the released tokenizer, else the file's.
 

@@ -63,6 +63,7 @@ class LoadArgs(TypedDict, total=False):
     device: str
     dtype: str
     quant: str
+    template: str
     vision: str
 
 

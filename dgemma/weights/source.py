@@ -20,7 +20,6 @@ from dgemma.weights.files import read_headers
 from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf
 from dgemma.weights.gguf_tokenizer import (
     ChosenTemplate,
-    TemplateChoice,
     TokenizerKeys,
     choose_template,
     metadata_keys,
@@ -29,7 +28,7 @@ from dgemma.weights.gguf_tokenizer import (
 )
 from dgemma.weights.safetensors_io import MappedTensors
 
-__all__ = ["ChosenTemplate", "TemplateChoice"]
+__all__ = ["ChosenTemplate"]
 
 TEMPLATE_FILE = "chat_template.jinja"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a drafter
@@ -54,9 +53,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return open_gguf(path).tokenizer() if is_gguf(path) else Tokenizer.load(path)
 
 
-def load_template(
-    path: Path, tokenizer: Tokenizer, choice: TemplateChoice = "auto"
-) -> ChosenTemplate:
+def load_template(path: Path, tokenizer: Tokenizer, choice: str = "auto") -> ChosenTemplate:
     """Load the chat template; a directory has its own or none."""
     if is_gguf(path):
         return choose_template(open_gguf(path).file.metadata, tokenizer, choice)

@@ -40,6 +40,12 @@ def engine() -> Engine:
     return Engine(model, tokenizer, ChatTemplate(TEMPLATE, tokenizer), generation)
 
 
+def twin(engine: Engine, **settings: Any) -> Engine:
+    """Make an engine of the same model with settings of its own."""
+    parts = (engine.model, engine.tokenizer, engine.template, engine.generation_config)
+    return Engine(*parts, **settings)
+
+
 def usual(engine: Engine, params: SamplingParams) -> Sampler:
     return engine.generation("x", params).policy.usual.sampler
 
@@ -88,25 +94,21 @@ def test_a_request_gets_the_values_of_its_preset(engine: Engine) -> None:
     assert usual(engine, SamplingParams(preset="fast", sampler=own)) == own
 
 
-def test_an_engine_can_be_set_to_a_preset_and_keeps_its_rule(engine: Engine) -> None:
-    engine.set_preset("fast")
-    assert engine.sampler.max_denoising_steps == 7
-    assert engine.generation("x", SamplingParams()).policy.long is not None
-    engine.set_rule(Confidence())
-    assert usual(engine, SamplingParams(preset="balanced")).rule == Confidence()
+def test_an_engine_of_a_preset_keeps_its_rule(engine: Engine) -> None:
+    fast = twin(engine, preset="fast")
+    assert fast.sampler.max_denoising_steps == 7
+    assert fast.generation("x", SamplingParams()).policy.long is not None
+    ruled = twin(engine, preset="fast", rule=Confidence())
+    assert usual(ruled, SamplingParams(preset="balanced")).rule == Confidence()
 
 
-def test_rule_and_presets_give_the_same_sampler_in_any_order(engine: Engine) -> None:
-    other = Engine(engine.model, engine.tokenizer, engine.template, engine.generation_config)
+def test_the_preset_of_a_request_is_not_of_what_the_engine_has(engine: Engine) -> None:
     quality = usual(engine, SamplingParams(preset="quality"))
-    engine.set_rule(Confidence())
-    engine.set_preset("balanced")
-    other.set_preset("fast")
-    other.set_preset("balanced")
+    other = twin(engine, preset="balanced")
     assert usual(other, SamplingParams(preset="quality")) == quality, "not of what was set"
-    other.set_rule(Confidence())
-    assert engine.sampler == other.sampler != quality
-    assert engine.sampler.rule == Confidence()
+    both = twin(engine, preset="balanced", rule=Confidence())
+    assert both.sampler == replace(other.sampler, rule=Confidence()) != quality
+    assert both.sampler.rule == Confidence()
 
 
 def test_a_preset_that_is_not_defined_changes_long_replies_too() -> None:
@@ -124,13 +126,18 @@ def test_a_preset_that_is_not_defined_changes_long_replies_too() -> None:
     halved = sampler(SamplingParams(preset="balanced"))
     assert halved.max_denoising_steps == long.max_denoising_steps // 2
     assert halved.rule == SpacedEntropyBound(entropy_bound=8.0, reach=3)
-    engine.set_preset("balanced")
+    engine = twin(engine, preset="balanced")
     assert sampler(SamplingParams()) == halved
 
 
 def test_an_unknown_preset_and_one_without_a_canvas_are_refused(engine: Engine) -> None:
     wrong: Any = "best"
-    for call in (engine.set_preset, engine.sampler_of, lambda p: SamplingParams(preset=p)):
+    for call in (
+        lambda p: twin(engine, preset=p),
+        lambda p: Engine.load("nano", preset=p),
+        engine.sampler_of,
+        lambda p: SamplingParams(preset=p),
+    ):
         with pytest.raises(UsageError, match="preset 'best' is not known; use quality, balanced"):
             made: Any = call(wrong)
             engine.generation("x", made)

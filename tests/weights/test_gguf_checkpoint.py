@@ -407,7 +407,7 @@ def test_our_template_is_for_the_released_tokenizer_alone(
     Engine.load(tiny, template="file")
     assert "chat template: the file's own" in caplog.text
     with pytest.raises(UsageError, match="template 'x' is not known; use auto or file"):
-        Engine.load(tiny, template="x")  # type: ignore[arg-type]
+        Engine.load(tiny, template="x")
 
 
 def _user(text: str) -> Message:
