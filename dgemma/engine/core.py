@@ -73,7 +73,8 @@ class EngineCore:
         self.images: ImageFeatures | None = None  # set where the checkpoint has an image tower
         self.num_failed_passes = 0
         self.num_consecutive_failures = 0
-        self._on_host_done: Callable[[], None] = lambda: None
+        # Called in the thread of a host task when the task is done.
+        self.on_host_done: Callable[[], None] = lambda: None
         self._host = ThreadPoolExecutor(MAX_HOST_TASKS, thread_name_prefix="host")
 
     @property
@@ -95,10 +96,6 @@ class EngineCore:
         if prefix_bytes is not None:
             self.prefixes.clear()
             self.prefixes.max_bytes = prefix_bytes
-
-    def call_when_host_done(self, function: Callable[[], None]) -> None:
-        """Call a function, from the thread of a host task, when the task is done."""
-        self._on_host_done = function
 
     # --- KV caches of tasks
 
@@ -211,7 +208,7 @@ class EngineCore:
         self._expire()
         for host_task in self.scheduler.admit_host():
             host_task.future = self._host.submit(host_task.function, *host_task.arguments)
-            host_task.future.add_done_callback(lambda _: self._on_host_done())
+            host_task.future.add_done_callback(lambda _: self.on_host_done())
         for task in self.scheduler.admit():
             self._start(task)
         batch = self.scheduler.batch()

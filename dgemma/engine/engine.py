@@ -5,11 +5,11 @@ and programs are not known here.
 """
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 from dgemma.config import GENERATION_CONFIG, GenerationConfig, Mode, load_generation_config
 from dgemma.constrain.grammar import ConstraintArgs
@@ -74,8 +74,8 @@ class Engine(EngineCore):
         self.sampler = self._new_sampler(None)
         self.break_even: BreakEven | None = None  # costs of both modes, for mode auto
         self.identity: dict[str, str] | None = None  # under which they are kept
-        # When both modes are timed for mode auto; `due`: deferred, and a request has asked for it.
-        self._timing: Literal["at once", "deferred", "due"] = "at once"
+        # Called when a request needs costs that are not known; None: they are measured at once.
+        self.on_missing_costs: Callable[[], None] | None = None
         self.stop_ids = StopIds.read(generation.stop_ids)
 
     @classmethod
@@ -116,16 +116,6 @@ class Engine(EngineCore):
         engine.identity = auto.identity(path, options)
         engine.break_even = auto.kept(engine.identity)
         return engine
-
-    def defer_timing(self) -> None:
-        """Time both modes no more when a request needs it, but in `measure_if_due`."""
-        self._timing = "deferred"
-
-    def measure_if_due(self) -> None:
-        """Time both modes if that was deferred and a request has needed it since."""
-        if self._timing == "due":
-            self._timing = "deferred"  # also where it fails: the next request asks again
-            self.measure_break_even()
 
     def measure_break_even(self) -> BreakEven:
         """Time both modes on this machine, some seconds, and keep the result for later loads."""
@@ -231,15 +221,12 @@ class Engine(EngineCore):
         return Generation(self, prompt, params, limits, prefix, map_draft)
 
     def _known_mode(self) -> Mode:
-        """Return auto once both modes are timed, which is done now unless it is deferred."""
+        """Return auto once both modes are timed: now, unless `on_missing_costs` defers it."""
         if not self.model.config.can_denoise:
             return "ar"
-        if self.break_even is None and self._timing != "at once":
-            self._timing = "due"
-            return "diffusion"
         if self.break_even is None:
-            self.measure_break_even()
-        return "auto"
+            (self.on_missing_costs or self.measure_break_even)()
+        return "diffusion" if self.break_even is None else "auto"
 
     # --- the calls of a library
 

@@ -37,8 +37,10 @@ class Worker:
     def __init__(self, engine: "Engine", limits: Limits, metrics: Metrics) -> None:
         self.engine, self.limits, self.metrics = engine, limits, metrics
         engine.set_limits(max_batch_size=limits.max_batch_size, max_tokens=limits.max_context)
-        engine.call_when_host_done(self._wake)
-        engine.defer_timing()
+        engine.on_host_done = self._wake
+        # Mode auto needs both modes timed, which takes seconds: done when nothing else is to do.
+        self._needs_costs = threading.Event()
+        engine.on_missing_costs = self._needs_costs.set
         self._live: dict[EngineRequest[Any], Deliver] = {}
         # Of those, the ones whose start, and whose first text, was not reported yet.
         self._unreported: set[EngineRequest[Any]] = set()
@@ -128,7 +130,7 @@ class Worker:
                 self._receive()
                 self._step()
                 self._report()
-                if not self.num_running + self.num_waiting:
+                if self._needs_costs.is_set() and not self.num_running + self.num_waiting:
                     self._measure()
         except BaseException:
             logger.exception("the engine thread ended")
@@ -140,9 +142,10 @@ class Worker:
                 self._fail(request, ApiError(500, THREAD_ENDED))
 
     def _measure(self) -> None:
-        """Time both modes if mode auto needs it; requests that arrive wait some seconds."""
+        """Time both modes for mode auto; requests that arrive wait some seconds."""
+        self._needs_costs.clear()  # also where it fails: the next request asks again
         try:
-            self.engine.measure_if_due()
+            self.engine.measure_break_even()
         except Exception:
             logger.exception("mode auto could not be timed; it remains diffusion")
 

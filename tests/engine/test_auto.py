@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -202,12 +203,13 @@ def test_costs_are_measured_once_and_kept(
 
 def test_a_served_engine_is_not_measured_by_the_thread_that_asks(wild: Engine) -> None:
     engine = Engine(wild.model, wild.tokenizer, wild.template, wild.generation_config)
-    engine.defer_timing()
-    engine.measure_if_due()
-    assert engine.break_even is None, "no request has needed it"
+    needs_costs = Event()
+    engine.on_missing_costs = needs_costs.set
+    engine.generation("x", replace(AUTO, mode="diffusion"))
+    assert not needs_costs.is_set(), "no request has needed it"
     assert engine.generation("x", AUTO).params.mode == "diffusion"
-    assert engine.break_even is None
-    engine.measure_if_due()
+    assert engine.break_even is None and needs_costs.is_set()
+    engine.measure_break_even()
     assert engine.break_even is not None
     assert engine.generation("x", AUTO).params.mode == "auto"
 
