@@ -155,9 +155,9 @@ def _plan(costs: BreakEven, most: int) -> Plan:
     return Plan(num_first=best[3], worst=best[2])
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AutoSwitch:
-    """The state of one reply in auto mode."""
+    """The state of one reply in auto mode; what is written gives the next."""
 
     costs: BreakEven
     try_at: int | None  # tokens after which a canvas is tried; None: never
@@ -186,22 +186,25 @@ class AutoSwitch:
     def is_ar(self, num_written: int) -> bool:
         return not self.has_switched and (self.try_at is None or num_written < self.try_at)
 
-    def resume(self, num_written: int, *, is_block: bool) -> None:
+    def resumed(self, num_written: int, *, is_block: bool) -> "AutoSwitch":
         """Take over what another engine has written."""
-        self.has_switched |= is_block
-        if self.try_at is not None:
-            self.try_at = max(self.try_at, num_written + self.try_at)
+        try_at = self.try_at
+        if try_at is not None:
+            try_at = max(try_at, num_written + try_at)
+        return replace(self, try_at=try_at, has_switched=self.has_switched or is_block)
 
-    def goes_on(self, canvas: Canvas, end_ids: Collection[int], num_written: int) -> bool:
+    def after_step(
+        self, canvas: Canvas, end_ids: Collection[int], num_written: int
+    ) -> "AutoSwitch":
         """Decide after a step; after a first one that predicts a short rest, AR goes on."""
         if self.has_switched:
-            return True
+            return self
         num_ends = sum(token in end_ids for token in canvas.guess_L.tolist())
         rest = canvas.length - num_ends
-        self.has_switched = bool(self.costs.is_faster(np.array([float(rest)]))[0])
-        if not self.has_switched:  # tried again if the reply becomes much longer than predicted
-            self.try_at = num_written + 2 * max(rest, num_written)
-        return self.has_switched
+        if bool(self.costs.is_faster(np.array([float(rest)]))[0]):
+            return replace(self, has_switched=True)
+        # Tried again if the reply becomes much longer than predicted.
+        return replace(self, try_at=num_written + 2 * max(rest, num_written))
 
 
 # --- measured on this machine

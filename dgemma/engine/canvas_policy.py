@@ -35,18 +35,15 @@ class CanvasPolicy:
 
     usual: CanvasPreset
     long: CanvasPreset | None = None
-    is_long: bool = False  # the reply is known not to end in its first canvas
     shortens: bool = False  # canvases are no longer than what may still be written
 
-    def for_long_reply(self) -> "CanvasPolicy":
-        return replace(self, is_long=True)
-
-    def next_canvas(self, num_left: int, num_free: int) -> CanvasPreset:
+    def next_canvas(self, num_left: int, num_free: int, *, is_long: bool = False) -> CanvasPreset:
         """Return the next canvas's preset.
 
-        `num_left` tokens may still be written, `num_free` slots are left in the KV cache.
+        `num_left` tokens may still be written, `num_free` slots are left in the KV cache;
+        `is_long`: the reply is known not to end in its first canvas.
         """
-        if self.long is None or not self.is_long:
+        if self.long is None or not is_long:
             if not self.shortens:
                 return self.usual
             left = -(-num_left // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
@@ -58,8 +55,8 @@ class CanvasPolicy:
         return replace(self.long, length=min(length, num_free))
 
     def restarts(self, canvas: Canvas, end_ids: Collection[int]) -> bool:
-        """True if the block starts again: the first step predicts no end in the first canvas."""
-        if self.long is None or self.is_long or canvas.num_steps != 1:
+        """True if the first canvas starts again: its first step predicts no end in it."""
+        if self.long is None or canvas.num_steps != 1:
             return False
         num_ends = sum(token in end_ids for token in canvas.guess_L.tolist())
         # After an end, the rest of a canvas is end tokens; a few at its very end mean little.

@@ -1,9 +1,13 @@
 """Events that a request reports. Closing the stream of events cancels the request."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dgemma.text.reply import Reply
+
+if TYPE_CHECKING:
+    from dgemma.diffusion.canvas import Canvas
+    from dgemma.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +23,22 @@ class Draft:
     pinned: tuple[bool, ...]
     block: int
     step: int
+
+    @classmethod
+    def of(cls, canvas: "Canvas", block: int, tokenizer: "Tokenizer") -> "Draft":
+        text = tokenizer.token_text
+        ids, guess = canvas.tokens_L.tolist(), canvas.guess_L.tolist()
+        return cls(
+            ids=tuple(ids),
+            tokens=tuple(map(text, ids)),
+            guess=tuple(guess),
+            guess_tokens=tuple(map(text, guess)),
+            entropy=tuple(canvas.entropy_L.tolist()),
+            kept=tuple(canvas.kept_L.tolist()),
+            pinned=tuple(canvas.pinned_L.tolist()),
+            block=block,
+            step=canvas.num_steps,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

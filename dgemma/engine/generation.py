@@ -30,7 +30,6 @@ from dgemma.engine.request import Prefix, Task, TokenSequence
 from dgemma.errors import UsageError
 from dgemma.text.chat import Prompt
 from dgemma.text.control_tokens import CHANNEL, CHANNEL_END
-from dgemma.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dgemma.engine.core import EngineCore
@@ -42,12 +41,26 @@ AR_BLOCK_LENGTH = 256
 FAULT = "fault"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The next block of a reply between two passes: AR tokens, or a canvas and its attempts."""
+
+    in_thought: bool  # AR tokens are those of a thought
+    is_long: bool = False  # the reply is known not to end in its first canvas
+    retry: int = 0  # attempts that failed
+    state: CanvasState | None = None  # None: before the first step
+
+    def after_commit(self) -> "Block":
+        return Block(in_thought=self.in_thought, is_long=True)
+
+
 @dataclass(slots=True)
 class Progress:
-    """Counters of a reply that is being written, named as in `Done`."""
+    """Counters of a reply that is being written, named as in `Done`, and its clock."""
 
-    started: float
-    prefilled_at: float
+    started: float = 0.0
+    prefilled_at: float = 0.0
+    deadline: float = math.inf
     blocks: int = 0
     steps: int = 0
     unconverged_blocks: int = 0
@@ -56,16 +69,13 @@ class Progress:
     logprobs: list[float] = field(default_factory=list)
     fault: str = ""  # of the last canvas, after all retries
     reported: tuple[int, int] = (0, 0)  # steps and retries of what was committed
+    last_canvas: Canvas | None = None  # that came to its end
 
 
 class Generation(Task):
     """Writes one reply. Made by `Engine.generation`, which checks it."""
 
     result: Done | None
-    constrained: ConstrainedReply | None = None
-    state: CanvasState | None = None  # of the present canvas
-    last_canvas: Canvas | None = None  # that came to its end
-    retry = 0  # attempts at the present block that failed
 
     def __init__(
         self,
@@ -81,15 +91,16 @@ class Generation(Task):
         self.tokenizer, self.stops = engine.tokenizer, engine.stop_ids
         config = engine.model.config
         sampler, defaults = engine.sampler_of(params.preset), engine.defaults_of(params.preset)
-        self.policy = canvas_policy(params, sampler, config, defaults, engine.rule)
+        policy = canvas_policy(params, sampler, config, defaults, engine.rule)
         self.auto = AutoSwitch.of(engine.break_even, params, limits.max_tokens)
-        if self.auto is not None and self.auto.try_at:
-            self.policy = replace(self.policy.for_long_reply(), shortens=True)
+        begins_in_ar = self.auto is not None and bool(self.auto.try_at)
+        self.policy = replace(policy, shortens=begins_in_ar)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         self.noise = Noise(seed=seed, choice=params.choice)
         self.reader, self.sequence = self._new_reader(), TokenSequence(prompt)
-        self.in_thought = prompt.in_thought
-        self.progress, self.deadline = Progress(0.0, 0.0), math.inf
+        self.constrained: ConstrainedReply | None = None  # from `start` on
+        self.block = Block(in_thought=prompt.in_thought, is_long=begins_in_ar)
+        self.progress = Progress()
 
     def _new_reader(self) -> ReplyReader:
         return ReplyReader(self.tokenizer, self.params.stop, in_thought=self.prompt.in_thought)
@@ -109,7 +120,7 @@ class Generation(Task):
             return self.auto.is_ar(len(self.sequence.written))
         if self.params.mode != "hybrid":
             return self.params.mode == "ar"
-        return self.in_thought or not self.sequence.written
+        return self.block.in_thought or not self.sequence.written
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -119,8 +130,8 @@ class Generation(Task):
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
         now, budget = time.monotonic(), self.params.max_seconds
-        self.progress = Progress(now, now)
-        self.deadline = deadline if budget is None else min(deadline, now + budget)
+        deadline = deadline if budget is None else min(deadline, now + budget)
+        self.progress = Progress(started=now, prefilled_at=now, deadline=deadline)
         if self.params.constraint is not None:
             self.constrained = ConstrainedReply(self, self.params.constraint, self.tokenizer)
             if self.constrained.fault:  # no text of the grammar fits
@@ -142,7 +153,8 @@ class Generation(Task):
         if self.is_done:
             raise UsageError("tokens are committed after the end of a reply; leave them out")
         if self.auto is not None:
-            self.auto.resume(len(self.sequence.written), is_block=commit.logprob is None)
+            is_block = commit.logprob is None
+            self.auto = self.auto.resumed(len(self.sequence.written), is_block=is_block)
         elif (commit.logprob is not None) != self.is_ar:
             raise UsageError("what is committed was written in another mode; use the same")
         self.progress.steps += commit.steps
@@ -163,9 +175,9 @@ class Generation(Task):
                 given = replace(given, tokens=self.sequence.next_tokens())
             needs_logits = self.constrained is not None
             return [replace(given, draw=self._token_draw(), needs_logits=needs_logits)]
-        if self.state is None:
-            self.state = self._new_state()
-        return [replace(given, state=self.state)]
+        if self.block.state is None:
+            self.block = replace(self.block, state=self._new_state())
+        return [replace(given, state=self.block.state)]
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
         (forward_input,), (output,) = inputs, outputs
@@ -181,7 +193,7 @@ class Generation(Task):
 
     def close(self, engine: "EngineCore") -> None:
         """Give the KV cache to the prefix cache, unless it continues a program's prefix."""
-        self.state = None
+        self.block = replace(self.block, state=None)
         self.sequence.close(keep=self.prefix is None)
 
     # --- canvases
@@ -189,10 +201,10 @@ class Generation(Task):
     def _new_state(self) -> CanvasState:
         num_left = self.limits.max_tokens - len(self.reader.ids)
         num_free = self.limits.max_length - len(self.sequence.ids)
-        preset = self.policy.next_canvas(num_left, num_free)
+        preset = self.policy.next_canvas(num_left, num_free, is_long=self.block.is_long)
         length, sampler, config = preset.length, preset.sampler, self.sequence.cache.config
         steps = sampler.max_denoising_steps
-        noise = replace(self.noise, retry=self.retry).block(
+        noise = replace(self.noise, retry=self.block.retry).block(
             self.progress.blocks, steps, length, config.vocab_size, self.sequence.cache.device
         )
         noise = noise.starting_from(self._initial_tokens(length))
@@ -207,7 +219,7 @@ class Generation(Task):
         A canvas that failed is done again from noise.
         """
         old = self.params.initial_canvas
-        if not old or self.retry:
+        if not old or self.block.retry:
             return ()
         begin = resume_index(old, self.sequence.written)
         return old[begin : begin + length]
@@ -216,33 +228,35 @@ class Generation(Task):
         return self.params.pins if self.progress.blocks == 0 else NO_PINS
 
     def _take_step(self, state: CanvasState) -> None:
-        self.state = state
+        canvas = state.canvas
+        self.block = replace(self.block, state=state)
         self.progress.steps += 1
-        auto, num_written = self.auto, len(self.sequence.written)
-        if auto is not None and not auto.goes_on(state.canvas, self.end_ids, num_written):
-            self.state = None
-            return
+        if self.auto is not None:
+            self.auto = self.auto.after_step(canvas, self.end_ids, len(self.sequence.written))
+            if not self.auto.has_switched:
+                self.block = replace(self.block, state=None)
+                return
         if self.params.drafts:
-            shown = draft(state.canvas, self.progress.blocks, self.tokenizer)
+            shown = Draft.of(canvas, self.progress.blocks, self.tokenizer)
             self.events.append(shown if self.map_draft is None else self.map_draft(shown))
         if state.is_done:
-            self._end_block(state.canvas)
-        elif self.policy.restarts(state.canvas, self.end_ids):
-            self.policy, self.state = self.policy.for_long_reply(), None
+            self._end_block(canvas)
+        elif not self.block.is_long and self.policy.restarts(canvas, self.end_ids):
+            self.block = replace(self.block, is_long=True, state=None)
 
     def _end_block(self, canvas: Canvas) -> None:
         if self.constrained is not None and self.constrained.fault:
             self._fail(self.constrained.fault, FAULT)
             return
-        ids, progress = canvas.guess_L.tolist(), self.progress
+        ids, progress, retry = canvas.guess_L.tolist(), self.progress, self.block.retry + 1
         is_first = not self.reader.ids and self.constrained is None  # a grammar may allow no text
         reason = output_fault(ids, canvas.entropy_L.tolist(), self.end_ids, is_first=is_first)
-        if reason and self.retry < self.params.retries:
-            self.retry, self.state = self.retry + 1, None
+        if reason and retry <= self.params.retries:
+            self.block = replace(self.block, retry=retry, state=None)
             progress.retries += 1
-            self.events.append(Retry(block=progress.blocks, reason=reason, retry=self.retry))
+            self.events.append(Retry(block=progress.blocks, reason=reason, retry=retry))
             return
-        self.last_canvas = canvas
+        progress.last_canvas = canvas
         if reason == NOT_A_NUMBER:
             self._fail(reason, FAULT)
             return
@@ -253,15 +267,15 @@ class Generation(Task):
 
     def _commit_block(self, block: Committed) -> None:
         first_stop, progress = self._first_stop_position(), self.progress
-        self.retry, self.state, self.policy = 0, None, self.policy.for_long_reply()
+        self.block = self.block.after_commit()
         progress.blocks, progress.fault = progress.blocks + 1, block.fault
         progress.unconverged_blocks += not block.is_converged
         self._commit(block, first_stop)
         if not self.is_done and progress.blocks == self.params.max_blocks:
-            self._finish("length")
+            self._end("length")
 
     def _first_stop_position(self) -> int:
-        """Position from which on a stop ends the present canvas: after all pinned text."""
+        """Position from which on a stop ends the current canvas: after all pinned text."""
         pins, stops = self._pins(), self.stops.ids
         text = [p for p, t in zip(pins.positions, pins.tokens, strict=True) if t not in stops]
         return max(text, default=-1) + 1
@@ -303,8 +317,9 @@ class Generation(Task):
             self.progress.logprobs.append(logprob)
         self._commit(commit)
         names = self.tokenizer.control_ids
-        is_open = self.in_thought and token != names.get(CHANNEL_END)
-        self.in_thought = is_open or token == names.get(CHANNEL)
+        is_open = self.block.in_thought and token != names.get(CHANNEL_END)
+        in_thought = is_open or token == names.get(CHANNEL)
+        self.block = replace(self.block, in_thought=in_thought)
 
     def _choose(self, output: ForwardOutput) -> tuple[int, float]:
         if self.constrained is None:
@@ -334,42 +349,42 @@ class Generation(Task):
         progress.reported = (progress.steps, progress.retries)
         if self.params.commits:
             self.events.append(commit)
-        if self.constrained is None:
-            self._read(ids, first_stop)
+        if reason := self._read(ids, first_stop):
+            self._end(reason)
         else:
-            self.events += self.reader.feed(self.stops.cut(ids)[0])
-            if self.constrained.is_complete:
-                self._finish("length" if self.constrained.is_cut else "stop")
-        if not self.is_done:
-            self.sequence.ids += ids
+            self.sequence.ids.extend(ids)
 
-    def _read(self, ids: list[int], first_stop: int) -> None:
-        """Hand ids to the reader up to a stop at `first_stop` or later, and see if the reply ends.
+    def _read(self, ids: list[int], first_stop: int) -> str:
+        """Hand ids to the reader up to a stop at `first_stop` or later; why the reply ends, if so.
 
         Pinned text is part of the reply: a stop before it is dropped.
         """
+        if self.constrained is not None:
+            self.events.extend(self.reader.feed(self.stops.cut(ids)[0]))
+            if not self.constrained.is_complete:
+                return ""
+            return "length" if self.constrained.is_cut else "stop"
         num_left = self.limits.max_tokens - len(self.reader.ids)
         before = [token for token in ids[:first_stop] if token not in self.stops.ids]
         after, stop = self.stops.cut(ids[first_stop:])
-        self.events += self.reader.feed([*before, *after][:num_left])
+        self.events.extend(self.reader.feed([*before, *after][:num_left]))
         count, written, goal = len(before) + len(after), self.reader.ids, self.params.stop_sequence
-        # A closing token ends the reply, whether or not it is listed as a stop.
-        has_ended = self.reader.parser.has_ended or (stop is not None and count <= num_left)
         if self.reader.has_stopped or (goal and tuple(written[-len(goal) :]) == goal):
-            self._finish("stop_string")
-        elif has_ended:
-            self._finish("stop")
-        elif count >= num_left:
-            self._finish("length")
+            return "stop_string"
+        # A closing token ends the reply, whether or not it is listed as a stop.
+        if self.reader.parser.has_ended or (stop is not None and count <= num_left):
+            return "stop"
+        return "length" if count >= num_left else ""
 
     def _is_over_budget(self) -> bool:
-        is_late = time.monotonic() > self.deadline
+        is_late = time.monotonic() > self.progress.deadline
         max_steps = self.params.max_steps
         return is_late or (max_steps is not None and self.progress.steps >= max_steps)
 
     def _stop_early(self) -> None:
         """End now with the unconverged canvas, and report its entropy."""
-        canvas = self.state.canvas if self.state and self.state.canvas.num_steps else None
+        state = self.block.state
+        canvas = state.canvas if state is not None and state.canvas.num_steps else None
         remaining = 0.0 if canvas is None else float(canvas.entropy_L.sum())
         if self.constrained is not None:  # brought to its end, so that it is a text of the grammar
             ids = [] if canvas is None else canvas.guess_L.tolist()
@@ -378,38 +393,36 @@ class Generation(Task):
             except ConstraintFault as fault:
                 self._fail(str(fault), "budget")
                 return
-            self.events += self.reader.feed(closed)
+            self.events.extend(self.reader.feed(closed))
         elif canvas is not None:
             self._read(canvas.guess_L.tolist(), self._first_stop_position())
-        self._finish("budget", remaining)
+        self._end("budget", remaining)
 
     def _fail(self, reason: str, finish: str) -> None:
         """End without any text of this canvas; part of a constrained text is no text."""
         self.progress.fault = reason
-        if self.constrained is not None:
-            self.reader = self._new_reader()
-        self._finish(finish)
+        self._end(finish, reader=self.reader if self.constrained is None else self._new_reader())
 
-    def _finish(self, reason: str, remaining: float = 0.0) -> None:
-        if self.is_done:
-            if reason != "budget":
-                return
-            self.events.pop()  # the partial canvas looked like an end; the budget is the reason
-        else:
-            self.events += self.reader.close()
-        self.is_done, self.state = True, None
-        finish = "stop_string" if self.reader.has_stopped and reason != "budget" else reason
-        self.result = self._done(finish, remaining)
-        self.events.append(self.result)
+    def _end(
+        self, reason: str, remaining: float = 0.0, *, reader: ReplyReader | None = None
+    ) -> None:
+        """End with what was read; `remaining`: the entropy of a canvas that the budget has cut."""
+        reader = reader or self.reader
+        self.events.extend(reader.close())
+        self.block = replace(self.block, state=None)
+        has_stopped = reader.has_stopped and reason != "budget"
+        done = self._done(reader, "stop_string" if has_stopped else reason, remaining)
+        self.finish(done)
+        self.events.append(done)
 
-    def _done(self, finish: str, remaining: float) -> Done:
+    def _done(self, reader: ReplyReader, finish: str, remaining: float) -> Done:
         progress, now = self.progress, time.monotonic()
-        reply, constrained, ids = self.reader.reply, self.constrained, self.reader.ids
+        reply, constrained, ids = reader.reply, self.constrained, reader.ids
         return Done(
             reply=reply,
             ids=tuple(ids),
             finish=finish,
-            stop_string=self.reader.stops.stopped_by or "",
+            stop_string=reader.stops.stopped_by or "",
             mode=self.params.mode,
             prompt_tokens=len(self.prompt.ids),
             image_tokens=self.prompt.num_image_tokens,
@@ -427,20 +440,3 @@ class Generation(Task):
             prefill_seconds=progress.prefilled_at - progress.started,
             seed=self.noise.seed,
         )
-
-
-def draft(canvas: Canvas, block: int, tokenizer: Tokenizer) -> Draft:
-    """Make an event of a canvas."""
-    text = tokenizer.token_text
-    ids, guess = canvas.tokens_L.tolist(), canvas.guess_L.tolist()
-    return Draft(
-        ids=tuple(ids),
-        tokens=tuple(map(text, ids)),
-        guess=tuple(guess),
-        guess_tokens=tuple(map(text, guess)),
-        entropy=tuple(canvas.entropy_L.tolist()),
-        kept=tuple(canvas.kept_L.tolist()),
-        pinned=tuple(canvas.pinned_L.tolist()),
-        block=block,
-        step=canvas.num_steps,
-    )

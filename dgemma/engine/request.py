@@ -153,15 +153,22 @@ class TokenSequence:
 
 
 class Task(ABC):
-    """Work of one request that runs in passes. `is_done` and `result` are set at its end."""
+    """Work of one request that runs in passes; it is done when it has a result."""
 
     def __init__(self, num_tokens: int, prefix: Prefix | None = None) -> None:
         self.num_tokens = num_tokens  # KV cache slots that it allocates at most, without the prefix
         self.prefix = prefix
         self.last_pass = -1  # that it was in, by the scheduler's count
-        self.is_done = False
         self.events: list[Event] = []  # since they were last collected
         self.result: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.result is not None
+
+    def finish(self, result: Any) -> None:
+        """End with a result."""
+        self.result = result
 
     @property
     def has_long_commit(self) -> bool:

@@ -73,12 +73,11 @@ class Prefill(Task):
                 f"the prompt has {len(self.ids)} tokens, but the context holds {limit}; shorten it"
             )
         self._cache = engine.open_cache(self.prompt.cache_ids, len(self.ids))
-        self._finish()
+        self._finish_if_cached()
 
-    def _finish(self) -> None:
-        self.is_done = self.cache.length >= len(self.ids) - 1
-        if self.is_done:
-            self.result = Prefix(self.ids, self.cache, self.prompt.cache_ids)
+    def _finish_if_cached(self) -> None:
+        if self.cache.length >= len(self.ids) - 1:
+            self.finish(Prefix(self.ids, self.cache, self.prompt.cache_ids))
 
     def inputs(self) -> list[ForwardInput]:
         begin, images = self.cache.length, self.prompt.images
@@ -87,7 +86,7 @@ class Prefill(Task):
         return [ForwardInput(cache=self.cache, tokens=self.ids[begin:end], images=rows)]
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
-        self._finish()
+        self._finish_if_cached()
         if self.is_done:
             self.cache.checkpoint()
 
@@ -149,11 +148,8 @@ class Scoring(Task):
             if len(self.logprobs[index]) == len(self.texts[index]):
                 del self.caches[index]
         if not self.caches:
-            self.result = [
-                Score(ids=text, logprobs=tuple(logprobs), best=tuple(best))
-                for text, logprobs, best in zip(self.texts, self.logprobs, self.best, strict=True)
-            ]
-            self.is_done = True
+            rows = zip(self.texts, self.logprobs, self.best, strict=True)
+            self.finish([Score(ids=i, logprobs=tuple(p), best=tuple(b)) for i, p, b in rows])
 
     def close(self, engine: "EngineCore") -> None:
         self.caches = {}
@@ -204,7 +200,7 @@ class CanvasScoring(Task):
         return [ForwardInput(cache=cache, tokens=last, state=state) for cache, state in self.states]
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
-        self.is_done, self.result = True, [reader.score for reader in self.readers]
+        self.finish([reader.score for reader in self.readers])
 
     def close(self, engine: "EngineCore") -> None:
         self.states = []
@@ -252,8 +248,7 @@ class NextTokens(Task):
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
         logits_V = outputs[0].logits_V
         assert logits_V is not None
-        self.result = logits_V.topk(min(self.count, len(logits_V))).indices.tolist()
-        self.is_done = True
+        self.finish(logits_V.topk(min(self.count, len(logits_V))).indices.tolist())
 
     def close(self, engine: "EngineCore") -> None:
         self.cache = None

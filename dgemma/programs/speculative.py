@@ -163,7 +163,7 @@ class SpeculativeReply(Generation):
                 self.progress.prefilled_at = time.monotonic()
             self._verify(inputs[0], outputs[0])
             if not self.is_done and self._is_over_budget():
-                self._finish("budget")
+                self._end("budget")
         else:
             super().process(inputs[:1], outputs[:1])
         self.draft = ()

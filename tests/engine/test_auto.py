@@ -120,16 +120,17 @@ def ends_after(num: int) -> AutoSwitch:
     return AutoSwitch(costs(1.5, 3, length=CANVAS), try_at=num)
 
 
-def reply(engine: Engine, switch: AutoSwitch, params: SamplingParams = AUTO) -> Done:
-    task = engine.generation("x", params)
+def reply(engine: Engine, switch: AutoSwitch) -> tuple[Done, AutoSwitch | None]:
+    """Answer in mode auto; returns the switch after the reply, too."""
+    task = engine.generation("x", AUTO)
     task.auto = switch
     done: Done = engine.run_all([task])[0]
-    return done
+    return done, task.auto
 
 
 def test_a_reply_begins_in_ar_and_switches_to_canvases_for_good(wild: Engine) -> None:
     wild.break_even = EVEN
-    done = reply(wild, ends_after(5))
+    done, _ = reply(wild, ends_after(5))
     greedy = wild.generate("x", SamplingParams(mode="ar", max_tokens=5))
     assert done.ids[:5] == greedy.ids and len(done.logprobs) == 5
     assert done.tokens == 3 * CANVAS and done.blocks == 3 and done.mode == "auto"
@@ -144,12 +145,16 @@ def test_a_reply_begins_in_ar_and_switches_to_canvases_for_good(wild: Engine) ->
 
 def test_a_first_step_that_predicts_an_end_leaves_the_reply_in_ar(wild: Engine) -> None:
     wild.break_even = EVEN
-    switch = AutoSwitch(costs(100.0, 3, length=CANVAS), try_at=5)
-    done = reply(wild, switch)
+    done, switch = reply(wild, AutoSwitch(costs(100.0, 3, length=CANVAS), try_at=5))
     greedy = wild.generate("x", SamplingParams(mode="ar", max_tokens=3 * CANVAS))
     assert done.ids == greedy.ids and done.blocks == 0
     assert done.steps > greedy.steps, "the first step of a canvas was tried"
-    assert switch.try_at is not None and switch.try_at > 5 and not switch.has_switched
+    assert (
+        switch is not None
+        and switch.try_at is not None
+        and switch.try_at > 5
+        and not switch.has_switched
+    )
 
 
 def test_what_needs_a_canvas_gets_one_and_a_short_limit_none(wild: Engine) -> None:

@@ -182,7 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(live))
         one.request.deadline, one.is_touched = time.monotonic() - 1, True
         if one.request.plain_task is not None:
-            one.request.plain_task.deadline = one.request.deadline
+            one.request.plain_task.progress.deadline = one.request.deadline
         for _ in range(2 * OVERCOMMIT):  # its task may have to wait for a pass
             self.engine._step_or_wait()
         self._collect()

@@ -89,7 +89,8 @@ class BeamSearch(Task):
         super().__init__(constraints.width * num_tokens, prefix)
         self.ranks: dict[Ids, float] = {}
         self.beams: list[Beam] = []
-        self.is_done, self.result = self.max_tokens < constraints.min_tokens, []
+        if self.max_tokens < constraints.min_tokens:
+            self.finish([])
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
         num_tokens = len(self.first_tokens) + self.max_tokens
@@ -113,10 +114,9 @@ class BeamSearch(Task):
                 self.ranks[beam.ids] = self._rank(beam, logprob_V)
         num_written = len(self.beams[0].ids)
         self.beams = self._grow(predictions, num_written) if num_written < self.max_tokens else []
-        self.is_done = not self.beams
-        if self.is_done:
+        if not self.beams:
             ranked = sorted(self.ranks, key=self.ranks.__getitem__, reverse=True)
-            self.result = ranked[: self.constraints.width]
+            self.finish(ranked[: self.constraints.width])
 
     def _rank(self, beam: Beam, logprob_V: Tensor) -> float:
         """Log-probability of its tokens and of the one after the hole, or their mean.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.canvas_policy import NOT_A_NUMBER
 from dgemma.engine.events import Draft
-from dgemma.engine.generation import Generation, draft
+from dgemma.engine.generation import Generation
 from dgemma.engine.params import SamplingParams
 from dgemma.engine.request import Prefix, Program
 from dgemma.engine.scoring import Prefill, Score, Scoring
@@ -157,8 +157,9 @@ class CandidatePool:
             texts = [tuple(guess[start:stop]) for start, stop in holes]
             read = self.read(attempt, texts, converged=converged)
             candidates.append(read)
-            if self.config.drafts and read is not None and task.last_canvas is not None:
-                shown_canvas = draft(task.last_canvas, 0, self.tokenizer)
+            canvas = task.progress.last_canvas
+            if self.config.drafts and read is not None and canvas is not None:
+                shown_canvas = Draft.of(canvas, 0, self.tokenizer)
                 self.canvases.setdefault(read.fills, shown_canvas)
             self.cost.steps += task.progress.steps
             is_written = attempt.variant is not None and bool(attempt.variant.written)
@@ -326,7 +327,7 @@ def with_score(
 
 def finished_canvas(task: Generation) -> tuple[list[int], bool]:
     """Return the tokens of a generation's last canvas, and True if it converged."""
-    canvas = task.last_canvas
+    canvas = task.progress.last_canvas
     if canvas is None or task.progress.fault == NOT_A_NUMBER:
         raise DgemmaError("the model's output is not a number; the checkpoint or dtype is at fault")
     return canvas.guess_L.tolist(), bool(canvas.converged)
