@@ -13,8 +13,9 @@ L canvas length, V vocabulary.
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,39 +53,43 @@ class TextState:
     """A constrained text between two steps. A step replaces it, so that it can be taken back."""
 
     completion: Completion | None  # the shortest known end of the text
-    block: tuple[int, ...] = ()  # the constrained prefix of the present canvas
+    budget: int = 0  # tokens the text may still take from the start of the block
+    num_tokens: int = 0  # of earlier blocks
+    block: tuple[int, ...] = ()  # the constrained prefix of the current canvas
+    pins: Mapping[int, int] = field(default_factory=dict)  # tokens of it by position
     path: tuple[int, ...] = ()  # tokens from the end of the prefix to the last pin
+    max_steps: int = 0  # of the canvas
     is_complete: bool = False
     is_closing: bool = False  # no completion is shorter than the known one
     forced_from: int | None = None  # tokens of the text before the end that a limit forced
     stalled: int = 0  # steps without a token since the last one
+    step: int = 0  # the last one, whose number a step that is done again has
+    before: "TextState | None" = None  # that step
+    seconds: float = EXPECTED_SECONDS  # that it took
     fault: str = ""  # why the text cannot go on
     error: Exception | None = None
 
+    @property
+    def tokens_left(self) -> int:
+        """Tokens the text may still take after the prefix."""
+        return self.budget - len(self.block)
+
 
 class ConstrainedCanvas:
-    """The constrained text of one request: its budget, and the state that every step replaces."""
+    """The constrained text of one request: the state that every step replaces, and its matcher."""
 
     def __init__(self, constraint: Constraint, policy: PinPolicy = POLICY) -> None:
         self.constraint, self.policy = constraint, policy
         self.matcher = constraint.matcher()
         self.vocabulary = constraint.vocabulary
-        self.budget = 0  # tokens the text may still take from the start of the block
-        self.num_tokens = 0  # of earlier blocks
-        self.seconds = EXPECTED_SECONDS  # of the last step
-        self.state = self._at_start = TextState(completion=constraint.shortest)
-        self._before: tuple[int, TextState] | None = None  # the last step: its number, the state
-        self._pins: dict[int, int] = {}
-        self._max_steps = 0
+        self.state = TextState(completion=constraint.shortest)
+        self._at_start = self.state  # of the block, to which a canvas that failed returns
 
-    @property
-    def tokens_left(self) -> int:
-        """Tokens the text may still take after the prefix."""
-        return self.budget - len(self.state.block)
+    def _change(self, **fields: Any) -> None:
+        self.state = replace(self.state, **fields)
 
     def start(self, budget: int) -> None:
         """Start the text, with a budget of tokens."""
-        self.budget = budget
         completion, fault = self.state.completion, ""
         if completion is None:
             fault = "no text of this grammar was found that comes to an end"
@@ -93,42 +98,49 @@ class ConstrainedCanvas:
                 f"the shortest text found for this grammar has {len(completion.tokens)} "
                 f"tokens, but {budget} are left"
             )
-        self.state = replace(self.state, fault=fault or self.state.fault)
+        self._change(budget=budget, fault=fault or self.state.fault)
 
     def begin_block(self, pins: Pins, max_steps: int) -> None:
         """Start a canvas, or restart it: tokens of the last attempt are rolled back."""
-        self.matcher.rollback(len(self.state.block))
-        self.state = replace(self._at_start, fault=self.state.fault, error=self.state.error)
-        self._max_steps, self._before = max_steps, None
+        state = self.state
+        self.matcher.rollback(len(state.block))
         pairs = dict(zip(pins.positions, pins.tokens, strict=True))
         stops = [p for p, token in pairs.items() if token in self.vocabulary.stops]
-        self._pins = {p: t for p, t in pairs.items() if t not in self.vocabulary.stops}
-        if stops and min(stops) < max(self._pins, default=-1):
-            fault = "a stop is pinned before text: constrained text ends there"
-            self.state = replace(self.state, fault=fault)
+        text = {p: t for p, t in pairs.items() if t not in self.vocabulary.stops}
+        self.state = replace(
+            self._at_start,
+            budget=state.budget,
+            num_tokens=state.num_tokens,
+            pins=text,
+            max_steps=max_steps,
+            seconds=state.seconds,
+            fault=state.fault,
+            error=state.error,
+        )
+        if stops and min(stops) < max(text, default=-1):
+            self._change(fault="a stop is pinned before text: constrained text ends there")
         elif stops:
-            self.start(min(self.budget, *stops))
+            self.start(min(state.budget, *stops))
 
     def end_block(self) -> list[int]:
         """Return the tokens of the block, to be committed."""
-        state, block = self.state, list(self.state.block)
-        self.budget -= len(block)
-        self.num_tokens += len(block)
-        self.state = replace(state, block=())
+        state, count = self.state, len(self.state.block)
+        self._change(
+            block=(), pins={}, budget=state.budget - count, num_tokens=state.num_tokens + count
+        )
         self._at_start = TextState(completion=state.completion, forced_from=state.forced_from)
-        self._pins = {}
-        return block
+        return list(state.block)
 
     def close(self) -> list[int]:
         """Return the block with the shortest known completion of the text."""
         state = self.state
-        if self._pins and len(state.block) + len(state.path) <= max(self._pins):
+        if state.pins and len(state.block) + len(state.path) <= max(state.pins):
             raise ConstraintFault("there was no time to find a text that holds the pinned tokens")
         completion = () if state.is_complete else self._known_completion().tokens
         if not state.path:
             self._note_forced(completion)
         block = (*state.block, *state.path, *completion)
-        self.state = replace(self.state, block=block, path=(), is_complete=True)
+        self._change(block=block, path=(), is_complete=True)
         return self.end_block()
 
     def apply(self, canvas: Canvas, view: StepView) -> Canvas:
@@ -136,27 +148,27 @@ class ConstrainedCanvas:
 
         If a pass failed after this call, the same step may come again and is undone first.
         """
-        if self._before is not None and self._before[0] == canvas.num_steps:
-            before = self._before[1]
-            self.matcher.rollback(len(self.state.block) - len(before.block))
-            self.state = before
-        self._before, begin = (canvas.num_steps, self.state), time.perf_counter()
+        before, begin = self.state, time.perf_counter()
+        if before.step == canvas.num_steps and before.before is not None:
+            self.matcher.rollback(len(before.block) - len(before.before.block))
+            before = before.before
+        self.state = replace(before, step=canvas.num_steps, before=replace(before, before=None))
         try:
             if not self.state.fault:
                 return self._apply(canvas, view)
         except ConstraintFault as fault:
-            self.state = replace(self.state, fault=str(fault))
+            self._change(fault=str(fault))
         except Exception as error:
-            self.state = replace(self.state, error=error)
+            self._change(error=error)
         finally:
-            self.seconds = time.perf_counter() - begin
+            self._change(seconds=time.perf_counter() - begin)
         return replace(canvas, converged=torch.ones_like(canvas.converged))
 
     def next_token(self, logits_V: Tensor, draw: Callable[[Tensor], int]) -> int:
         """AR: draw the next token among the allowed; a stop id ends the text."""
         begin = time.perf_counter()
         token = self._next_token(logits_V, draw)
-        self.seconds = time.perf_counter() - begin
+        self._change(seconds=time.perf_counter() - begin)
         self.end_block()
         return token
 
@@ -167,7 +179,7 @@ class ConstrainedCanvas:
         for _ in range(MAX_DRAWS):
             token = draw(masked_V)
             if token in self.vocabulary.stops:
-                self.state = replace(self.state, is_complete=True)
+                self._change(is_complete=True)
                 return token
             if self.extend(self.consume([token])):
                 return token
@@ -186,8 +198,8 @@ class ConstrainedCanvas:
         The others are rolled back.
         """
         known = self.state.completion
-        completion = self.matcher.complete(self.tokens_left - len(consumed), known)
-        self.state = replace(self.state, forced_from=None)  # the model goes on by itself
+        completion = self.matcher.complete(self.state.tokens_left - len(consumed), known)
+        self._change(forced_from=None)  # the model goes on by itself
         if completion is not None:
             self._append(consumed, completion)
             return consumed
@@ -195,7 +207,7 @@ class ConstrainedCanvas:
         appended: list[int] = []
         for token in consumed:
             self.matcher.consume([token])
-            completion = self.matcher.complete(self.tokens_left - 1, self.state.completion)
+            completion = self.matcher.complete(self.state.tokens_left - 1, self.state.completion)
             if completion is None:
                 self.matcher.rollback(1)
                 break
@@ -205,10 +217,8 @@ class ConstrainedCanvas:
 
     def _append(self, tokens: Sequence[int], completion: Completion) -> None:
         block = (*self.state.block, *tokens)
-        is_complete = self.matcher.is_complete or len(block) == self.budget
-        self.state = replace(
-            self.state, block=block, completion=completion, is_complete=is_complete
-        )
+        is_complete = self.matcher.is_complete or len(block) == self.state.budget
+        self._change(block=block, completion=completion, is_complete=is_complete)
 
     def _known_completion(self) -> Completion:
         assert self.state.completion is not None, "a text without a completion is not started"
@@ -216,16 +226,16 @@ class ConstrainedCanvas:
 
     def _must_close(self) -> bool:
         """Return True if only the shortest completion fits. The known one may be longer."""
-        is_tight = len(self._known_completion().tokens) >= self.tokens_left
+        is_tight = len(self._known_completion().tokens) >= self.state.tokens_left
         if not is_tight and not self.matcher.search_exhausted:
             return False
         shorter = None
         if not self.state.is_closing:
-            shorter = self.matcher.complete(self.tokens_left - 1, is_brief=True)
+            shorter = self.matcher.complete(self.state.tokens_left - 1, is_brief=True)
         if shorter is None:
-            self.state = replace(self.state, is_closing=True)
+            self._change(is_closing=True)
         else:
-            self.state = replace(self.state, completion=shorter)
+            self._change(completion=shorter)
         return shorter is None
 
     def _next_of_completion(self) -> int:
@@ -242,7 +252,7 @@ class ConstrainedCanvas:
         begin = self._known_completion().begin + len(self.vocabulary.split(tokens))
         self._append(tokens, Completion(rest, tuple(self.vocabulary.split(rest)), begin))
         if not rest:
-            self.state = replace(self.state, is_complete=True)
+            self._change(is_complete=True)
         return list(tokens)
 
     def _note_forced(self, completion: Sequence[int]) -> None:
@@ -251,8 +261,7 @@ class ConstrainedCanvas:
             pairs = zip(completion, forced := self.matcher.forced(), strict=False)
             num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(forced))
             if num_same < len(completion):
-                forced_from = self.num_tokens + len(self.state.block) + num_same
-                self.state = replace(self.state, forced_from=forced_from)
+                self._change(forced_from=self.state.num_tokens + len(self.state.block) + num_same)
 
     def _apply(self, canvas: Canvas, view: StepView) -> Canvas:
         stats = HostStats.read(view.stats)
@@ -260,22 +269,21 @@ class ConstrainedCanvas:
             return replace(canvas, converged=torch.ones_like(canvas.converged))
         begin = len(self.state.block)
         step = _PrefixStep(self, stats, view, canvas.length - begin, self._min_tokens(canvas))
-        if self._pins and begin <= max(self._pins):
+        if self.state.pins and begin <= max(self.state.pins):
             self._follow_path(step)
         elif self._must_close():
             self._follow_completion(canvas.length - begin)
         else:
             self._follow_model(step)
-        stalled = 0 if len(self.state.block) > begin else self.state.stalled + 1
-        self.state = replace(self.state, stalled=stalled)
+        self._change(stalled=0 if len(self.state.block) > begin else self.state.stalled + 1)
         return self._without_early_stops(self._pin_block(canvas, step.stop), view)
 
     def _min_tokens(self, canvas: Canvas) -> float:
         """Return how many tokens this step must add even if the model is not confident."""
-        steps_left = self._max_steps - canvas.num_steps
+        steps_left = self.state.max_steps - canvas.num_steps
         if steps_left <= 0:
             return math.inf
-        if canvas.num_steps * 2 > self._max_steps:
+        if canvas.num_steps * 2 > self.state.max_steps:
             return math.ceil((canvas.length - len(self.state.block)) / (steps_left + 1))
         return 1 if self.state.stalled >= self.policy.patience else 0
 
@@ -285,27 +293,26 @@ class ConstrainedCanvas:
         if len(appended) < len(step.consumed):
             step.stop = None  # it followed tokens that were rolled back
         if step.stop is not None:
-            self.state = replace(self.state, is_complete=True)
+            self._change(is_complete=True)
         if step.consumed and not appended:
             self._follow_completion(1)
 
     def _follow_path(self, step: "_PrefixStep") -> None:
         """Extend the prefix along a path through all later pins."""
-        begin, last = len(self.state.block), max(self._pins)
-        pins = [self._pins.get(position) for position in range(begin, last + 1)]
+        begin, last = len(self.state.block), max(self.state.pins)
+        pins = [self.state.pins.get(position) for position in range(begin, last + 1)]
         path = path_through_pins(self.matcher, step.tops[begin:], pins, list(self.state.path))
         if path is not None:
-            completion = self.matcher.complete(self.tokens_left - len(path))
+            completion = self.matcher.complete(self.state.tokens_left - len(path))
             self.matcher.rollback(len(path))
             if completion is not None:
-                self.state = replace(self.state, path=tuple(path), completion=completion)
+                self._change(path=tuple(path), completion=completion)
         if len(self.state.path) <= last - begin:
             raise ConstraintFault("no text of this grammar was found that holds the pinned tokens")
-        tokens = step.confident_prefix(self.state.path, self._pins)
+        tokens = step.confident_prefix(self.state.path, self.state.pins)
         self.matcher.consume(tokens)
         rest = self.state.path[len(tokens) :]
-        self.state = replace(
-            self.state,
+        self._change(
             block=(*self.state.block, *tokens),
             path=rest,
             is_complete=not rest and self.matcher.is_complete,
@@ -341,7 +348,7 @@ class ConstrainedCanvas:
         in_block_L = torch.arange(canvas.length, device=device) < count
         tokens_L = canvas.tokens_L.clone()
         tokens_L[:count] = torch.tensor(tokens, dtype=tokens_L.dtype, device=device)
-        has_converged = count == canvas.length and canvas.num_steps < self._max_steps
+        has_converged = count == canvas.length and canvas.num_steps < self.state.max_steps
         return replace(
             canvas,
             tokens_L=tokens_L,
@@ -366,7 +373,7 @@ class _PrefixStep:
     ) -> None:
         self.matcher, self.stops = text.matcher, text.vocabulary.stops
         self.confident, self.begin = text.policy.confident, len(text.state.block)
-        self.room = min(room, text.tokens_left)
+        self.room = min(room, text.state.tokens_left)
         self.tops, self.top_p = stats.tops, stats.top_p
         self.logits, self.min_tokens = view.logits, min_tokens
         self.consumed: list[int] = []
@@ -382,7 +389,7 @@ class _PrefixStep:
         if self.stop is None and self.matcher.is_complete:
             self.stop = self.stops[0]
 
-    def confident_prefix(self, path: Sequence[int], pins: dict[int, int]) -> list[int]:
+    def confident_prefix(self, path: Sequence[int], pins: Mapping[int, int]) -> list[int]:
         """Return the part of a path that is pinned now."""
         tokens: list[int] = []
         for position, token in enumerate(path, self.begin):
@@ -399,7 +406,7 @@ class _PrefixStep:
         position = self.begin + len(self.consumed)
         forced = forced[: self.matcher.consume(forced)] if forced else []
         self._diverged |= forced != self.tops[position : position + len(forced)]
-        self.consumed += forced
+        self.consumed.extend(forced)
         return bool(forced)
 
     def _take_likeliest(self) -> bool:

@@ -5,7 +5,7 @@ too little is left for the answer, the closing token is inserted.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from dgemma.engine.generation import Generation
 
 KEPT_FROM_THOUGHT = 4  # one token of so many is left for the text, if it needs no more
+# Start: the reply may begin with a thought. Opening: its first canvas does.
+Phase = Literal["start", "opening", "thought", "text"]
 
 
 class ConstrainedReply:
@@ -35,10 +37,11 @@ class ConstrainedReply:
         shortest = self.text.state.completion
         needed = 0 if shortest is None else len(shortest.tokens)
         self.kept = max(needed, self.max_tokens // KEPT_FROM_THOUGHT)
-        self.in_thought = generation.prompt.in_thought
-        self.may_think = thinks(generation, tokenizer) and needed + 2 <= self.max_tokens
+        may_think = thinks(generation, tokenizer) and needed + 2 <= self.max_tokens
+        in_thought = generation.prompt.in_thought
+        self.phase: Phase = "thought" if in_thought else "start" if may_think else "text"
         self.pins = generation.params.pins  # of the first canvas of the text, after any thought
-        self.text.start(self.max_tokens - self.in_thought)
+        self.text.start(self.max_tokens - in_thought)
 
     @property
     def fault(self) -> str:
@@ -51,23 +54,23 @@ class ConstrainedReply:
     @property
     def is_cut(self) -> bool:
         """True if the token limit has cut a free text, or forced the end of another."""
-        is_free = self.text.constraint.grammar.is_free and self.text.tokens_left == 0
+        is_free = self.text.constraint.grammar.is_free and self.text.state.tokens_left == 0
         return is_free or self.text.state.forced_from is not None
 
     def forced_from(self, ids: Sequence[int], answer: str) -> int | None:
         """Return the character of the answer at which a limit began to decide; None: nowhere."""
         if self.text.state.forced_from is None:
             return None
-        before = len(ids) - self.text.num_tokens  # of a thought
+        before = len(ids) - self.text.state.num_tokens  # of a thought
         own = self.tokenizer.decode(ids[before : before + self.text.state.forced_from])
         return min(len(own), len(answer))
 
     def begin_block(self, max_steps: int) -> tuple[ConstrainedCanvas | None, Pins]:
         """Return the constraint of the next canvas, if it has one, and its pins."""
-        if self.may_think and self.opens is not None:
-            self.in_thought = True
+        if self.phase in ("start", "opening") and self.opens is not None:
+            self.phase = "opening"
             return None, Pins((0,), (self.opens,))
-        if self.in_thought:
+        if self.phase == "thought":
             return None, NO_PINS
         self.text.begin_block(self.pins, max_steps)
         return self.text, self.pins
@@ -76,10 +79,10 @@ class ConstrainedReply:
         """Return the tokens of a canvas that are committed."""
         if self.text.state.error is not None:
             raise self.text.state.error
-        if not self.in_thought:
+        if self.phase == "text":
             self.pins = NO_PINS
             return self.text.end_block()
-        first, self.may_think = int(self.may_think), False
+        first, self.phase = int(self.phase == "opening"), "thought"
         room = max(first, self.max_tokens - self.kept - used - 1)
         controls = (i for i in range(first, len(ids)) if self.tokenizer.is_control(ids[i]))
         end = next(controls, len(ids))
@@ -91,24 +94,23 @@ class ConstrainedReply:
 
     def choose(self, logits_V: Tensor, used: int, draw: Callable[[Tensor], int]) -> int:
         """AR: the next token."""
-        if self.in_thought:
+        if self.phase == "thought":
             return self._think(logits_V, used, draw)
-        is_first, self.may_think = self.may_think, False
-        if is_first and self.opens is not None:
-            token = draw(self._or_opening(logits_V))
-            if token == self.opens:
-                self.in_thought = True
-                return token
-        if is_first:
+        if self.phase == "start":
+            if draw(self._or_opening(logits_V)) == self.opens:
+                self.phase = "thought"
+                return self.opens
+            self.phase = "text"
             self.text.start(self.max_tokens - used)
         return self.text.next_token(logits_V, draw)
 
     def close(self, ids: Sequence[int], used: int) -> list[int]:
         """Return the shortest completion of the reply; `ids` is the canvas of a thought."""
-        if not self.in_thought and not self.may_think:
-            return self.text.close()
-        thought = self.end_block(ids, used) if self.in_thought and ids else []
-        thought += self._close_thought() if self.in_thought else []
+        thought = []
+        if self.phase in ("opening", "thought") and ids:
+            thought = self.end_block(ids, used)
+        if self.phase in ("opening", "thought"):
+            thought += self._close_thought()
         return [*thought, *self.text.close()]
 
     def _think(self, logits_V: Tensor, used: int, draw: Callable[[Tensor], int]) -> int:
@@ -129,7 +131,7 @@ class ConstrainedReply:
 
     def _close_thought(self) -> list[int]:
         assert self.closes is not None
-        self.in_thought = False
+        self.phase = "text"
         return [self.closes]
 
 

@@ -111,7 +111,7 @@ class Generation(Task):
 
     @property
     def host_seconds(self) -> float:
-        return 0.0 if self.constrained is None else self.constrained.text.seconds
+        return 0.0 if self.constrained is None else self.constrained.text.state.seconds
 
     @property
     def is_ar(self) -> bool:
