@@ -1,4 +1,7 @@
-"""The protocol of a backend: it executes the engine's forward passes."""
+"""The protocol of a backend: it executes the engine's forward passes.
+
+N positions, V vocabulary.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +11,12 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.denoise import CanvasState
+from dgemma.diffusion.sampler import LogitsAt
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import KVCache
+
+LOGIT_POSITIONS = 64  # of a canvas whose logits are held at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,27 @@ class ImageRows:
         return self.begin + len(self.features_SD)
 
 
+@dataclass(frozen=True, slots=True)
+class CanvasQuery:
+    """Positions of a canvas whose tokens are to be scored by the canvas's next step.
+
+    `penalty` nats are taken off the logit of each target: see `copy_bias` of the edit program.
+    """
+
+    tokens: tuple[int, ...]  # of the canvas
+    positions: tuple[int, ...]
+    targets: tuple[int, ...]  # at those positions
+    penalty: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasScore:
+    """Log-probabilities at the positions of a query."""
+
+    targets: tuple[float, ...]
+    best: tuple[float, ...]  # of the likeliest token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInput:
     """One request's tokens in a pass: some to commit, then a canvas or a draw."""
@@ -41,6 +68,7 @@ class ForwardInput:
     tokens: tuple[int, ...] = ()  # to commit after what is cached
     images: tuple[ImageRows, ...] = ()  # among those tokens, whole and in order
     state: CanvasState | None = None  # a canvas to step, after those
+    query: CanvasQuery | None = None  # to be scored by that step
     draw: TokenDraw | None = None  # of the token after the last one committed
     needs_logits: bool = False  # for a constraint, which draws by itself
     targets: tuple[int, ...] = ()  # score them: target i is predicted by tokens[: i + 1]
@@ -50,6 +78,7 @@ class ForwardInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
     state: CanvasState | None = None
+    canvas_score: CanvasScore | None = None  # of the query
     token: int | None = None
     logprob: float | None = None  # of the token at temperature 1; NaN if any logit is
     logits_V: Tensor | None = None  # valid until the next pass
@@ -73,6 +102,20 @@ class Backend(Protocol):
 
     def forward(self, embeds_TD: Tensor, batch: ForwardBatch) -> Tensor:
         """Run the stack on the caller's embeddings."""
+
+
+def score_canvas(query: CanvasQuery, logits_at: LogitsAt) -> CanvasScore:
+    """Score the tokens of a query, a bounded number of positions at a time."""
+    targets, best = [], []
+    for begin in range(0, len(query.positions), LOGIT_POSITIONS):
+        group = slice(begin, begin + LOGIT_POSITIONS)
+        logits_NV = logits_at(query.positions[group])
+        target_N1 = torch.tensor(query.targets[group], device=logits_NV.device)[:, None]
+        penalty_N1 = torch.full_like(target_N1, -query.penalty, dtype=logits_NV.dtype)
+        logprob_NV = logits_NV.scatter_add(-1, target_N1, penalty_N1).log_softmax(-1)
+        targets += logprob_NV.gather(-1, target_N1)[:, 0].tolist()
+        best += logprob_NV.amax(-1).tolist()
+    return CanvasScore(tuple(targets), tuple(best))
 
 
 @torch.inference_mode()

@@ -4,12 +4,19 @@ T tokens of a pass, N targets, S soft tokens of a picture, D width, V vocabulary
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dgemma.backends.base import ForwardInput, ForwardOutput, TokenDraw, prefill
-from dgemma.diffusion.denoise import CanvasState, ReferenceStep, denoise_step
+from dgemma.backends.base import (
+    ForwardInput,
+    ForwardOutput,
+    TokenDraw,
+    prefill,
+    score_canvas,
+)
+from dgemma.diffusion.denoise import CanvasState, ReferenceStep, canvas_logits, denoise_step
 from dgemma.diffusion.logit_stats import draw_token
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
@@ -53,13 +60,19 @@ class ReferenceBackend:
         self, inputs: Sequence[ForwardInput], states: Sequence[CanvasState], hidden_TD: Tensor
     ) -> list[ForwardOutput]:
         outputs, stepped, end = [], iter(states), 0
+        canvas_end = sum(len(item.tokens) for item in inputs)  # canvases follow all commits
         for item in inputs:
             end += len(item.tokens)
             if item.targets:
                 hidden_ND = hidden_TD[end - len(item.targets) : end]
                 outputs.append(score(self.model, hidden_ND, item))
             elif item.state is not None:
-                outputs.append(ForwardOutput(state=next(stepped)))
+                here = slice(canvas_end, canvas_end := canvas_end + item.state.canvas.length)
+                canvas_score = None
+                if item.query is not None:
+                    logits_at = partial(canvas_logits, self.model, hidden_TD[here])
+                    canvas_score = score_canvas(item.query, logits_at)
+                outputs.append(ForwardOutput(state=next(stepped), canvas_score=canvas_score))
             elif item.draw is not None:
                 logits_V = self.model.logits(hidden_TD[end - 1 : end])[0]
                 outputs.append(_drawn(logits_V, item.draw, needs_logits=item.needs_logits))

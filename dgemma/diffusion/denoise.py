@@ -27,6 +27,7 @@ from dgemma.model.kv_cache import KVCache
 # fit beside the weights of a small card; on a CPU, what stays in its caches.
 LOGIT_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 22, "mps": 1 << 24}
 
+Embeds = TypeVar("Embeds")
 OpsStats = TypeVar("OpsStats")
 Stepped = TypeVar("Stepped", covariant=True)
 
@@ -90,13 +91,13 @@ def denoise(
         yield list(states)
 
 
-class StepOps(Protocol[OpsStats, Stepped]):
+class StepOps(Protocol[Embeds, OpsStats, Stepped]):
     """The operations of a step on a backend's memory."""
 
-    def embed(self) -> Tensor:
+    def embed(self) -> Embeds:
         """Embed all tokens of the pass; canvases with their self-conditioning."""
 
-    def forward(self, embeds_TD: Tensor) -> Tensor:
+    def forward(self, embeds: Embeds, /) -> Tensor:
         """Run the stack; returns the hidden states of the pass."""
 
     def logit_stats(self, hidden_TD: Tensor) -> OpsStats:
@@ -106,7 +107,7 @@ class StepOps(Protocol[OpsStats, Stepped]):
         """Let the sampler accept positions, renoise the others and test for convergence."""
 
 
-def denoise_step(ops: StepOps[OpsStats, Stepped]) -> Stepped:
+def denoise_step(ops: StepOps[Embeds, OpsStats, Stepped]) -> Stepped:
     """Take one step with every canvas of a pass."""
     return ops.advance(ops.logit_stats(ops.forward(ops.embed())))
 
@@ -145,7 +146,7 @@ class ReferenceStep:
         states, end = [], 0
         for state in self.states:
             here = slice(end, end := end + state.canvas.length)
-            logits_at = partial(_logits_at, self.model, canvases_TD[here])
+            logits_at = partial(canvas_logits, self.model, canvases_TD[here])
             canvas = update_canvas(state, stats_T.at(here), logits_at)
             canvas = self_conditioned(self.model, canvas, soft_TD[here])
             states.append(replace(state, canvas=canvas))
@@ -200,7 +201,8 @@ def logit_stats(model: Gemma, hidden_TD: Tensor, query: Query) -> tuple[Position
     return PositionStats.join(stats), torch.cat(softs)
 
 
-def _logits_at(model: Gemma, hidden_LD: Tensor, positions: Sequence[int]) -> Tensor:
+def canvas_logits(model: Gemma, hidden_LD: Tensor, positions: Sequence[int]) -> Tensor:
+    """Return the logits of some positions of a canvas."""
     return model.logits(hidden_LD[list(positions)])
 
 

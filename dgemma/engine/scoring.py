@@ -1,6 +1,6 @@
 """Tasks that read probabilities: shared prefixes, causal scores, canvas scores, next tokens.
 
-L canvas length, N positions, V vocabulary.
+V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dgemma.backends.base import ForwardInput, ForwardOutput, TokenDraw
-from dgemma.diffusion.canvas import NO_PINS, Canvas, Noise
-from dgemma.diffusion.denoise import CanvasState, start
-from dgemma.diffusion.sampler import Sampler, StepView
+from dgemma.backends.base import CanvasQuery, ForwardInput, ForwardOutput, TokenDraw
+from dgemma.diffusion.canvas import NO_PINS, Noise
+from dgemma.diffusion.denoise import start
+from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.image_features import ImageFeatures, chunk_end
 from dgemma.engine.request import Prefix, Task
 from dgemma.errors import PromptTooLong, UsageError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dgemma.engine.core import EngineCore
 
 MAX_TOKENS_PER_PASS = 512  # of texts to score
-LOGIT_POSITIONS = 64  # of a canvas whose logits are held at once
 ONE_STEP = Sampler(max_denoising_steps=1, t_max=1.0, t_min=1.0)
 
 
@@ -155,77 +154,33 @@ class Scoring(Task):
         self.caches = {}
 
 
-@dataclass(frozen=True, slots=True)
-class CanvasQuery:
-    """A canvas, and the positions of it whose tokens are to be scored."""
-
-    tokens: tuple[int, ...]
-    positions: tuple[int, ...]
-    targets: tuple[int, ...]  # at those positions
-
-
-@dataclass(frozen=True, slots=True)
-class CanvasScore:
-    """Log-probabilities at the positions of a query."""
-
-    targets: tuple[float, ...]
-    best: tuple[float, ...]  # of the likeliest token
-
-
 class CanvasScoring(Task):
-    """Log-probabilities of tokens in one denoising pass, without self-conditioning.
-
-    `penalty` nats are taken off the logit of each target: see `copy_bias` of the edit program.
-    """
+    """Log-probabilities of tokens in one denoising pass, without self-conditioning."""
 
     prefix: Prefix
 
-    def __init__(
-        self, prefix: Prefix, queries: Sequence[CanvasQuery], penalty: float = 0.0
-    ) -> None:
+    def __init__(self, prefix: Prefix, queries: Sequence[CanvasQuery]) -> None:
         super().__init__(sum(len(query.tokens) + 1 for query in queries), prefix)
-        self.readers = [LogitReader(query, penalty) for query in queries]
-        self.states: list[tuple[KVCache, CanvasState]] = []
+        self.queries = queries
+        self.canvases: list[ForwardInput] = []
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
         vocab, device = engine.model.config.vocab_size, engine.device
-        for reader in self.readers:
-            tokens = reader.query.tokens
+        for query in self.queries:
+            tokens = query.tokens
             noise = Noise().block(0, 1, len(tokens), vocab, device).starting_from(tokens)
-            state = start(ONE_STEP, noise, NO_PINS, reader)
-            self.states.append((self.prefix.fork(len(tokens)), state))
+            state, cache = start(ONE_STEP, noise, NO_PINS), self.prefix.fork(len(tokens))
+            last = self.prefix.ids[-1:]
+            self.canvases.append(ForwardInput(cache=cache, tokens=last, state=state, query=query))
 
     def inputs(self) -> list[ForwardInput]:
-        last = self.prefix.ids[-1:]
-        return [ForwardInput(cache=cache, tokens=last, state=state) for cache, state in self.states]
+        return list(self.canvases)
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
-        self.finish([reader.score for reader in self.readers])
+        self.finish([output.canvas_score for output in outputs])
 
     def close(self, engine: "EngineCore") -> None:
-        self.states = []
-
-
-class LogitReader:
-    """A constraint that only reads the logits of a step; the canvas stays as it is."""
-
-    score: CanvasScore
-
-    def __init__(self, query: CanvasQuery, penalty: float) -> None:
-        self.query, self.penalty = query, penalty
-
-    def apply(self, canvas: Canvas, view: StepView) -> Canvas:
-        targets, best = [], []
-        for begin in range(0, len(self.query.positions), LOGIT_POSITIONS):
-            group = slice(begin, begin + LOGIT_POSITIONS)
-            logits_NV = view.logits(self.query.positions[group])
-            target_N1 = torch.tensor(self.query.targets[group], device=logits_NV.device)[:, None]
-            penalty_N1 = torch.full_like(target_N1, -self.penalty, dtype=logits_NV.dtype)
-            logprob_NV = logits_NV.scatter_add(-1, target_N1, penalty_N1).log_softmax(-1)
-            targets += logprob_NV.gather(-1, target_N1)[:, 0].tolist()
-            best += logprob_NV.amax(-1).tolist()
-        self.score = CanvasScore(tuple(targets), tuple(best))
-        return canvas
+        self.canvases.clear()
 
 
 class NextTokens(Task):

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.backends.base import ForwardInput, ForwardOutput, ImageRows, TokenDraw
+from dgemma.backends.base import (
+    CanvasQuery,
+    ForwardInput,
+    ForwardOutput,
+    ImageRows,
+    TokenDraw,
+)
 from dgemma.backends.cuda.backend import CudaBackend
 from dgemma.backends.cuda.passes import DenoisePass
 from dgemma.backends.reference import ReferenceBackend
@@ -92,6 +98,26 @@ def test_rows_in_any_batch_are_stepped_as_by_the_reference(
         for seed in range(count)
     ]
     run_both(mine, want, states, [5, 7, 9, 3, 6][:count])
+
+
+def test_canvases_are_scored_beside_others_that_are_not(
+    mine: CudaBackend, want: ReferenceBackend
+) -> None:
+    states = [new_state(seed, Sampler(max_denoising_steps=STEPS)) for seed in range(3)]
+    query = CanvasQuery((1, 2, 3, 4), (0, 3), (7, 9), penalty=1.5)
+    queries, found = (None, query, replace(query, positions=(), targets=())), []
+    for backend in (mine, want):
+        inputs = [
+            ForwardInput(cache=small.cache(backend.model, 5), state=state, query=asked)
+            for state, asked in zip(states, queries, strict=True)
+        ]
+        outputs = backend.run(inputs)
+        scores = [output.canvas_score for output in outputs]
+        assert scores[0] is None and scores[1] is not None and scores[2] is not None
+        assert scores[2].targets == scores[2].best == ()
+        found.append((*scores[1].targets, *scores[1].best))
+        same(outputs[1].state, want.run(inputs)[1].state)
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
 def test_canvases_of_different_lengths_share_a_pass(
@@ -310,7 +336,7 @@ def test_a_pass_that_fails_late_can_be_run_again(
         if number == 1:
             with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
 
-                def fails(self: object, *, sparse: bool) -> None:
+                def fails(self: object, stats: object, *, sparse: bool) -> None:
                     raise RuntimeError("no memory")
 
                 patched.setattr(DenoisePass, "soft_embed", fails)

@@ -11,11 +11,12 @@ L tokens of a segment, V vocabulary.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dgemma.backends.base import ForwardInput, ForwardOutput
+from dgemma.backends.base import ForwardInput, ForwardOutput, score_canvas
 from dgemma.backends.cuda.canvas_pool import MAX_COMMITS, CanvasPool, Commit
 from dgemma.backends.cuda.device import current_device
 from dgemma.backends.cuda.graphs import CANVAS_BUCKETS, COMMIT_BUCKETS, Graphs, bucket
@@ -24,6 +25,7 @@ from dgemma.backends.cuda.passes import (
     DecodeRunner,
     DenoisePass,
     PassModel,
+    StepStats,
     has_plain_self_conditioning,
     run_segments,
 )
@@ -32,7 +34,7 @@ from dgemma.device import usable_memory
 from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.denoise import CanvasState, update_canvas
 from dgemma.diffusion.logit_stats import PositionStats
-from dgemma.diffusion.sampler import EntropyBound
+from dgemma.diffusion.sampler import EntropyBound, LogitsAt
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma, soft_cap
 
@@ -117,8 +119,8 @@ class CudaBackend:
             else:
                 outputs[index] = ForwardOutput()
         stepped = self._step(pool, [inputs[i] for i in stepping], commits)
-        for index, state in zip(stepping, stepped, strict=True):
-            outputs[index] = ForwardOutput(state=state)
+        for index, output in zip(stepping, stepped, strict=True):
+            outputs[index] = output
         for item in filter(self._can_run, inputs):
             item.cache.length += len(item.tokens) - (item.draw is not None)
         drawn = list(self.decoder.run([inputs[i] for i in drawing]))
@@ -178,100 +180,122 @@ class CudaBackend:
 
     def _step(
         self, pool: CanvasPool, stepping: Sequence[ForwardInput], commits: list[Commit]
-    ) -> list[CanvasState]:
+    ) -> list[ForwardOutput]:
         """Step all canvases, in passes of at most `max_batch_size`; commits join the first."""
         while len(commits) > MAX_COMMITS:
-            self._pass(pool, [], commits[:MAX_COMMITS])
+            self._commit(pool, commits[:MAX_COMMITS])
             commits = commits[MAX_COMMITS:]
         if not stepping:
             if commits:
-                self._pass(pool, [], commits)
+                self._commit(pool, commits)
             return []
-        states: list[CanvasState] = []
+        outputs: list[ForwardOutput] = []
         for begin in range(0, len(stepping), self.max_batch_size):
             batch = stepping[begin : begin + self.max_batch_size]
-            states += self._pass(pool, batch, commits)
+            outputs += self._pass(pool, batch, commits)
             commits = []
-        return states
+        return outputs
+
+    def _commit(self, pool: CanvasPool, commits: Sequence[Commit]) -> Tensor:
+        """Run a pass without canvases; return its hidden states, valid until the next one."""
+        committing = pool.write_commits(commits)
+        pool.buffers.set_entries(committing)
+        denoise = pool.pass_of(0, len(committing))
+        return self.graphs.run(("step", denoise), denoise.commit)
 
     def _pass(
         self, pool: CanvasPool, stepping: Sequence[ForwardInput], commits: Sequence[Commit]
-    ) -> list[CanvasState]:
+    ) -> list[ForwardOutput]:
         entries = pool.place(stepping)
-        canvases = bucket(len(stepping), CANVAS_BUCKETS) if stepping else 0
+        canvases = bucket(len(stepping), CANVAS_BUCKETS)
         padding = [pool.buffers.padding] * (canvases - len(entries))
         committing = pool.write_commits(commits)
         pool.buffers.set_entries([*entries, *padding, *committing])
         for entry in entries:  # if the pass fails, its canvases are loaded again
             pool.residents[entry] = None
         denoise = pool.pass_of(canvases, len(committing))
-        self.graphs.run(("step", denoise), denoise.step)
-        return self._finish(pool, stepping, entries, denoise) if stepping else []
-
-    def _finish(
-        self,
-        pool: CanvasPool,
-        stepping: Sequence[ForwardInput],
-        entries: list[int],
-        denoise: DenoisePass,
-    ) -> list[CanvasState]:
-        """Read the flags, update on the host, compute soft embeddings, and copy canvases out."""
-        states = [item.state for item in stepping if item.state is not None]
+        stats = self.graphs.run(("step", denoise), denoise.step)
         self._synchronize()
         flags = pool.buffers.flags_E2[entries].tolist()
-        host_states = [
-            (i, entries[i], state) for i, state in enumerate(states) if _needs_host(state)
+        scores = [
+            None
+            if item.query is None
+            else score_canvas(item.query, self._logits_at(stats, index * pool.length))
+            for index, item in enumerate(stepping)
         ]
-        updated = self._update_on_host(pool, denoise, host_states)
+        updated = self._update_on_host(pool, stats, stepping, entries)
         for index, canvas in updated.items():
             flags[index][0] = bool(canvas.converged)
-        continuing = [
-            flag
-            for flag, state in zip(flags, states, strict=True)
-            if not flag[0] and state.canvas.num_steps + 1 < state.sampler.max_denoising_steps
+        self._soft_embed(denoise, stats, stepping, flags)
+        states = pool.copy_out(stepping, entries, flags, updated)
+        return [
+            ForwardOutput(state=state, canvas_score=score)
+            for state, score in zip(states, scores, strict=True)
         ]
-        if continuing:
-            sparse = all(covers_mass for _, covers_mass in continuing)
-            name = "sparse" if sparse else "dense"
-            if self.graphs.is_captured(("step", denoise)):
-                self.graphs.run((name, denoise), lambda: denoise.soft_embed(sparse=sparse))
-            else:  # an eager step leaves its statistics at another address each time
-                denoise.soft_embed(sparse=sparse)
-        return pool.copy_out(stepping, entries, flags, updated)
+
+    def _soft_embed(
+        self,
+        denoise: DenoisePass,
+        stats: StepStats,
+        stepping: Sequence[ForwardInput],
+        flags: Sequence[Sequence[bool]],
+    ) -> None:
+        """Compute the soft embeddings of the canvases that go on, if any does."""
+        continuing = [
+            covers_mass
+            for (has_converged, covers_mass), item in zip(flags, stepping, strict=True)
+            if item.state is not None
+            and not has_converged
+            and item.state.canvas.num_steps + 1 < item.state.sampler.max_denoising_steps
+        ]
+        if not continuing:
+            return
+        soft_embed = partial(denoise.soft_embed, stats, sparse=all(continuing))
+        if self.graphs.is_captured(("step", denoise)):
+            self.graphs.run(("sparse" if all(continuing) else "dense", denoise), soft_embed)
+        else:  # an eager step leaves its statistics at another address each time
+            soft_embed()
 
     def _update_on_host(
         self,
         pool: CanvasPool,
-        denoise: DenoisePass,
-        states: Sequence[tuple[int, int, CanvasState]],
+        stats: StepStats,
+        stepping: Sequence[ForwardInput],
+        entries: Sequence[int],
     ) -> dict[int, Canvas]:
         """Apply rules and constraints that have no kernel, on host tensors.
 
-        `states`: the index in the pass, the buffer entry, and the state. Returns canvases by index.
+        Returns the canvases by index in the pass.
         """
         updated: dict[int, Canvas] = {}
-        if not states:
+        states = [(index, item.state) for index, item in enumerate(stepping)]
+        on_host_states = [(i, s) for i, s in states if s is not None and _needs_host(s)]
+        if not on_host_states:
             return updated
-        assert denoise.stats is not None
-        stats = denoise.stats.logits
         names = PositionStats.__slots__
-        columns = torch.stack([getattr(stats.merged, name).double() for name in names]).cpu()
-        for index, entry, state in states:
+        merged = stats.logits.merged
+        columns = torch.stack([getattr(merged, name).double() for name in names]).cpu()
+        for index, state in on_host_states:
             canvas, first = state.canvas, index * pool.length
             here = zip(names, columns[:, first : first + canvas.length], strict=True)
             tokens = ("draw_T", "top_T")
             position_stats = PositionStats(
                 **{n: c.long() if n in tokens else c.float() for n, c in here}
             )
-
-            def logits_at(positions: Sequence[int], first: int = first) -> Tensor:
-                raw_NV = stats.raw_TV[[first + position for position in positions]]
-                return soft_cap(raw_NV, self.passes.softcap)
-
             host_state = replace(state, canvas=on_host(canvas), noise=state.noise.on_host())
+            logits_at = self._logits_at(stats, first)
             updated[index] = update_canvas(host_state, position_stats, logits_at)
-            pool.buffers.write_state(entry, updated[index])
+            pool.buffers.write_state(entries[index], updated[index])
         return updated
+
+    def _logits_at(self, stats: StepStats, first: int) -> LogitsAt:
+        """Return what reads the logits of the canvas that begins at a row."""
+
+        def logits_at(positions: Sequence[int]) -> Tensor:
+            raw_NV = stats.logits.raw_TV[[first + position for position in positions]]
+            return soft_cap(raw_NV, self.passes.softcap)
+
+        return logits_at
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -301,9 +325,7 @@ class CudaBackend:
         if commits is None:
             return self.forward(self.model.embed(tokens_T), batch)
         with torch.inference_mode(), current_device(self.device):
-            self._pass(pool, [], commits)
-            hidden_TD = pool.pass_of(0, bucket(len(commits), COMMIT_BUCKETS)).hidden_TD
-            assert hidden_TD is not None
+            hidden_TD = self._commit(pool, commits)
             rows = [
                 k * pool.length + i for k, c in enumerate(commits) for i in range(len(c.tokens))
             ]

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ FIELDS = {
 }
 ALIGNMENT = 64  # bytes
 
+R = TypeVar("R")
 Pool = Any  # torch's handle of memory that captures share: no two of them run at once
 
 logger = logging.getLogger("dgemma")
@@ -258,29 +259,40 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return _streams[device]
 
 
+class Captured(NamedTuple):
+    """A captured pass, and its output."""
+
+    graph: torch.cuda.CUDAGraph
+    output: object
+
+
 class Graphs:
     """Captured passes of one device. A pass must read and write the same memory every time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool: Pool | None = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.captured: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
+        self.captured: dict[Hashable, Captured | None] = {}
         # Keys and the threads that ran them eagerly: library handles are per thread.
         self.seen: set[tuple[Hashable, int]] = set()
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Run a pass: replay it if it is captured, capture it if it has run before."""
+    def run(self, key: Hashable, work: Callable[[], R]) -> R:
+        """Run a pass: replay it if it is captured, capture it if it has run before.
+
+        Returns what `work` does; of a captured pass that is the same memory each time.
+        """
         has_run = (key, get_ident()) in self.seen
         if has_run and key not in self.captured and self.pool is not None:
             self.captured[key] = self._try_capture(work)
-        graph = self.captured.get(key)
-        if graph is None:
-            work()
+        captured = self.captured.get(key)
+        if captured is None:
+            output = work()
             self.seen.add((key, get_ident()))
-        else:
-            graph.replay()
+            return output
+        captured.graph.replay()
+        return cast(R, captured.output)
 
-    def _try_capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _try_capture(self, work: Callable[[], object]) -> Captured | None:
         """Capture a pass; None, with a warning, if that fails: it then runs eagerly."""
         try:
             return self._capture(work)
@@ -304,7 +316,7 @@ class Graphs:
         if self.pool is not None:
             self.pool = torch.cuda.graph_pool_handle()
 
-    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, work: Callable[[], object]) -> Captured:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # the capture needs what eager runs have cached
         graph = torch.cuda.CUDAGraph()
@@ -314,5 +326,5 @@ class Graphs:
         capture = torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode=mode)
         # A capture that fails to end would leave its stream current.
         with torch.cuda.stream(stream), capture:
-            work()
-        return graph
+            output = work()
+        return Captured(graph, output)

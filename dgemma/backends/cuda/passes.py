@@ -130,6 +130,13 @@ def has_plain_self_conditioning(module: SelfConditioning) -> bool:
     return all(type(linear) is nn.Linear for linear in linears)
 
 
+class EmbedOutput(NamedTuple):
+    """Embeddings of a pass, and the RoPE tables that the same kernel has computed."""
+
+    vector_TD: Tensor
+    cos_sin: CosSin
+
+
 class StepStats(NamedTuple):
     """Logit statistics of a step, and the candidates of its soft embeddings."""
 
@@ -146,27 +153,24 @@ class DenoisePass:
         self.model, self.buffers = model, buffers
         self.canvases, self.commits = canvases, commits
         self.entry_C = buffers.entry_I[:canvases]
-        self.cos_sin: CosSin = {}
-        self.stats: StepStats | None = None  # of the last step
-        self.is_sparse: bool | None = None  # the last soft embedding, computed or captured
-        self.hidden_TD: Tensor | None = None  # of the last pass, if it had no canvases
 
-    def step(self) -> None:
+    def step(self) -> StepStats:
         """Run the captured part of a pass."""
-        if self.canvases:
-            self.stats = denoise_step(self)
-        else:
-            self.forward(self.embed())
+        return denoise_step(self)
 
-    def embed(self) -> Tensor:
+    def commit(self) -> Tensor:
+        """Run a pass without canvases; returns its hidden states."""
+        return self.forward(self.embed())
+
+    def embed(self) -> EmbedOutput:
         model, buffers = self.model, self.buffers
         tokens = buffers.tokens(self.canvases, self.commits)
-        tables, self.cos_sin = model.rope.tables((self.canvases + self.commits) * buffers.length)
+        tables, cos_sin = model.rope.tables((self.canvases + self.commits) * buffers.length)
         if not self.canvases:
             vector_TD, _ = embed(
                 tokens, model.table, tables, (model.fused.input_norm_D, model.fused.eps)
             )
-            return vector_TD
+            return EmbedOutput(vector_TD, cos_sin)
         weights = model.self_cond
         assert weights is not None
         inputs = buffers.step_inputs()
@@ -174,16 +178,12 @@ class DenoisePass:
         rows = self.canvases * buffers.length
         hidden = gemm_gelu_mul(normed_TD[:rows], weights.gate_up, vector_TD.dtype)
         part_CD = gemm(hidden, weights.down, vector_TD.dtype)
-        return add_and_norm(vector_TD, part_CD, weights.eps)
+        return EmbedOutput(add_and_norm(vector_TD, part_CD, weights.eps), cos_sin)
 
-    def forward(self, embeds_TD: Tensor) -> Tensor:
+    def forward(self, embeds: EmbedOutput) -> Tensor:
         segments = self.buffers.segments(self.canvases, self.commits)
         batch = AttnBatch(segments, self.buffers.table_EX6)
-        hidden_TD = self.model.fused.forward(embeds_TD, self.cos_sin, batch)
-        self.cos_sin = {}  # memory held here could not be reused by other captured passes
-        if not self.canvases:
-            self.hidden_TD = hidden_TD
-        return hidden_TD
+        return self.model.fused.forward(embeds.vector_TD, embeds.cos_sin, batch)
 
     def logit_stats(self, hidden_TD: Tensor) -> StepStats:
         model, buffers, length = self.model, self.buffers, self.buffers.length
@@ -213,18 +213,16 @@ class DenoisePass:
         sampler_update.update(self.buffers.canvas_states(), inputs, self.entry_C)
         return stats
 
-    def soft_embed(self, *, sparse: bool) -> None:
+    def soft_embed(self, stats: StepStats, *, sparse: bool) -> None:
         """Write the self-conditioning of the next step."""
-        assert self.stats is not None
-        self.is_sparse = sparse
         table, views = self.model.model.embed_tokens, self.buffers.views
         out = SoftEmbedOut(
             self.buffers.soft_ELD, views["tokens_L"], views["pinned_L"], self.entry_C, table.scale
         )
         if sparse:
-            soft_embed_sparse(table, self.stats, out)
+            soft_embed_sparse(table, stats, out)
         else:
-            soft_embed_dense(table, self.stats.logits, out)
+            soft_embed_dense(table, stats.logits, out)
 
 
 def soft_embed_sparse(table: TokenTable, stats: StepStats, out: SoftEmbedOut) -> None:

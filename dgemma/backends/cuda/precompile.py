@@ -98,10 +98,13 @@ def _denoising(
             continue
         assert canvases in (0, *CANVAS_BUCKETS) and commits in COMMIT_BUCKETS
         denoise = DenoisePass(backend.passes, pool.buffers, canvases, commits)
-        yield denoise.step
-        if canvases:
-            yield partial(denoise.soft_embed, sparse=True)
-            yield partial(denoise.soft_embed, sparse=False)
+        yield partial(_step, denoise) if canvases else denoise.commit
+
+
+def _step(denoise: DenoisePass) -> None:
+    stats = denoise.step()
+    for sparse in (True, False):
+        denoise.soft_embed(stats, sparse=sparse)
 
 
 class Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]

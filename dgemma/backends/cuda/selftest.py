@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from dgemma.backends.base import Backend, ForwardInput, TokenDraw
 from dgemma.backends.cuda.backend import CudaBackend, on_host
+from dgemma.backends.cuda.device import current_device
 from dgemma.backends.cuda.merge import layers_of
 from dgemma.backends.cuda.streaming import StreamedExperts
 from dgemma.backends.reference import ReferenceBackend
@@ -250,11 +251,15 @@ def _compare(probe: Gemma, gaps: RouterGaps) -> Iterator[str]:
     if probe.self_conditioning is not None:
         states = [_new_state(probe, seed) for seed in range(NUM_CANVASES)]
         got, want = (_steps(backend, cache, states, prompt[:length]) for backend, cache in pairs)
-        first, again, second = got
+        first, again, second = got.states
         # The second step of the first canvas differs by rounding in the first already.
-        yield _state_wrong(compare, first, want[0], gaps.passes[-2][-length:])
-        yield _state_wrong(compare, second, want[2], gaps.passes[-1][-length:])
-        yield _dense_wrong(compare, mine, want[2], gaps.passes[-1][-length:])
+        gap_L = gaps.passes[-1][-length:]
+        yield _state_wrong(compare, first, want.states[0], gaps.passes[-2][-length:])
+        yield _state_wrong(compare, second, want.states[2], gap_L)
+        soft_LD = want.states[2].canvas.soft_LD
+        assert soft_LD is not None
+        dense_LD = _dense_soft(mine, got.inputs)
+        yield compare.relative(DENSE_SOFT, dense_LD, soft_LD, compare.bounds.soft, gap_L)
         for before, after in ((states[0], first), (first, again), (states[1], second)):
             yield _update_wrong(before, after)
         yield _state_wrong(compare, _replayed(mine, caches[0], states[1]), second, None)
@@ -278,9 +283,16 @@ def _logits(backend: Backend, cache: KVCache, token: int) -> Tensor:
     return output.logits_V
 
 
+class Steps(NamedTuple):
+    """States after the steps of the test, and the inputs of the last pass."""
+
+    states: list[CanvasState]
+    inputs: list[ForwardInput]
+
+
 def _steps(
     backend: Backend, cache: KVCache, states: list[CanvasState], block: tuple[int, ...]
-) -> list[CanvasState]:
+) -> Steps:
     """Commit a block with a first step, then step two canvases together, on forks of one prefix."""
     capacity = 3 * len(block)
     first, second = cache.fork(capacity), cache.fork(capacity)
@@ -291,7 +303,7 @@ def _steps(
     ]
     outputs = [begun, *backend.run(inputs)]
     cache.is_shared = False
-    return [output.state for output in outputs if output.state is not None]
+    return Steps([output.state for output in outputs if output.state is not None], inputs)
 
 
 def _replayed(backend: CudaBackend, cache: KVCache, state: CanvasState) -> CanvasState:
@@ -317,17 +329,15 @@ def _state_wrong(
     )
 
 
-def _dense_wrong(
-    compare: Comparison, backend: CudaBackend, want: CanvasState, gap_L: Tensor
-) -> str:
-    """Compare the mean over the whole vocabulary where the last step used candidates alone."""
-    last = backend.pool.passes[2, 0]
-    if last.is_sparse is False:
-        return ""  # compared already, and the logits may be overwritten
-    last.soft_embed(sparse=False)
-    soft_LD = backend.pool.buffers.soft_ELD[int(last.entry_C[1])]
-    assert want.canvas.soft_LD is not None
-    return compare.relative(DENSE_SOFT, soft_LD, want.canvas.soft_LD, compare.bounds.soft, gap_L)
+def _dense_soft(backend: CudaBackend, inputs: list[ForwardInput]) -> Tensor:
+    """Take a step again, and return the last canvas's mean over the whole vocabulary."""
+    pool = backend.pool
+    entries = pool.place(inputs)
+    pool.buffers.set_entries(entries)
+    with current_device(backend.device):
+        denoise = pool.pass_of(len(inputs), 0)
+        denoise.soft_embed(denoise.step(), sparse=False)
+    return pool.buffers.soft_ELD[entries[-1]]
 
 
 def _update_wrong(before: CanvasState, after: CanvasState) -> str:

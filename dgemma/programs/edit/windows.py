@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dgemma.backends.base import CanvasQuery
 from dgemma.diffusion.canvas import Noise
 from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.params import SamplingParams
 from dgemma.engine.request import Prefix, Program
-from dgemma.engine.scoring import CanvasQuery, CanvasScoring, Prefill, Scoring
+from dgemma.engine.scoring import CanvasScoring, Prefill, Scoring
 from dgemma.programs.base import Cost
 from dgemma.programs.edit.spans import (
     Patch,
@@ -194,9 +195,9 @@ class EditWindows:
         self, prefix: Prefix, canvas: tuple[int, ...], count: int
     ) -> Program[list[float]]:
         """Nats by which the canvas prefers another token, at its first `count` positions."""
-        query = CanvasQuery(canvas, tuple(range(count)), canvas[:count])
         bias = copy_bias(self.engine.model.config.vocab_size)
-        ((score,),) = yield [CanvasScoring(prefix, [query], bias)]
+        query = CanvasQuery(canvas, tuple(range(count)), canvas[:count], bias)
+        ((score,),) = yield [CanvasScoring(prefix, [query])]
         return [best - own for best, own in zip(score.best, score.targets, strict=True)]
 
     # --- the text of a span
