@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -35,15 +36,7 @@ from dgemma.server.body_params import check_ids
 from dgemma.server.errors import ApiError, from_usage, from_validation
 from dgemma.server.lifecycle import BodyLimit, Drain, Gate
 from dgemma.server.metrics import Metrics
-from dgemma.server.schemas import (
-    Content,
-    DetokenizeBody,
-    ModelCard,
-    ModelList,
-    Status,
-    TokenizeBody,
-    TokenList,
-)
+from dgemma.server.schemas import STRICT, ModelCard, ModelList, TokenList
 from dgemma.server.service import Service, ServiceDep, Settings, make_router
 from dgemma.server.worker import Worker
 
@@ -57,6 +50,35 @@ RESOURCES = (
     *(infill_api, edit_api, sudoku_api, ollama_api),
 )
 router = make_router()
+
+
+class Content(BaseModel):
+    content: str
+
+
+class Status(BaseModel):
+    status: str
+    running: int
+    waiting: int
+
+
+class TokenizeBody(BaseModel):
+    """`POST /tokenize`, as llama.cpp has it."""
+
+    model_config = STRICT
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(BaseModel):
+    """`POST /detokenize`, as llama.cpp has it."""
+
+    model_config = STRICT
+
+    tokens: list[int]
 
 
 @router.get("/v1/models")

@@ -32,7 +32,7 @@ def generations(
     """Return one generation for each answer to a prompt."""
     from dgemma.engine import SamplingParams
 
-    extension = body.dgemma
+    extension, sampling = body.dgemma, body.sampling
     check_streamed(body)
     if extension.pace and body.diffusing:
         raise ApiError(400, "text that is replaced cannot be paced; leave out pace", param="dgemma")
@@ -40,10 +40,10 @@ def generations(
         mode=extension.mode,
         preset=extension.preset,
         max_tokens=max_tokens,
-        seed=new_seed(body.seed),
-        stop=tuple(body.stop),
+        seed=new_seed(sampling.seed),
+        stop=sampling.stop,
         sampler=_chosen_sampler(engine, extension),
-        temperature=body.temperature,
+        temperature=sampling.temperature,
         canvas_length=extension.canvas_length,
         constraint=constraint,
         drafts=extension.drafts or (body.diffusing and extension.mode != "ar"),
@@ -92,7 +92,7 @@ def new_seed(seed: int | None) -> int:
 
 def sampler_for(engine: "Engine", body: Body) -> "Sampler | None":
     """Return the checkpoint's sampler with the body's changes; None if there are none."""
-    preset, temperature = body.dgemma.preset, body.temperature
+    preset, temperature = body.dgemma.preset, body.sampling.temperature
     chosen = _chosen_sampler(engine, body.dgemma)
     if chosen is None and preset is None and temperature is None:
         return None

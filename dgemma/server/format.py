@@ -5,9 +5,9 @@ A format also writes its stream: lines of server-sent events, or whatever its cl
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dgemma import __version__
 from dgemma.server.errors import ApiError
@@ -92,14 +92,18 @@ class Format:
     def text_chunks(self, index: int, text: str, is_thought: bool) -> list[Chunk]:
         return []
 
+    def after_text(self, text: str, is_thought: bool) -> Self:
+        """Return the format of the rest of a stream."""
+        return self
+
     def usage_chunk(self, answers: "Sequence[Done]") -> Chunk:
         return {**self.empty_chunk(0), "usage": self.envelope.usage(answers)}
 
-    def line(self, chunk: Chunk) -> str:
-        """Write a chunk as the stream has it."""
+    def line(self, chunk: Chunk, number: int = 0) -> str:
+        """Write a chunk as the stream has it, after `number` others."""
         return f"data: {write_json(chunk)}\n\n"
 
-    def error_line(self, error: ApiError) -> str:
+    def error_line(self, error: ApiError, number: int = 0) -> str:
         """Write an error that ends a stream."""
         return f"data: {write_json(error.body)}\n\n"
 
@@ -190,23 +194,23 @@ class ResultFormat(Format):
         return [self.full([done])]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """A partially streamed thought or text part."""
+    """A thought or text of a reply, as far as it is written."""
 
     is_thought: bool
     text: str = ""
 
 
+Parts = tuple[ReplyPart, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartsFormat(Format):
-    """A reply of one answer in parts: thoughts, texts, calls; streamed as named events.
-
-    Made for one request: `parts` are those that its stream has written, the last one open.
-    """
+    """A reply of one answer in parts: thoughts, texts, calls; streamed as named events."""
 
     one_call: bool = False  # calls after the first are left out
-    parts: list[ReplyPart] = field(default_factory=list)
+    parts: Parts = ()  # that its stream has, the last one open
     end: ClassVar[str] = ""
 
     def start_part(self, number: int, part: ReplyPart) -> list[Chunk]:
@@ -221,30 +225,34 @@ class PartsFormat(Format):
     def call_chunks(self, number: int, call: "ToolCall") -> list[Chunk]:
         raise NotImplementedError
 
-    def final_chunks(self, done: "Done") -> list[Chunk]:
+    def final_chunks(self, done: "Done", parts: Parts) -> list[Chunk]:
         raise NotImplementedError
 
+    def after_text(self, text: str, is_thought: bool) -> Self:
+        if self.parts and self.parts[-1].is_thought == is_thought:
+            *before, last = self.parts
+            return replace(self, parts=(*before, ReplyPart(is_thought, last.text + text)))
+        return replace(self, parts=(*self.parts, ReplyPart(is_thought, text)))
+
     def text_chunks(self, index: int, text: str, is_thought: bool) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        if not self.parts or self.parts[-1].is_thought != is_thought:
-            chunks = [*self._end_last(), *self._start(is_thought)]
-        self.parts[-1].text += text
-        return chunks + self.part_delta(len(self.parts) - 1, self.parts[-1], text)
+        parts, chunks = self.after_text(text, is_thought).parts, list[Chunk]()
+        if len(parts) > len(self.parts):
+            begun = self.start_part(len(self.parts), ReplyPart(is_thought))
+            chunks = [*self._end_last(self.parts), *begun]
+        return chunks + self.part_delta(len(parts) - 1, parts[-1], text)
 
     def last_chunks(self, index: int, done: "Done") -> list[Chunk]:
-        calls = self.calls(done)
-        chunks = [] if self.parts or calls else self._start(is_thought=False)
-        chunks += self._end_last()
-        for number, call in enumerate(calls, len(self.parts)):
+        calls, parts, chunks = self.calls(done), self.parts, list[Chunk]()
+        if not parts and not calls:
+            parts = (ReplyPart(is_thought=False),)
+            chunks = self.start_part(0, parts[0])
+        chunks += self._end_last(parts)
+        for number, call in enumerate(calls, len(parts)):
             chunks += self.call_chunks(number, call)
-        return chunks + self.final_chunks(done)
+        return chunks + self.final_chunks(done, parts)
 
-    def _start(self, is_thought: bool) -> list[Chunk]:
-        self.parts.append(ReplyPart(is_thought))
-        return self.start_part(len(self.parts) - 1, self.parts[-1])
-
-    def _end_last(self) -> list[Chunk]:
-        return self.end_part(len(self.parts) - 1, self.parts[-1]) if self.parts else []
+    def _end_last(self, parts: Parts) -> list[Chunk]:
+        return self.end_part(len(parts) - 1, parts[-1]) if parts else []
 
     def parts_of(self, done: "Done") -> list[ReplyPart]:
         """Return the parts of a whole reply; one that says nothing has an empty text."""
@@ -255,7 +263,7 @@ class PartsFormat(Format):
     def calls(self, done: "Done") -> "list[ToolCall]":
         return unique_calls(done, self.envelope, one_call=self.one_call)
 
-    def line(self, chunk: Chunk) -> str:
+    def line(self, chunk: Chunk, number: int = 0) -> str:
         return f"event: {chunk['type']}\ndata: {write_json(chunk)}\n\n"
 
 

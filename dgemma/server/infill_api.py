@@ -30,6 +30,7 @@ from dgemma.server.schemas import (
     ReplyChoice,
     RequestNote,
     ResultReply,
+    Sampling,
     Seed,
     honoured,
 )
@@ -70,9 +71,12 @@ class FimBody(Body):
             raise refusal("prompt", "prompt and suffix are empty; give one of them")
         if self.random_seed is not None and self.seed not in (None, self.random_seed):
             raise refusal("seed", "seed and random_seed differ; give one of them")
-        if self.seed is None:
-            self.seed = self.random_seed
         return self
+
+    @property
+    def sampling(self) -> Sampling:
+        seed = self.random_seed if self.seed is None else self.seed
+        return replace(super().sampling, seed=seed)
 
 
 class ExtraText(BaseModel):
@@ -118,13 +122,14 @@ class InfillBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.seed == -1:
-            self.seed = None
-        if self.n_predict > 0:
-            self.max_tokens = self.n_predict
         if not (self.input_prefix or self.prompt or self.input_suffix):
             raise refusal("input_prefix", "there is no text around the hole; give some")
         return self
+
+    @property
+    def sampling(self) -> Sampling:
+        seed, most = None if self.seed == -1 else self.seed, max(self.n_predict, 0)
+        return replace(super().sampling, seed=seed, max_tokens=most or None)
 
     @property
     def before(self) -> str:
@@ -208,13 +213,13 @@ def fill_params(engine: "Engine", body: Body, effort: "FillEffort") -> "FillPara
     from dgemma.programs.infill.search import min_visible_after
 
     check_program(engine, body)
-    length = engine.model.config.canvas_length
+    length, sampling = engine.model.config.canvas_length, body.sampling
     most = max(1, length - min_visible_after(length))
     params = FillParams(
-        max_tokens=min(body.max_tokens or most, most),
-        stop=tuple(body.stop),
+        max_tokens=min(sampling.max_tokens or most, most),
+        stop=sampling.stop,
         effort=effort,
-        seed=new_seed(body.seed),
+        seed=new_seed(sampling.seed),
         sampler=sampler_for(engine, body),
         drafts=body.dgemma.drafts,
     )

@@ -1,7 +1,7 @@
 """`POST /v1/messages` and its `count_tokens`, in Anthropic's form: schema, parsing, replies."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -11,13 +11,14 @@ from pydantic import BaseModel, Field, WithJsonSchema, model_validator
 from dgemma.server import limits
 from dgemma.server.chat_api import ChatInput, chat_generations, chat_prompt
 from dgemma.server.errors import MESSAGES_PATH, ApiError
-from dgemma.server.field_policy import COMMON, FieldTable, harmless, refused, without
-from dgemma.server.format import Chunk, PartsFormat, ReplyPart, arguments_text, stats
+from dgemma.server.field_policy import COMMON, FieldTable, harmless, refused
+from dgemma.server.format import Chunk, Parts, PartsFormat, ReplyPart, arguments_text, stats
 from dgemma.server.messages_blocks import ROLES, read_turn, system_messages
 from dgemma.server.schemas import (
     STRICT,
     Body,
     ResponseFormat,
+    Sampling,
     StopString,
     honoured,
     names_images,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from dgemma.engine.generation import Generation
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # of the API, in the header anthropic-version
-# Of a tool and of a system text; removed before it is read, and named in the reply.
 TOOL_HARMLESS = {
     "cache_control",
     "eager_input_streaming",
@@ -109,6 +109,10 @@ class CountTokensBody(Body):
     omitted: ClassVar[frozenset[str]] = frozenset(
         "stream stream_options max_tokens temperature seed stop n diffusing dgemma".split()
     )
+    harmless_inside: ClassVar[dict[str, set[str]]] = {
+        "tools": TOOL_HARMLESS,
+        "system": {"cache_control"},
+    }
     unhonoured: ClassVar[FieldTable] = {
         "cache_control": harmless("prefixes are found by their tokens"),
         "speed": harmless("there is one"),
@@ -137,17 +141,11 @@ class CountTokensBody(Body):
         OutputConfig(), "format: a JSON Schema that the answer fits; effort has no effect"
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        ignored: set[str] = set()
-        self.tools = [without(tool, TOOL_HARMLESS, "tools[]", ignored) for tool in self.tools]
-        if not isinstance(self.system, str):
-            drop = {"cache_control"}
-            self.system = [without(part, drop, "system[]", ignored) for part in self.system]
-        ignored |= {"thinking.budget_tokens"} if self.thinking.budget_tokens is not None else set()
-        ignored |= {"output_config.effort"} if self.output_config.effort is not None else set()
-        self._ignored += sorted(ignored)
-        return self
+    @property
+    def ignored_inside(self) -> set[str]:
+        budget, effort = self.thinking.budget_tokens, self.output_config.effort
+        given = {"thinking.budget_tokens": budget, "output_config.effort": effort}
+        return super().ignored_inside | {name for name in given if given[name] is not None}
 
     @property
     def has_constraint(self) -> bool:
@@ -183,10 +181,9 @@ class MessagesBody(CountTokensBody):
         [], "up to 64; the answer ends before the first of them", max_length=limits.MAX_STOPS
     )
 
-    @model_validator(mode="after")
-    def _set_stop(self) -> Self:
-        self.stop = self.stop_sequences
-        return self
+    @property
+    def sampling(self) -> Sampling:
+        return replace(super().sampling, stop=tuple(self.stop_sequences))
 
 
 def parse_messages(engine: "Engine", body: MessagesBody) -> "list[Generation]":
@@ -296,7 +293,7 @@ class MessagesFormat(PartsFormat):
             {"type": "content_block_stop", "index": number},
         ]
 
-    def final_chunks(self, done: "Done") -> list[Chunk]:
+    def final_chunks(self, done: "Done", parts: Parts) -> list[Chunk]:
         note = {**stats(done), **self.envelope.note}
         last = {"delta": self._stop(done), "usage": _usage(done), "dgemma": note}
         return [{"type": "message_delta", **last}, {"type": "message_stop"}]
@@ -307,7 +304,7 @@ class MessagesFormat(PartsFormat):
     def heartbeat(self) -> str:
         return self.line(self.empty_chunk(0))
 
-    def error_line(self, error: ApiError) -> str:
+    def error_line(self, error: ApiError, number: int = 0) -> str:
         return self.line(error.body_for(MESSAGES_PATH))
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
@@ -36,7 +37,7 @@ from dgemma.server.field_policy import (
 )
 from dgemma.server.format import FINISH_REASONS, Chunk, Format, stats, unique_calls, write_json
 from dgemma.server.infill_api import hole_programs
-from dgemma.server.schemas import STRICT, Body, ResponseFormat, Stops, honoured
+from dgemma.server.schemas import STRICT, Body, ResponseFormat, Sampling, Stops, honoured
 from dgemma.server.sentinels import HoleContext
 from dgemma.server.service import (
     Service,
@@ -47,7 +48,7 @@ from dgemma.server.service import (
     whole_or_stream,
 )
 from dgemma.text import messages as reader
-from dgemma.text.messages import Message, Part, ToolCall
+from dgemma.text.messages import Message, Part, Tool, ToolCall
 
 if TYPE_CHECKING:
     from dgemma.engine import Done, Engine
@@ -124,19 +125,28 @@ class OllamaBody(Body):
     )
     think: bool | Literal["low", "medium", "high"] = honoured(False, "true or a level: a thought")
 
+    @field_validator("model")
+    @classmethod
+    def _without_tag(cls, model: str | None) -> str | None:
+        return None if model is None else model.removesuffix(LATEST)
+
     @model_validator(mode="after")
-    def _read_options(self) -> Self:
-        options = self.options
-        self._ignored += options._ignored
-        check_ar(options._given, self.dgemma.mode, options.temperature)
-        self.temperature, self.stop = options.temperature, options.stop
-        self.seed = None if options.seed == -1 else options.seed
-        self.max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
-        if self.model is not None:
-            self.model = self.model.removesuffix(LATEST)
+    def _check(self) -> Self:
+        check_ar(self.options._given, self.dgemma.mode, self.options.temperature)
         if not isinstance(self.format, dict) and self.format not in ("", "json"):
             raise ApiError(400, "format must be json or a JSON Schema", param="format")
         return self
+
+    @property
+    def ignored(self) -> list[str]:
+        return super().ignored + self.options._ignored
+
+    @property
+    def sampling(self) -> Sampling:
+        options = self.options
+        seed = self.seed if options.seed in (None, -1) else options.seed
+        most = max(options.num_predict or 0, 0) or None
+        return Sampling(most, options.temperature, seed, tuple(options.stop))
 
     @property
     def has_constraint(self) -> bool:
@@ -196,15 +206,7 @@ class ShowBody(BaseModel):
 
 
 def parse_chat(engine: "Engine", body: OllamaChatBody) -> list[Any]:
-    chat = ChatInput(
-        messages=_read_messages(body.messages),
-        tools=reader.read_tools(body.tools),
-        thinking=bool(body.think),
-        max_tokens=body.max_tokens,
-        response_format=body.response_format,
-        image_tokens=body.dgemma.image_tokens,
-    )
-    return list(chat_generations(engine, body, chat))
+    return _chat(engine, body, _read_messages(body.messages), reader.read_tools(body.tools))
 
 
 def parse_generate(engine: "Engine", body: OllamaGenerateBody) -> list[Any]:
@@ -218,12 +220,20 @@ def parse_generate(engine: "Engine", body: OllamaGenerateBody) -> list[Any]:
         check_length(engine, body.prompt)
         form = text_constraint(engine, body.dgemma, body.response_format)
         prompt = engine.plain_prompt(body.prompt)
-        return list(generations(engine, body, prompt, body.max_tokens, form))
+        return list(generations(engine, body, prompt, body.sampling.max_tokens, form))
     system = [Message(role="system", content=body.system)] if body.system else []
+    message = Message(role="user", content=_content(body.prompt, body.images))
+    return _chat(engine, body, [*system, message])
+
+
+def _chat(
+    engine: "Engine", body: OllamaBody, messages: Sequence[Message], tools: Sequence[Tool] = ()
+) -> list[Any]:
     chat = ChatInput(
-        messages=[*system, Message(role="user", content=_content(body.prompt, body.images))],
+        messages=messages,
+        tools=tools,
         thinking=bool(body.think),
-        max_tokens=body.max_tokens,
+        max_tokens=body.sampling.max_tokens,
         response_format=body.response_format,
         image_tokens=body.dgemma.image_tokens,
     )
@@ -331,13 +341,13 @@ class OllamaFormat(Format):
         called = [{**self._text("", "", calls), "done": False}] if calls else []
         return [*called, {**self._text("", ""), **self._end(done)}]
 
-    def line(self, chunk: Chunk) -> str:
+    def line(self, chunk: Chunk, number: int = 0) -> str:
         return write_json(chunk) + "\n"
 
     def heartbeat(self) -> str:
         return self.line(self.empty_chunk(0))
 
-    def error_line(self, error: ApiError) -> str:
+    def error_line(self, error: ApiError, number: int = 0) -> str:
         return self.line(error.body_for(OLLAMA_PATH))
 
     def loaded(self) -> dict[str, Any]:
@@ -375,10 +385,9 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _details(service: Service) -> dict[str, Any]:
-    modified = iso_time(service.created)
     families = {"family": ARCHITECTURE, "families": [ARCHITECTURE]}
     kind = {"format": "", "parameter_size": "", "quantization_level": "", **families}
-    return {"modified_at": modified, "details": kind}
+    return {"modified_at": iso_time(service.created), "details": kind}
 
 
 def _capabilities(service: Service) -> list[str]:

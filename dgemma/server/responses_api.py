@@ -1,8 +1,7 @@
 """`POST /v1/responses`: schema, parsing and replies. Nothing is stored: input has all items."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request, Response
@@ -11,8 +10,8 @@ from pydantic import BaseModel, Field, WithJsonSchema, model_validator
 from dgemma.server import limits
 from dgemma.server.chat_api import ChatInput, ReasoningEffort, chat_generations, wants_thought
 from dgemma.server.errors import ApiError, shown
-from dgemma.server.field_policy import COMMON, FieldTable, harmless, refusal, refused, without
-from dgemma.server.format import Chunk, PartsFormat, ReplyPart, arguments_text, stats
+from dgemma.server.field_policy import COMMON, FieldTable, harmless, refusal, refused
+from dgemma.server.format import Chunk, Parts, PartsFormat, ReplyPart, arguments_text, stats
 from dgemma.server.schemas import STRICT, Body, PromptTokens, ResponseFormat, honoured, names_images
 from dgemma.server.service import ServiceDep, answer, make_router, whole_or_stream
 from dgemma.text import messages as reader
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 STATELESS = "nothing is stored; send all items of the conversation in input"
 ENCRYPTED = "reasoning.encrypted_content"
-# Of a tool; removed before it is read, and named in the reply.
 TOOL_HARMLESS = {"defer_loading", "allowed_callers", "output_schema", "async"}
 # Fields of items; those after the bar are accepted and mean nothing to the model.
 ITEM_FIELDS = {
@@ -101,6 +99,7 @@ class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
     omitted: ClassVar[frozenset[str]] = frozenset({"max_tokens", "stop", "n", "diffusing"})
+    harmless_inside: ClassVar[dict[str, set[str]]] = {"tools": TOOL_HARMLESS}
     unhonoured: ClassVar[FieldTable] = {
         **COMMON,
         "prompt_cache_options": harmless("prefixes are found by their tokens"),
@@ -147,12 +146,14 @@ class ResponsesBody(Body):
         unknown = [name for name in self.include if name != ENCRYPTED]
         if unknown:
             raise refusal("include", f"include has {unknown[0][:60]!r}; only {ENCRYPTED} passes")
-        ignored: set[str] = {"include"} if self.include else set()
-        self.tools = [without(tool, TOOL_HARMLESS, "tools[]", ignored) for tool in self.tools]
-        ignored |= {"text.verbosity"} if self.text.verbosity is not None else set()
-        given = self.reasoning.model_dump(exclude_none=True).keys() - {"effort"}
-        self._ignored += sorted(ignored | {f"reasoning.{name}" for name in given})
         return self
+
+    @property
+    def ignored_inside(self) -> set[str]:
+        given = {"include": self.include, "text.verbosity": self.text.verbosity}
+        reasoning = self.reasoning.model_dump(exclude={"effort"}, exclude_none=True)
+        names = {name for name in given if given[name]} | {f"reasoning.{n}" for n in reasoning}
+        return super().ignored_inside | names
 
     @property
     def named_tool(self) -> str | None:
@@ -270,18 +271,17 @@ class ResponseReply(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesFormat(PartsFormat):
-    """The form of responses; `echoed` are the request's fields that a response repeats."""
+    """The JSON of responses; `echoed` are the request's fields that a response repeats."""
 
     tokenizer: "Tokenizer"
     echoed: dict[str, Any]
-    numbers: Iterator[int] = field(default_factory=count)  # of events
 
     def full(self, answers: "Sequence[Done]") -> dict[str, Any]:
         (done,) = answers
         return self._finished(done, self.parts_of(done))
 
-    def line(self, chunk: Chunk) -> str:
-        return super().line({"sequence_number": next(self.numbers), **chunk})
+    def line(self, chunk: Chunk, number: int = 0) -> str:
+        return super().line({"sequence_number": number, **chunk})
 
     def empty_chunk(self, index: int) -> Chunk:
         return {"type": "response.in_progress", "response": self._response("in_progress")}
@@ -321,15 +321,15 @@ class ResponsesFormat(PartsFormat):
             {"type": "response.output_item.done", "output_index": number, "item": item},
         ]
 
-    def final_chunks(self, done: "Done") -> list[Chunk]:
-        response = self._finished(done, self.parts)
+    def final_chunks(self, done: "Done", parts: Parts) -> list[Chunk]:
+        response = self._finished(done, parts)
         return [{"type": f"response.{response['status']}", "response": response}]
 
-    def error_line(self, error: ApiError) -> str:
+    def error_line(self, error: ApiError, number: int = 0) -> str:
         code = "rate_limit_exceeded" if error.status in (429, 503) else "server_error"
         reason = {"code": error.code or code, "message": error.body["error"]["message"]}
         response = {**self._response("failed"), "error": reason}
-        return self.line({"type": "response.failed", "response": response})
+        return self.line({"type": "response.failed", "response": response}, number)
 
     def _finished(self, done: "Done", parts: Sequence[ReplyPart]) -> dict[str, Any]:
         is_cut = done.finish in ("length", "budget")

@@ -4,6 +4,7 @@ A field of a request is declared once: type, bounds and the note that docs/serve
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -164,14 +165,26 @@ class Extension(BaseModel):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Parameters of an answer that each API has in fields of its own."""
+
+    max_tokens: int | None
+    temperature: float | None
+    seed: int | None
+    stop: tuple[str, ...]
+
+
 class Body(BaseModel):
     """The body of a request. `table` has the policy of each of its fields."""
 
     model_config = STRICT
     unhonoured: ClassVar[FieldTable] = COMMON  # harmless and refused fields
     omitted: ClassVar[frozenset[str]] = frozenset()  # inherited fields that this body has not
+    harmless_inside: ClassVar[dict[str, set[str]]] = {}  # fields of the objects in a list
     table: ClassVar[FieldTable]
     _ignored: list[str] = PrivateAttr(default_factory=list)
+    _inside: set[str] = PrivateAttr(default_factory=set)
 
     model: str | None = honoured(
         None, "a name from /v1/models, or left out; another is a 404", max_length=256
@@ -203,7 +216,16 @@ class Body(BaseModel):
     @property
     def ignored(self) -> list[str]:
         """Names of the harmless fields that were given."""
-        return self._ignored
+        return [*self._ignored, *sorted(self.ignored_inside)]
+
+    @property
+    def ignored_inside(self) -> set[str]:
+        """Paths of those inside of other fields."""
+        return self._inside
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.max_tokens, self.temperature, self.seed, tuple(self.stop))
 
     @property
     def wants_logprobs(self) -> bool:
@@ -229,9 +251,14 @@ class Body(BaseModel):
         if "messages" in kept:
             kept["messages"], in_messages = field_policy.clean_messages(kept["messages"])
             ignored += in_messages
+        inside: set[str] = set()
+        for name, drop in cls.harmless_inside.items():
+            if isinstance(kept.get(name), list):
+                path = f"{name}[]"
+                kept[name] = [field_policy.without(o, drop, path, inside) for o in kept[name]]
         body = handler(kept)
-        field_policy.check_ar(data, body.dgemma.mode, body.temperature)
-        body._ignored = ignored + body._ignored  # a validator may have found others inside
+        field_policy.check_ar(data, body.dgemma.mode, body.sampling.temperature)
+        body._ignored, body._inside = ignored, inside
         return body
 
     @classmethod
@@ -277,25 +304,6 @@ def names_images(entries: Sequence[object], depth: int = 2) -> bool:
     kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
     is_seen = any("image" in kind or "video" in kind for kind in kinds)
     return is_seen or (depth > 1 and names_images(parts, depth - 1))
-
-
-class TokenizeBody(BaseModel):
-    """`POST /tokenize`, as llama.cpp has it."""
-
-    model_config = STRICT
-
-    content: str
-    add_special: bool = False
-    parse_special: bool = True
-    with_pieces: bool = False
-
-
-class DetokenizeBody(BaseModel):
-    """`POST /detokenize`, as llama.cpp has it."""
-
-    model_config = STRICT
-
-    tokens: list[int]
 
 
 # --- replies
@@ -422,16 +430,6 @@ class TokenPiece(BaseModel):
 
 class TokenList(BaseModel):
     tokens: list[int] | list[TokenPiece]
-
-
-class Content(BaseModel):
-    content: str
-
-
-class Status(BaseModel):
-    status: str
-    running: int
-    waiting: int
 
 
 class ErrorDetail(BaseModel):

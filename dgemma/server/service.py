@@ -353,7 +353,7 @@ async def answer(
     deadline = service.deadline(request, body.dgemma.max_seconds)
     service.worker.check_room(request.state.owner, 1)  # before the work of reading the prompt
     call = call_of(request)
-    if call is not None and body.seed is None:
+    if call is not None and body.sampling.seed is None:
         body = body.model_copy(update={"seed": call.seed})
     is_long = request.state.body_bytes > MAX_INLINE_BYTES
     if body.has_constraint or body.has_images or is_long:

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
+from itertools import count
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ class Stream:
             DraftText(task, engine.tokenizer, engine.stop_ids) for task in submission.tasks
         ]
         self.answers: dict[int, Done] = {}
+        self.numbers = count()  # of lines
         self.has_ids = call is not None and call.is_resumable
         committed = {} if call is None else call.committed
         # Commits of a stream that another server began: their text is old, and not paced again.
@@ -89,7 +91,7 @@ class Stream:
         except ApiError as error:
             if self.has_ids:
                 yield ENDED
-            yield self.format.error_line(error)
+            yield self.format.error_line(error, next(self.numbers))
 
     def _end_lines(self) -> list[str]:
         lines = []
@@ -136,6 +138,7 @@ class Stream:
             return
         for piece in [text.text] if pace is None else WORD.findall(text.text):
             chunks = self.format.text_chunks(index, piece, text.is_thought)
+            self.format = self.format.after_text(piece, text.is_thought)
             for line in self._final(index, chunks, piece):
                 yield line
             async for line in self._pause(len(piece) / pace if pace and not is_old else 0.0):
@@ -185,7 +188,7 @@ class Stream:
     def _line(self, chunk: Chunk) -> str:
         if self.body.stream_options.include_usage:
             chunk = {"usage": None, **chunk}
-        return self.format.line(chunk)
+        return self.format.line(chunk, next(self.numbers))
 
 
 def _prompt_tokens(task: object) -> int:
