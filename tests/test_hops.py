@@ -12,7 +12,7 @@ from tests.taught import LONG
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dgemma"
-MAX_HOPS, MAX_DEPTH = 20, 12
+MAX_HOPS, MAX_DEPTH = 19, 12
 
 
 def listed() -> list[str]:

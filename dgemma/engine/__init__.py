@@ -2,8 +2,9 @@
 
 from dgemma.config import MODES, Mode
 from dgemma.engine.engine import Engine
-from dgemma.engine.events import Committed, Done, Draft, Event, Retry, Text
+from dgemma.engine.events import Committed, Done, Draft, Event, Retry
 from dgemma.engine.params import SamplingParams
+from dgemma.text.reply import Text
 
 __all__ = [
     "MODES",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dgemma.text.reply import Reply
+from dgemma.text.reply import Reply, Text
 
 if TYPE_CHECKING:
     from dgemma.diffusion.canvas import Canvas
@@ -39,14 +39,6 @@ class Draft:
             block=block,
             step=canvas.num_steps,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """Committed text."""
-
-    text: str
-    is_thought: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

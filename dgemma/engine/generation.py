@@ -25,11 +25,11 @@ from dgemma.engine.canvas_policy import NOT_A_NUMBER, canvas_policy, output_faul
 from dgemma.engine.constrained_reply import ConstrainedReply
 from dgemma.engine.events import Committed, Done, Draft, Retry
 from dgemma.engine.params import ReplyLimits, SamplingParams
-from dgemma.engine.reply_reader import ReplyReader
 from dgemma.engine.request import Prefix, Task, TokenSequence
 from dgemma.errors import UsageError
 from dgemma.text.chat import Prompt
 from dgemma.text.control_tokens import CHANNEL, CHANNEL_END
+from dgemma.text.reply import ReplyReader
 
 if TYPE_CHECKING:
     from dgemma.engine.core import EngineCore

@@ -10,17 +10,18 @@ Ids decide, never spelled text. Output that violates the protocol is read like t
 - a misplaced control token is left out of the text, and reported;
 - `<turn|>`, `<eos>` and `<|tool_response>` end the reply: the rest of the canvas is padding.
 
-Stop strings are applied to its events elsewhere: see detokenizer.py.
+`ReplyReader` reads a reply that is being written: it applies stop strings to the parser's events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from dgemma.errors import UsageError
 from dgemma.text import control_tokens as control
-from dgemma.text.detokenizer import Detokenizer
+from dgemma.text.detokenizer import Detokenizer, StopStrings
 from dgemma.text.messages import ToolCall
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.text.tool_calls import QUOTE, MalformedCall, parse_call
@@ -28,6 +29,14 @@ from dgemma.text.tool_calls import QUOTE, MalformedCall, parse_call
 CHANNEL_OPENING = "thought\n"
 ENDINGS = frozenset({control.TURN_END, control.EOS, control.TOOL_RESPONSE})
 CALL_BREAKS = ENDINGS | {control.CHANNEL, control.TOOL_CALL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Committed text."""
+
+    text: str
+    is_thought: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,3 +253,78 @@ class _Thought:
         # Separates this thought from the next one, if any.
         self._line_break = "\n" if self._has_text else ""
         return text
+
+
+class ReplyReader:
+    """Reads one reply. Stop strings cut the answer alone; a thought may speak of them."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, in_thought: bool) -> None:
+        self.parser = ReplyParser(tokenizer, in_thought=in_thought)
+        self.tokenizer, self.stops = tokenizer, StopStrings(stop)
+        self.can_stop, names = bool(stop), tokenizer.control_ids
+        self.control = frozenset(names.values())
+        self.endings = frozenset(names[name] for name in ENDINGS if name in names)
+        self.events: list[ReplyEvent] = []
+        self.ids: list[int] = []
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.stops.stopped_by is not None
+
+    @property
+    def reply(self) -> Reply:
+        return Reply.collect(self.events)
+
+    def feed(self, ids: Sequence[int]) -> list[Text]:
+        """Take ids until a stop string is complete; what follows it is no part of the reply."""
+        if self.has_stopped or self.parser.has_ended:
+            return []
+        if self.can_stop and self._may_stop_in(ids):
+            return self._feed_singly(ids)
+        texts = self._commit(self.parser.feed(ids))
+        end = next((i for i, token in enumerate(ids) if token in self.endings), len(ids))
+        self.ids.extend(ids[:end])
+        return _merged(texts)
+
+    def _may_stop_in(self, ids: Sequence[int]) -> bool:
+        """True if a stop string may be complete after these ids; a control token splits text."""
+        is_plain = self.control.isdisjoint(ids)
+        return not is_plain or self.stops.may_stop_in(self.tokenizer.decode_bytes(ids))
+
+    def _feed_singly(self, ids: Sequence[int]) -> list[Text]:
+        """Take one token at a time, to see which of them completes a stop string."""
+        texts: list[Text] = []
+        for token in ids:
+            if self.has_stopped or self.parser.has_ended:
+                break
+            texts += self._commit(self.parser.feed([token]))
+            if not self.parser.has_ended:
+                self.ids.append(token)
+        return _merged(texts)
+
+    def close(self) -> list[Text]:
+        """Return text that was withheld for a character or stop string that was not completed."""
+        texts = self._commit(self.parser.finish())
+        rest = self.stops.finish()
+        self.events.append(AnswerText(text=rest))
+        return _merged([*texts, Text(text=rest)])
+
+    def _commit(self, events: list[ReplyEvent]) -> list[Text]:
+        texts = []
+        for event in events:
+            if isinstance(event, AnswerText):
+                event = AnswerText(text=self.stops.feed(event.text))
+            self.events.append(event)
+            if isinstance(event, AnswerText | ThoughtText):
+                is_thought = isinstance(event, ThoughtText)
+                texts.append(Text(text=event.text, is_thought=is_thought))
+        return texts
+
+
+def _merged(texts: list[Text]) -> list[Text]:
+    """Merge neighbours of the same kind; drop empty ones."""
+    groups = groupby((text for text in texts if text.text), key=lambda text: text.is_thought)
+    return [
+        Text(text="".join(text.text for text in group), is_thought=is_thought)
+        for is_thought, group in groups
+    ]

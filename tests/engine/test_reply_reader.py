@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dgemma.engine.reply_reader import ReplyReader
+from dgemma.text.reply import ReplyReader
 from tests.text.small import small_tokenizer
 from tests.text.strategies import quick
 

@@ -219,7 +219,7 @@ def _fail(*_: object) -> list[Any]:
 def test_a_failed_request_tells_whoever_follows_it(
     wild: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dgemma.engine.reply_reader.ReplyReader.feed", lambda self, ids: _fail(ids))
+    monkeypatch.setattr("dgemma.text.reply.ReplyReader.feed", lambda self, ids: _fail(ids))
     with pytest.raises(ValueError, match="broken on purpose"):
         wild.generate(Prompt(text="", ids=(5, 6)), SamplingParams(max_tokens=4, retries=0))
     assert not wild.scheduler.requests
