@@ -74,9 +74,8 @@ def check_program(engine: "Engine", body: Body) -> None:
     if extension.mode != "diffusion":
         sentence = f"mode {extension.mode} cannot fill or edit; use diffusion"
         raise ApiError(400, sentence, param="dgemma")
-    refused = [name for name in ("canvas_length", "retries") if getattr(extension, name)]
-    if refused:
-        raise ApiError(400, f"dgemma.{refused[0]} is refused: it is not for fills", param="dgemma")
+    for name in _present(extension, "canvas_length", "retries"):
+        raise ApiError(400, f"dgemma.{name} is refused: it is not for fills", param="dgemma")
     if body.diffusing:
         raise ApiError(400, "a fill cannot replace its text; leave out diffusing")
     check_unconstrained(extension)

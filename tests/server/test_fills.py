@@ -386,6 +386,7 @@ def test_what_stands_outside_holes_and_edits_stays(shared: Running) -> None:
         ("/v1/dgemma/fill", {"text": "a<|fill|>", "dgemma": {"mode": "ar"}}, "cannot fill"),
         ("/v1/dgemma/fill", {"text": "a<|fill|>", "dgemma": {"drafts": True}}, "need stream"),
         ("/v1/dgemma/fill", {"text": "a<|fill|>", "dgemma": {"retries": 1}}, "retries is refused"),
+        ("/v1/dgemma/fill", {"text": "a<|fill|>", "dgemma": {"retries": 0}}, "retries is refused"),
         ("/v1/dgemma/edit", {"text": "a", "lines": [2, 3]}, "lin"),
         ("/v1/dgemma/edit", {"text": "a", "selection": [[0, 2]]}, "span"),
         ("/v1/dgemma/edit", {"text": "a", "selection": [[0, 1]], "lines": [1, 1]}, "not both"),
