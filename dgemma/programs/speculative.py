@@ -105,13 +105,21 @@ def speculative_task(
     return SpeculativeReply(engine, plain, drafting)
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens to be verified in the next pass, and how many canvases were stepped to find some."""
+
+    tokens: tuple[int, ...] = ()
+    num_canvases: int = 0  # this indexes their noise
+
+
 class SpeculativeReply(Generation):
     """An AR reply that commits several tokens per pass where its drafts are accepted."""
 
     def __init__(self, engine: "Engine", plain: Generation, drafting: SpeculativeParams) -> None:
         super().__init__(engine, plain.prompt, plain.params, plain.limits)
         self.drafting, self.model, self.config = drafting, engine.model, engine.model.config
-        self.draft: tuple[int, ...] = ()  # to be verified in the next pass
+        self.proposal = Proposal()
         self.canvas_cache: KVCache | None = None  # of chosen tokens alone
         if drafting.drafter == "canvas":
             self.num_tokens *= 2
@@ -120,22 +128,27 @@ class SpeculativeReply(Generation):
         if self.sequence.has_long_commit:
             return super().inputs()
         if self.drafting.drafter == "ngram":
-            self.draft = lookup(self.sequence.ids, self._num_drafted())
+            self._propose(lookup(self.sequence.ids, self._num_drafted()))
         is_scored = self.drafting.assistant is not None and not self.sequence.next_images()
-        if self.draft or is_scored:  # scoring returns the hidden states that an assistant needs
+        # Scoring returns the hidden states that an assistant needs.
+        if self.proposal.tokens or is_scored:
             return [self._verification(), *self._canvas()]
         return [*super().inputs(), *self._canvas()]
+
+    def _propose(self, tokens: tuple[int, ...]) -> None:
+        self.proposal = replace(self.proposal, tokens=tokens)
 
     def _num_drafted(self) -> int:
         """Tokens of the next draft: the pass adds one more, and both count."""
         return min(self.drafting.num_tokens, self.limits.max_tokens - len(self.reader.ids) - 1)
 
     def _verification(self) -> ForwardInput:
-        tokens = (*self.sequence.next_tokens(), *self.draft)
-        num_draws = len(self.draft) + 1 if self.params.temperature else 0  # none: the likeliest
+        draft = self.proposal.tokens
+        tokens = (*self.sequence.next_tokens(), *draft)
+        num_draws = len(draft) + 1 if self.params.temperature else 0  # none: the likeliest
         draws = tuple(self._token_draw(offset) for offset in range(num_draws))
         # The last position's target is not known; the token chosen there is what is asked for.
-        targets = (*self.draft, 0)
+        targets = (*draft, 0)
         return ForwardInput(cache=self.sequence.cache, tokens=tokens, targets=targets, draws=draws)
 
     def _canvas(self) -> list[ForwardInput]:
@@ -149,8 +162,8 @@ class SpeculativeReply(Generation):
             self.canvas_cache = sequence.cache.copy(sequence.num_committed)
         cache, num_free = self.canvas_cache, config.max_position_embeddings - len(sequence.ids)
         length = min(CANVAS_LENGTH, config.canvas_length, num_free)
-        block = self.progress.blocks
-        noise = self.noise.block(block, 1, length, config.vocab_size, cache.device)
+        number = self.proposal.num_canvases
+        noise = self.noise.block(number, 1, length, config.vocab_size, cache.device)
         tokens = tuple(sequence.ids[cache.length :])
         return [
             ForwardInput(cache=cache, tokens=tokens, state=denoise.start(ONE_STEP, noise, NO_PINS))
@@ -166,20 +179,19 @@ class SpeculativeReply(Generation):
                 self._end("budget")
         else:
             super().process(inputs[:1], outputs[:1])
-        self.draft = ()
+        self._propose(())
         assistant, hidden_ND = self.drafting.assistant, outputs[0].hidden_ND
         if assistant is not None and hidden_ND is not None and not self.is_done:
             chosen = len(self.sequence.ids) - num_before - 1  # position that chose the last token
             last, cache = self.sequence.ids[-1], self.sequence.cache
             hidden_1D = hidden_ND[chosen : chosen + 1]
             count = self._num_drafted()
-            self.draft = assistant.draft(self.model, cache, last, hidden_1D, count)
+            self._propose(assistant.draft(self.model, cache, last, hidden_1D, count))
         if canvases and not self.is_done:
-            self.progress.blocks += 1
             assert canvases[0].state is not None
             begin = len(self.sequence.ids) - num_before
             guess = canvases[0].state.canvas.guess_L[begin : begin + self._num_drafted()]
-            self.draft = tuple(guess.tolist())
+            self.proposal = Proposal(tuple(guess.tolist()), self.proposal.num_canvases + 1)
 
     def close(self, engine: "EngineCore") -> None:
         self.canvas_cache = None
@@ -187,7 +199,7 @@ class SpeculativeReply(Generation):
 
     def _verify(self, given: ForwardInput, output: ForwardOutput) -> None:
         """Commit what is accepted of the draft and one more token; drop the rest."""
-        draft, sequence = self.draft, self.sequence
+        draft, sequence = self.proposal.tokens, self.sequence
         num_before = len(given.tokens) - len(draft)
         self.progress.steps += 1
         accepted = 0

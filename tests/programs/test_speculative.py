@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.engine import Engine, SamplingParams
+from dgemma.engine import Done, Engine, SamplingParams
 from dgemma.errors import UsageError
 from dgemma.programs.speculative import SpeculativeParams, lookup, speculative, speculative_task
 from dgemma.text.chat import ChatTemplate
@@ -58,9 +58,11 @@ def test_a_canvas_is_stepped_in_the_pass_that_verifies(nano: Engine) -> None:
     """Each pass after the second verifies a draft, and all but the last step a canvas."""
     params = SamplingParams(mode="ar", max_tokens=30, temperature=0.8, seed=7)
     before = nano.scheduler.num_passes
-    done = speculative(nano, PROMPTS[1], params, SpeculativeParams(drafter="canvas"))
+    task = speculative_task(nano, PROMPTS[1], params, SpeculativeParams(drafter="canvas"))
+    done: Done = nano.run_all([task])[0]
     assert nano.scheduler.num_passes - before == done.steps
-    assert done.steps - 2 <= done.blocks < done.steps < done.tokens
+    assert done.steps - 2 <= task.proposal.num_canvases < done.steps < done.tokens
+    assert done.blocks == 0, "no canvas is part of the reply"
 
 
 def test_several_drafted_replies_share_passes_with_others(nano: Engine) -> None:
