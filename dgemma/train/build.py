@@ -37,7 +37,7 @@ from dgemma.train.recipe import (
     recipe_path,
 )
 from dgemma.train.sources import InfillSource, Source, StoreSource, puzzle_source
-from dgemma.train.tokens import TokenCache, TokenStore
+from dgemma.train.tokens import TokenCache, TokenStore, eos_id_of
 from dgemma.weights.files import OnProgress
 from dgemma.weights.load import Checkpoint, draw, fill, load_model, name_seed
 from dgemma.weights.lora import Adapter, LoRAPair, attach, new_adapter
@@ -327,7 +327,8 @@ class MixtureBuilder:
         group, device = self.environment.group, self.environment.device
         if not group.is_main:
             group.barrier(device)
-        components = [self.component(data) for data in self.recipe.data]
+        eos_id = eos_id_of(self.base.tokenizer)
+        components = [self._component(data, eos_id) for data in self.recipe.data]
         if group.is_main:
             group.barrier(device)
         return self.mix(components)
@@ -360,7 +361,7 @@ class MixtureBuilder:
         rows, count = self.recipe.batch.rows, self.recipe.batch.sequences
         return Mixture(components=components, sequences=count, rows=rows, seed=self.recipe.seed)
 
-    def component(self, data: DataSource) -> MixtureComponent:
+    def _component(self, data: DataSource, eos_id: int) -> MixtureComponent:
         canvas, rows = self.recipe.canvas, self.recipe.batch.rows
         lengths = self._canvas_lengths(canvas.lengths if data.lengths is None else data.lengths)
         copies = canvas.copies if data.copies is None else data.copies
@@ -375,7 +376,7 @@ class MixtureBuilder:
             copies=copies,
             train_on_prompt=data.train_on_prompt,
             causal_fraction=data.causal_fraction,
-            corruption=self._corruption(data),
+            corruption=self._corruption(data, eos_id),
         )
         if heldout is not None:
             self.heldout.append(replace(component, source=StoreSource(heldout)))
@@ -397,13 +398,14 @@ class MixtureBuilder:
         trained, heldout = source.store.split(data.heldout_fraction, self.recipe.seed)
         return StoreSource(trained), heldout
 
-    def _corruption(self, data: DataSource) -> Corruption:
+    def _corruption(self, data: DataSource, eos_id: int) -> Corruption:
         canvas, has_lines = self.recipe.canvas, data.line_hole_fraction > 0
         holes, padding = data.hole_fraction, data.padding_loss_fraction
         settings = {field.name: getattr(data, field.name) for field in fields(NoiseSettings)}
         return Corruption(
             **settings,
             vocab_size=self.base.model.config.vocab_size,
+            eos_id=eos_id,
             hole_fraction=canvas.hole_fraction if holes is None else holes,
             padding_loss_fraction=canvas.padding_loss_fraction if padding is None else padding,
             lines=LineTokens.of(Tokenizer.load(self.base.tokenizer)) if has_lines else None,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dgemma.text.tokenizer import Tokenizer
 
 NONE = -1  # no target, no canvas, no example, no rng key
-EOS_ID = 1  # ends a text, and pads its last canvas
+EOS_ID = 1  # <eos> in the tokenizers of Gemma
 MAX_OPEN_LINES = 2 / 3  # fraction of a canvas's lines
 MAX_REPEAT_DISTANCE = 4  # positions
 MAX_RAMP, LEFT_LEVEL = 48, 0.02  # positions from clean to noise; the level of what is clean
@@ -108,6 +108,7 @@ class Corruption(NoiseSettings):
     """
 
     vocab_size: int
+    eos_id: int = EOS_ID  # ends a text, and pads its last canvas
     min_level: float = 1e-4
     max_level: float = 1.0 - 1e-4
     hole_fraction: float = 0.2  # of the canvases

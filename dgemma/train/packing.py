@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dgemma.train.corruption import (
-    EOS_ID,
     NONE,
     CanvasText,
     Corruption,
@@ -131,7 +130,8 @@ def pack_example(
         prompt, reply = split_text(reply, layout, lines, rng)
         lines = [(start - len(prompt), stop - len(prompt)) for start, stop in lines]
     length = layout.canvas_length
-    is_complete = len(reply) > 0 and _is_complete(reply, example)
+    # A plain text may be a piece of a longer one; a whole one ends with <eos>.
+    is_complete = len(reply) > 0 and (len(example.prompt) > 0 or reply[-1] == corruption.eos_id)
     count = -(-len(reply) // length) if is_complete else len(reply) // length
     count = min(count, (layout.max_rows - len(prompt)) // layout.rows_per_canvas)
     if count <= 0:
@@ -139,7 +139,7 @@ def pack_example(
     clean = _clean_rows(prompt, reply[: count * length], layout)
     if layout.causal_fraction < 1 and rng.random() >= layout.causal_fraction:
         clean[TARGET] = NONE
-    padded = np.full(count * length, EOS_ID, np.int32)
+    padded = np.full(count * length, corruption.eos_id, np.int32)
     padded[: len(reply)] = reply[: count * length]
     length_C = np.minimum(length, len(reply) - length * np.arange(count))
     text = CanvasText(padded.reshape(count, length), length_C, lines)
@@ -150,15 +150,6 @@ def pack_example(
             padding = rows[TARGET, len(reply) :]
             padding[rng.random(len(padding)) >= corruption.padding_loss_fraction] = NONE
     return np.concatenate([clean, *canvases], axis=1)
-
-
-def _is_complete(reply: NDArray[np.integer], example: Example) -> bool:
-    """Return whether the text ends with `reply`, so that its last canvas is padded.
-
-    A pair's reply is complete. A plain text may be a piece of a longer one: it is complete if it
-    ends with <eos>.
-    """
-    return bool(len(example.prompt)) or int(reply[-1]) == EOS_ID
 
 
 def split_text(

@@ -28,6 +28,7 @@ from dgemma.errors import CheckpointError, UsageError
 from dgemma.text.chat import ChatTemplate, Message
 from dgemma.text.control_tokens import BOS, EOS, TOOL_RESPONSE, TURN_END
 from dgemma.text.tokenizer import Tokenizer
+from dgemma.train.corruption import EOS_ID
 from dgemma.train.records import FORMS, TrainingChat, read_record
 from dgemma.weights.files import OnProgress
 
@@ -401,6 +402,13 @@ class Encoder:
         if stop not in ids[start:]:
             raise UsageError("the chat template writes no calls of tools; leave tool_calls out")
         return list(ids[start : ids.index(stop, start) + 1])
+
+
+def eos_id_of(directory: Path) -> int:
+    """Return the id of <eos>; that of Gemma's tokenizers where only their tokens are there."""
+    if not (directory / "tokenizer.json").exists():
+        return EOS_ID
+    return _control_id(Tokenizer.load(directory), EOS)
 
 
 def _control_id(tokenizer: Tokenizer, name: str) -> int:

@@ -1,7 +1,7 @@
 """Packing, corruption and mixtures: targets, noise and batches."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -277,6 +277,17 @@ def test_a_source_and_its_canvases_with_holes_may_count_for_more(other: int) -> 
     assert (made[packing.WEIGHT, ~is_canvas] == 1).all()
     targets = made[packing.WEIGHT][is_canvas & has_target]
     assert RowCounts.of(made).canvas == targets.sum() > len(targets)
+
+
+def test_a_text_that_ends_with_its_end_token_is_complete() -> None:
+    """Others may be a piece of a longer one: what does not fill a canvas is left out."""
+    corruption, canvases = replace(CLEAN, eos_id=7), {}
+    for end in (7, EOS_ID):
+        made = pack(Example(ids(), ids(2, *[50] * 8, end)), corruption, max_rows=99)
+        canvases[end] = made[packing.TARGET][made[packing.CANVAS] > NONE].tolist()
+    whole, piece = canvases[7], canvases[EOS_ID]
+    assert len(whole) == len(piece) + 4 and set(piece) == {50}
+    assert whole[whole.index(7) :] == [7] * whole.count(7), "and pads the rest"
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.25])

@@ -14,7 +14,7 @@ from dgemma.config import load_generation_config
 from dgemma.diffusion.sampler import EntropyBound
 from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError, ConfigError, UsageError
-from dgemma.train import tokens
+from dgemma.train import packing, tokens
 from dgemma.train.batches import Mixture
 from dgemma.train.build import (
     MixtureBuilder,
@@ -24,7 +24,7 @@ from dgemma.train.build import (
     open_recipe,
     recipe_checkpoint,
 )
-from dgemma.train.corruption import Corruption
+from dgemma.train.corruption import NONE, Corruption
 from dgemma.train.recipe import RECIPES, LoRASettings, load_recipe
 from dgemma.train.tokens import TokenStore
 from dgemma.weights.hub import NANO_DIRECTORY
@@ -32,6 +32,7 @@ from dgemma.weights.load import load_model
 from dgemma.weights.lora import detach, merge, read_back
 from dgemma.weights.lora_files import load_adapter, save_adapter
 from tests.taught import ANSWERS, SHORT, ask, taught_config
+from tests.text.small import CONTROL
 from tests.train.runs import RECIPE, save_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,6 +236,19 @@ def test_a_source_is_noised_as_the_canvas_settings_say_or_as_it_says_itself(reci
     ):
         (component,) = built(recipe, *changes).trainer.mixture.components
         assert component.corruption == expected
+
+
+def test_canvases_are_padded_with_the_end_of_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is 1 for the tokenizers of Gemma, and 0 here."""
+    monkeypatch.setattr("tests.text.small.CONTROL", ["<eos>", "<pad>", *CONTROL[2:]])
+    mixture = built(save_recipe(tmp_path)).trainer.mixture
+    (component,) = mixture.components
+    assert component.corruption.eos_id == 0
+    rows = mixture.batch(0)
+    last = rows[packing.TARGET][rows[packing.CANVAS] > NONE].tolist()
+    assert 0 in last and 1 not in last
 
 
 def test_files_are_sought_beside_the_recipe_or_where_the_command_runs(
