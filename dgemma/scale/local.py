@@ -130,8 +130,9 @@ class Fleet:
             logger.exception("the replicas could not be replaced")
 
 
-def wait_for_slow_node() -> None:
-    """Wait START_SECONDS for the node to register.
+@contextmanager
+def wait_for_slow_node() -> Iterator[None]:
+    """Let a Ray that starts meanwhile wait START_SECONDS for its node to register.
 
     Ray waits 30 s and has no setting for it, which a machine that is busy with other work exceeds.
     """
@@ -140,7 +141,7 @@ def wait_for_slow_node() -> None:
     get_node = services.get_node
     limit = time.monotonic() + START_SECONDS
 
-    def get_node_patiently(*arguments: Any) -> Any:
+    def get_node_with_retries(*arguments: Any) -> Any:
         while True:
             try:
                 return get_node(*arguments)
@@ -149,7 +150,11 @@ def wait_for_slow_node() -> None:
                     raise
             time.sleep(0.2)
 
-    services.get_node = get_node_patiently
+    services.get_node = get_node_with_retries
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _start_ray(options: ReplicaOptions, directory: Path) -> None:
@@ -182,9 +187,9 @@ def private_ray(options: ReplicaOptions) -> Iterator[None]:
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    wait_for_slow_node()
     try:
-        _start_ray(options, directory / "ray")
+        with wait_for_slow_node():
+            _start_ray(options, directory / "ray")
         serve.start(
             proxy_location="Disabled",
             logging_config={"log_level": "ERROR", "enable_access_log": False},

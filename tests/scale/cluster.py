@@ -14,18 +14,18 @@ from typing import Any
 def main() -> None:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
     os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "OMP_NUM_THREADS": "1"}
-    from dgemma.scale.app import build
-    from dgemma.scale.local import wait_for_slow_node
-
-    wait_for_slow_node()
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
 
+    from dgemma.scale.app import build
+    from dgemma.scale.local import wait_for_slow_node
+
     size: dict[str, Any] = {"object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**size, "num_cpus": 2})
-    other = cluster.add_node(**size, num_cpus=1)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    with wait_for_slow_node():
+        cluster = Cluster(initialize_head=True, head_node_args={**size, "num_cpus": 2})
+        other = cluster.add_node(**size, num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
