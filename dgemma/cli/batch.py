@@ -18,7 +18,7 @@ from dgemma.server.limits import Limits
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
-    from dgemma.server.batch import BatchCounts, BatchLine
+    from dgemma.server.batch import BatchCounts, BatchLine, Sender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def _names(lines: "list[BatchLine]", model: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*named, model]))
 
 
-def _run(lines: "list[BatchLine]", output: Path, sender: object, parallel: int) -> "BatchCounts":
+def _run(lines: "list[BatchLine]", output: Path, sender: "Sender", parallel: int) -> "BatchCounts":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -95,8 +95,7 @@ def _run(lines: "list[BatchLine]", output: Path, sender: object, parallel: int) 
         def show(counts: "BatchCounts") -> None:
             progress.update(task, completed=counts.skipped + counts.done)
 
-        work = run_batch(lines, output, sender, parallel, show)  # type: ignore[arg-type]
-        return asyncio.run(work)
+        return asyncio.run(run_batch(lines, output, sender, parallel, show))
 
 
 def _report(counts: "BatchCounts", *, as_json: bool) -> None:
