@@ -9,7 +9,9 @@ if the thread ends nevertheless, all waiting requests fail at once.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,12 +34,11 @@ THREAD_ENDED = "the engine thread has ended; restart the server"
 
 
 class Worker:
-    """Runs an engine. `_lock` guards what both threads use: `_live`, the lists and the flags."""
+    """Runs an engine. `_lock` guards the live requests, which both threads use."""
 
     def __init__(self, engine: "Engine", limits: Limits, metrics: Metrics) -> None:
         self.engine, self.limits, self.metrics = engine, limits, metrics
         engine.set_limits(max_batch_size=limits.max_batch_size, max_tokens=limits.max_context)
-        engine.on_host_done = self._wake
         # Mode auto needs both modes timed, which takes seconds: done when nothing else is to do.
         self._needs_costs = threading.Event()
         engine.on_missing_costs = self._needs_costs.set
@@ -45,10 +46,12 @@ class Worker:
         # Of those, the ones whose start, and whose first text, was not reported yet.
         self._unreported: set[EngineRequest[Any]] = set()
         self._without_text: set[EngineRequest[Any]] = set()
-        self._arrived: list[EngineRequest[Any]] = []
-        self._cancelled: list[EngineRequest[Any]] = []
-        self._lock = threading.Condition()
-        self._is_stopping = self._is_abandoned = self._can_step = self._has_ended = False
+        # Work of the event loop for the thread, which `_woken` wakes.
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._woken, self._lock = threading.Event(), threading.RLock()
+        self._is_stopping, self._is_abandoned = threading.Event(), threading.Event()
+        self._has_ended = threading.Event()
+        engine.on_host_done = self._woken.set
         self._step_started: float | None = None
         self._mean_seconds = 1.0  # of an answer, lately
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -58,7 +61,7 @@ class Worker:
     @property
     def fault(self) -> str:
         """Reason why the engine cannot serve; empty if it can."""
-        if self._has_ended:
+        if self._has_ended.is_set():
             return THREAD_ENDED
         started, most = self._step_started, self.limits.max_pass_seconds
         if started is not None and time.monotonic() - started > most:
@@ -82,14 +85,13 @@ class Worker:
 
     def stop(self) -> None:
         """End the thread; what still runs is left unfinished."""
-        with self._lock:
-            self._is_stopping = True
-            self._lock.notify()
+        self._is_stopping.set()
+        self._woken.set()
         self._thread.join(timeout=10)
 
     def check_room(self, owner: str, count: int) -> None:
         """Refuse what the queue cannot hold, and anything once the thread has ended."""
-        if self._has_ended:
+        if self._has_ended.is_set():
             raise ApiError(500, THREAD_ENDED)
         with self._lock:
             waiting = [request.owner for request in self._live if not request.has_started]
@@ -104,23 +106,21 @@ class Worker:
         """Queue the answers of one HTTP request, all of them or none."""
         with self._lock:
             self.check_room(next(iter(requests)).owner, len(requests))
-            self._live |= requests
-            self._unreported |= requests.keys()
-            self._without_text |= requests.keys()
-            self._arrived += requests
-            self._lock.notify()
+            self._live.update(requests)
+            self._unreported.update(requests)
+            self._without_text.update(requests)
+        self._inbox.extend(partial(self._guard, request, self.engine.add) for request in requests)
+        self._woken.set()
 
     def cancel(self, requests: "Sequence[EngineRequest[Any]]") -> None:
         """Cancel requests."""
-        with self._lock:
-            self._cancelled += requests
-            self._lock.notify()
+        self._inbox.extend(partial(self._cancel, request) for request in requests)
+        self._woken.set()
 
     def abandon(self) -> None:
         """End all that waits and runs, now: the server has no more time."""
-        with self._lock:
-            self._is_abandoned = True
-            self._lock.notify()
+        self._is_abandoned.set()
+        self._woken.set()
 
     # --- the thread
 
@@ -136,7 +136,7 @@ class Worker:
             logger.exception("the engine thread ended")
         finally:
             with self._lock:
-                self._has_ended = True
+                self._has_ended.set()
                 live = list(self._live)
             for request in live:
                 self._fail(request, ApiError(500, THREAD_ENDED))
@@ -149,50 +149,36 @@ class Worker:
         except Exception:
             logger.exception("mode auto could not be timed; it remains diffusion")
 
-    def _wake(self) -> None:
-        with self._lock:
-            self._can_step = True
-            self._lock.notify()
-
     def _wait(self) -> bool:
         """Sleep until there is something to do; False: the thread should end."""
         with self._lock:
-            while not (
-                self._can_step
-                or self._arrived
-                or self._cancelled
-                or self._is_stopping
-                or (self._is_abandoned and self._live)
-            ):
-                deadline = min((request.deadline for request in self._live), default=inf)
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._lock.wait(None if left == inf else left):
-                    break  # the engine ends what is past its deadline
-            self._can_step = False
-            return not self._is_stopping
+            deadline = min((request.deadline for request in self._live), default=inf)
+        # The engine ends what is past its deadline.
+        self._woken.wait(None if deadline == inf else max(deadline - time.monotonic(), 0))
+        self._woken.clear()
+        return not self._is_stopping.is_set()
 
     def _receive(self) -> None:
         """Bring what arrived and what was cancelled into the engine."""
+        while self._inbox:
+            self._inbox.popleft()()
         with self._lock:
-            arrived, self._arrived = self._arrived, []
-            cancelled, self._cancelled = self._cancelled, []
-            abandoned = list(self._live) if self._is_abandoned else []
-        for request in arrived:
-            self._guard(request, self.engine.add)
-        for request in cancelled:
-            if self._forget(request) is not None:
-                self.metrics.cancelled.inc()
-            self._guard(request, self.engine.cancel)
+            abandoned = list(self._live) if self._is_abandoned.is_set() else []
         for request in abandoned:
             stopping = "the server is stopping; try again"
             self._fail(request, ApiError(503, stopping, code="draining", retry_after=5))
+
+    def _cancel(self, request: "EngineRequest[Any]") -> None:
+        if self._forget(request) is not None:
+            self.metrics.cancelled.inc()
+        self._guard(request, self.engine.cancel)
 
     def _step(self) -> None:
         failed = self.engine.num_failed_passes
         self._step_started = time.monotonic()
         try:
             if self.engine.step():
-                self._wake()
+                self._woken.set()
         except Exception:  # a bug in the engine itself: it is not known whose requests are affected
             logger.exception("a step of the engine failed")
             self.engine.fail_all(ApiError(500, "the engine failed; try again"))

@@ -100,6 +100,11 @@ def running(engine: Engine, settings: Settings) -> Iterator[Running]:
     assert not thread.is_alive()
 
 
+def is_cancelling(worker: Any) -> bool:
+    """True if the thread is to cancel a request after its pass."""
+    return any(work.func == worker._cancel for work in list(worker._inbox))
+
+
 def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not holds():

@@ -21,7 +21,7 @@ from dgemma.engine.generation import Generation
 from dgemma.server import service as service_module
 from dgemma.server import stream
 from dgemma.server.auth import Keys, names_of
-from tests.server.conftest import Running, wait_for
+from tests.server.conftest import Running, is_cancelling, wait_for
 from tests.server.test_scheduling import ENDLESS, Brake, ask, hang_up_later, pool, text
 from tests.taught import ANSWERS, LONG, SHORT
 
@@ -72,7 +72,7 @@ def test_a_request_that_fails_between_passes_fails_alone(
             line = hang_up_later(server, messages=USER, **ENDLESS)
             wait_for(lambda: worker.num_waiting == 1)
             line.close()
-            wait_for(lambda: bool(worker._cancelled))
+            wait_for(lambda: is_cancelling(worker))
         brake.off()
         assert text(stay) == ANSWERS[LONG]
         if method == "add":

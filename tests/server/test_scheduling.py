@@ -16,7 +16,7 @@ from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.engine import Engine
 from dgemma.engine.request import Request, Task
 from dgemma.server.auth import Keys
-from tests.server.conftest import Running, fail_one, wait_for
+from tests.server.conftest import Running, fail_one, is_cancelling, wait_for
 from tests.taught import ANSWERS, LONG, SHORT
 
 Serve = Callable[..., Running]
@@ -158,7 +158,7 @@ def test_who_leaves_is_out_of_the_engine_before_the_next_pass(
     if stream:
         assert b"text/event-stream" in line.recv(4000)
     line.close()
-    wait_for(lambda: bool(worker._cancelled))
+    wait_for(lambda: is_cancelling(worker))
     brake.off()
     assert text(stay) == ANSWERS[LONG]
     # The pass that the brake was holding may still have it; none after that.
@@ -176,7 +176,7 @@ def test_who_leaves_the_queue_never_runs(serve: Serve, pool: ThreadPoolExecutor)
     line = hang_up_later(server, messages=[{"role": "user", "content": LONG}])
     wait_for(lambda: worker.num_waiting == 1)
     line.close()
-    wait_for(lambda: bool(worker._cancelled))
+    wait_for(lambda: is_cancelling(worker))
     brake.off()
     assert text(running) == ANSWERS[SHORT]
     wait_for(lambda: worker.num_waiting == 0)
