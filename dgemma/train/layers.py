@@ -5,6 +5,7 @@ T rows, D width, E experts, K of them per token.
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -61,20 +62,23 @@ def run_recomputed(
     return cast(tuple[Tensor, RouterOutput], out)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerStack:
-    """All layers of a model and the final norm, with the routers' outputs.
+    """All layers of a model and the final norm, with the routers' outputs."""
 
-    Replaces the model's routers by recording ones.
-    """
+    layers: Sequence[Layer]
+    run_layer: Callable[[Layer, Tensor, PackedContext], tuple[Tensor, RouterOutput]]
+    norm: Callable[[Tensor], Tensor]
 
-    def __init__(self, model: Gemma, *, recompute: bool = False) -> None:
+    @classmethod
+    def of(cls, model: Gemma, *, recompute: bool = False) -> "LayerStack":
+        """Make the stack of a model, whose routers are replaced by recording ones."""
         for layer in model.layers:
             layer.router = RecordingRouter(cast(Router, layer.router))
-        self.layers = cast(list[Layer], list(model.layers))
-        self.run_layer = run_recomputed if recompute else run_layer
-        self.norm: Callable[[Tensor], Tensor] = model.norm
         if recompute:
             _allow_recorded_outputs()
+        layers = cast(list[Layer], list(model.layers))
+        return cls(layers, run_recomputed if recompute else run_layer, model.norm)
 
     def __call__(self, x_TD: Tensor, context: PackedContext) -> tuple[Tensor, list[RouterOutput]]:
         outputs = []
@@ -83,15 +87,15 @@ class LayerStack:
             outputs.append(output)
         return self.norm(x_TD), outputs
 
-    def compile_layer_types(self, layer_types: Sequence[str]) -> None:
+    def compiled(self, layer_types: Sequence[str]) -> "LayerStack":
         """Compile one function per layer type instead of one per layer."""
         allow_recompiles(4 * len(self.layers))
-        self.layers = [
+        layers = [
             _with_layer_number(layer, layer_types.index(kind))
             for layer, kind in zip(self.layers, layer_types, strict=True)
         ]
-        self.run_layer = compiled(self.run_layer)
-        self.norm = compiled(cast(nn.Module, self.norm).forward)
+        norm = compiled(cast(nn.Module, self.norm).forward)
+        return LayerStack(layers, compiled(self.run_layer), norm)
 
 
 def _with_layer_number(layer: Layer, number: int) -> Layer:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -101,27 +101,27 @@ class TimeBudget:
         return count >= steps or is_slow
 
 
-class Interrupt:
-    """While open, the first Ctrl-C or SIGTERM only sets `is_set`; a second one acts as usual."""
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """While open, the first Ctrl-C or SIGTERM only sets the event; a second one acts as usual."""
+    is_interrupted, handlers = threading.Event(), dict[int, Any]()
 
-    def __init__(self) -> None:
-        self.is_set = False
-        self.handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interrupt":
-        # Python allows handlers only in the main thread.
-        if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.signal(number, self._set) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.handlers.items():
+    def restore() -> None:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        self.handlers = {}
+        handlers.clear()
 
-    def _set(self, number: int, frame: FrameType | None) -> None:
-        self.is_set = True
-        self.__exit__()
+    def note(number: int, frame: FrameType | None) -> None:
+        is_interrupted.set()
+        restore()
+
+    # Python allows handlers only in the main thread.
+    if threading.current_thread() is threading.main_thread():
+        handlers.update({number: signal.signal(number, note) for number in SIGNALS})
+    try:
+        yield is_interrupted
+    finally:
+        restore()
 
 
 @contextmanager
@@ -163,8 +163,19 @@ def persistent_losses(
     return losses
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Numbers of a run, which a saved state holds."""
+
+    step: int = 0
+    smooth_loss: float | None = None
+    best_loss: float = float("inf")  # lowest smoothed loss
+    is_fitted: bool = False  # whether the number of steps was fitted to a time budget
+    seconds: float = 0.0  # that the run has taken, when the state was saved
+
+
 class Trainer:
-    """A run. `step`, `schedule`, `best_loss`, clocks, weights and persistent sequences change."""
+    """A run. `state`, `schedule`, clock, weights and persistent sequences change."""
 
     def __init__(
         self,
@@ -178,15 +189,15 @@ class Trainer:
         self.objective, self.optimizer, self.mixture = objective, optimizer, mixture
         self.schedule, self.run = schedule, run
         self.group, self.device = objective.group, next(objective.parameters()).device
-        self.step, self.began = 0, time.perf_counter()
-        self.smooth_loss: float | None = None
-        self.best_loss = float("inf")  # lowest smoothed loss
-        self.spent = 0.0  # seconds, before this process resumed the run
-        self.is_fitted = False  # whether the number of steps was fitted to a time budget
+        self.state, self.began = RunState(), time.perf_counter()
         self.meter, self.metrics = Meter(), MetricsFile(run.directory)
         self.heldout_metrics = MetricsFile(run.directory, HELDOUT)
         self.prefetcher: Prefetcher | None = None  # while the run is going
         self.persistent = self._initial_persistent()
+
+    @property
+    def step(self) -> int:
+        return self.state.step
 
     def resume(self) -> int:
         """Load the newest saved state, if there is one; returns the steps already taken."""
@@ -194,13 +205,11 @@ class Trainer:
         if states:
             state = load_state(states[-1][1])
             self.optimizer.restore(state["optimizer"])
-            self.step, self.best_loss = int(state["step"]), float(state["best_loss"])
-            self.spent, self.smooth_loss = state["seconds"], state["smooth_loss"]
-            self.is_fitted = state["is_fitted"]
+            self.state = RunState(**{one.name: state[one.name] for one in fields(RunState)})
             self.meter.restore(state["meter"], self.device)
             if self.persistent is not None:
                 self.persistent.restore(state["persistent"])
-            if self.is_fitted:
+            if self.state.is_fitted:
                 self.schedule = replace(self.schedule, steps=int(state["steps"]))
         # Without a state, too: a run that was killed before its first one has left lines.
         if self.group.is_main:
@@ -214,14 +223,16 @@ class Trainer:
         if self.step >= self.schedule.steps:
             return
         self.meter.began = time.perf_counter()
-        self.began = self.meter.began - self.spent
+        self.began = self.meter.began - self.state.seconds
         try:
-            with single_host_thread(self.device), Interrupt() as interrupt:
-                yield from self._run_steps(budget, interrupt)
+            with single_host_thread(self.device), interruptible() as is_interrupted:
+                yield from self._run_steps(budget, is_interrupted)
         finally:
             self.prefetcher = None  # ends its processes
 
-    def _run_steps(self, budget: TimeBudget | None, interrupt: Interrupt) -> Iterator[Report]:
+    def _run_steps(
+        self, budget: TimeBudget | None, is_interrupted: threading.Event
+    ) -> Iterator[Report]:
         self.prefetcher = Prefetcher(self.mixture, self.step, self.loader_config())
         compiled_at = self.step + COMPILE_STEPS
         if self.step == 0:
@@ -240,7 +251,7 @@ class Trainer:
                 self.save()
             if is_last:
                 return
-            self._stop_if(interrupt, is_reporting=is_reporting)
+            self._stop_if(is_interrupted, is_reporting=is_reporting)
             if budget is not None and self._fit_steps(budget):
                 budget = None
             if self.step == compiled_at and self.device.type == "cuda":
@@ -252,12 +263,9 @@ class Trainer:
         """Write the state of the run, after a check that the weights are finite."""
         self._check_weights()
         state: dict[str, Any] = {
+            **asdict(replace(self.state, seconds=time.perf_counter() - self.began)),
             "optimizer": self.optimizer.state(),
-            "best_loss": self.best_loss,
-            "smooth_loss": self.smooth_loss,
             "steps": self.schedule.steps,
-            "is_fitted": self.is_fitted,
-            "seconds": time.perf_counter() - self.began,
             "meter": self.meter.state(),
             "persistent": None if self.persistent is None else self.persistent.state(),
         }
@@ -321,7 +329,7 @@ class Trainer:
             self.prefetcher.prefetch()
         grad_norm = self.optimizer.step(self.schedule.scale(self.step))
         self.meter.add(Losses(*sums), grad_norm, self._num_rows(batch))
-        self.step += 1
+        self.state = replace(self.state, step=self.step + 1)
 
     def _losses(self, batch: DeviceBatch) -> Iterator[Losses]:
         """Compute the losses of each micro-batch."""
@@ -341,25 +349,26 @@ class Trainer:
 
     def _time_budget(self) -> TimeBudget | None:
         """Start the clock of a run with a time budget whose steps are not fitted yet."""
-        if self.run.seconds is None or self.is_fitted:
+        if self.run.seconds is None or self.state.is_fitted:
             return None
         # The recipe's number of steps is not the end then: fitting may take longer.
         self.schedule = replace(self.schedule, steps=max(MIN_UNFITTED_STEPS, self.schedule.steps))
-        return TimeBudget(self.run.seconds, self.spent)
+        return TimeBudget(self.run.seconds, self.state.seconds)
 
     def _fit_steps(self, budget: TimeBudget) -> bool:
         """Fit the number of steps, if enough of them were timed; returns whether it is fitted."""
         synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         steps = self.group.broadcast(budget.fit(self.step, synchronize), self.device)
         if steps:
-            self.schedule, self.is_fitted = replace(self.schedule, steps=steps), True
-        return self.is_fitted
+            self.schedule = replace(self.schedule, steps=steps)
+            self.state = replace(self.state, is_fitted=True)
+        return self.state.is_fitted
 
-    def _stop_if(self, interrupt: Interrupt, *, is_reporting: bool) -> None:
+    def _stop_if(self, is_interrupted: threading.Event, *, is_reporting: bool) -> None:
         """Save and stop if interrupted; several processes agree on it when they report."""
         if self.group.size > 1 and not is_reporting:
             return
-        if self.group.any(interrupt.is_set, self.device):
+        if self.group.any(is_interrupted.is_set(), self.device):
             path = self.save()
             raise TrainingInterrupted(
                 f"interrupted after {self.step} steps; the state is saved in {path}. The same "
@@ -390,14 +399,12 @@ class Trainer:
         """Stop if the mean loss of the last steps is not finite or has drifted away."""
         if not np.isfinite([total, norm]).all():
             raise self._stopped(f"the loss is {total} and the gradient's norm {norm}")
-        is_first = self.smooth_loss is None
-        weight = 1.0 if is_first else 1 - (1 - 1 / LOSS_SMOOTHING_STEPS) ** num_steps
-        self.smooth_loss = weight * total + (1 - weight) * (self.smooth_loss or 0.0)
-        if self.smooth_loss > self.best_loss + self.run.settings.max_loss_rise:
-            raise self._stopped(
-                f"the loss rose to {self.smooth_loss:.3f} from {self.best_loss:.3f}"
-            )
-        self.best_loss = min(self.best_loss, self.smooth_loss)
+        before, best = self.state.smooth_loss, self.state.best_loss
+        weight = 1.0 if before is None else 1 - (1 - 1 / LOSS_SMOOTHING_STEPS) ** num_steps
+        smooth = weight * total + (1 - weight) * (before or 0.0)
+        self.state = replace(self.state, smooth_loss=smooth, best_loss=min(best, smooth))
+        if smooth > best + self.run.settings.max_loss_rise:
+            raise self._stopped(f"the loss rose to {smooth:.3f} from {best:.3f}")
 
     def _check_weights(self) -> None:
         """Stop if the last step broke the weights; its loss was that of the weights before it."""

@@ -137,7 +137,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.settings, self.is_flex, self.group = model, settings, is_flex, group
         self.chunk = chunk
-        self.run_layers = LayerStack(model, recompute=recompute)
+        self.run_layers = LayerStack.of(model, recompute=recompute)
         # `compile_passes` replaces them by compiled functions.
         self.denoise_step, self.losses = denoise_step, self._losses
         self.embed, self.read, self.score = self._embed, self._read, self._score
@@ -151,7 +151,7 @@ class Objective(nn.Module):
         if mode == "whole_pass":
             self.denoise_step, self.losses = compiled(denoise_step), compiled(self._losses)
             return
-        self.run_layers.compile_layer_types(self.model.config.layer_types)
+        self.run_layers = self.run_layers.compiled(self.model.config.layer_types)
         self.embed, self.read = compiled(self._embed), compiled(self._read)
         self.score = compiled(self._score)
 

@@ -196,6 +196,10 @@ class CapturedStep:
     def is_captured(self) -> bool:
         return self.replay not in (None, self.function)
 
+    def forget(self) -> None:
+        """Warm up again: the graph is of memory that is no longer used."""
+        self.calls, self.replay = 0, None
+
     def __call__(self) -> Tensor:
         self.calls += 1
         if self.calls <= UNCAPTURED_STEPS:
@@ -283,10 +287,9 @@ class MixedPrecisionOptimizer:
         # A captured step reads gradients from the same memory every time.
         self.grads = [torch.zeros_like(w) for w in self.weights] if self.capture else None
         self.optimizers = self._make_optimizers()
-        self.captured = self._captured_step()
-
-    def _captured_step(self) -> CapturedStep | None:
-        return None if self.capture is None else CapturedStep(self._clip_and_update, self.capture)
+        self.captured = (
+            None if self.capture is None else CapturedStep(self._clip_and_update, self.capture)
+        )
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         s = self.settings
@@ -368,7 +371,8 @@ class MixedPrecisionOptimizer:
             optimizer.load_state_dict({"state": by_weight, "param_groups": groups})
         if not self.is_float32:
             torch._foreach_copy_(self.model_weights, self.weights)
-        self.captured = self._captured_step()  # a graph of the old memory is of no use
+        if self.captured is not None:
+            self.captured.forget()
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from dgemma.train.batches import DeviceBatch, Mixture
 from dgemma.train.checkpoint import MetricsFile, Report, delete_run, load_state, saved_states
 from dgemma.train.corruption import RowArray
 from dgemma.train.loop import (
-    Interrupt,
     TimeBudget,
     Trainer,
     TrainingInterrupted,
     TrainingStopped,
+    interruptible,
     single_host_thread,
 )
 from dgemma.train.optim import Schedule
@@ -226,18 +226,18 @@ def test_reports_are_the_same_however_a_run_was_cut(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def interruptible() -> Iterator[None]:
+def as_in_a_terminal() -> Iterator[None]:
     """As in a terminal; a process that runs tests for another one may ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_second_signal_acts_at_once(interruptible: None) -> None:
+def test_a_second_signal_acts_at_once(as_in_a_terminal: None) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
+    with interruptible() as is_interrupted, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.is_set
+        assert is_interrupted.is_set()
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -246,7 +246,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def work() -> None:
-        with Interrupt():
+        with interruptible():
             seen.append(signal.getsignal(signal.SIGINT) is before)
 
     thread = threading.Thread(target=work)
