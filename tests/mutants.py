@@ -49,8 +49,8 @@ MUTANTS = [
     Mutant(
         "a torn cache is kept for other requests",
         "dgemma/engine/request.py",
-        "if cache is None or engine is None or not keep or not cache.is_consistent:",
-        "if cache is None or engine is None or not keep:",
+        "if keep and cache.is_consistent and cache.length == self.num_committed:",
+        "if keep and cache.length == self.num_committed:",
         "engine/test_requests.py::test_a_torn_cache_is_not_remembered",
     ),
     Mutant(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from dgemma.backends.base import ForwardInput, ForwardOutput, ImageRows
@@ -55,6 +55,13 @@ class Prefix:
         return twin
 
 
+class Opened(NamedTuple):
+    """A KV cache that a task commits tokens to, and the engine that steps it."""
+
+    cache: KVCache
+    engine: "EngineCore"
+
+
 class TokenSequence:
     """A prompt and what is written after it, committed to a KV cache from left to right."""
 
@@ -62,23 +69,22 @@ class TokenSequence:
         self.prompt, self.ids, self.num_prompt = prompt, list(prompt.ids), len(prompt.ids)
         self.num_committed = 0
         self.num_prefill = 0  # tokens that were there before the first pass
-        self._cache: KVCache | None = None  # from `open` to `close`
-        self._engine: EngineCore | None = None  # the same
+        self._opened: Opened | None = None  # from `open` to `close`
 
     def open(self, cache: KVCache, engine: "EngineCore") -> None:
         """Commit to this cache from now on; part of the tokens may be in it already."""
-        self._cache, self._engine = cache, engine
+        self._opened = Opened(cache, engine)
         self.num_committed, self.num_prefill = cache.length, len(self.ids)
 
     @property
     def cache(self) -> KVCache:
-        assert self._cache is not None, "a sequence has a cache from open to close"
-        return self._cache
+        assert self._opened is not None, "a sequence has a cache from open to close"
+        return self._opened.cache
 
     @property
     def engine(self) -> "EngineCore":
-        assert self._engine is not None, "a sequence has an engine from open to close"
-        return self._engine
+        assert self._opened is not None, "a sequence has an engine from open to close"
+        return self._opened.engine
 
     @property
     def cache_ids(self) -> tuple[int, ...]:
@@ -143,11 +149,12 @@ class TokenSequence:
 
     def close(self, *, keep: bool) -> None:
         """Release the cache; if it is to be kept, for requests that begin with the same tokens."""
-        cache, engine = self._cache, self._engine
-        self._cache = self._engine = None
-        if cache is None or engine is None or not keep or not cache.is_consistent:
-            return  # an interrupted pass may have left it torn
-        if cache.length == self.num_committed:
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        cache, engine = opened
+        # An interrupted pass may have left it torn.
+        if keep and cache.is_consistent and cache.length == self.num_committed:
             num_prompt = min(self.num_prompt, cache.length)
             engine.prefixes.keep(self.cache_ids[: cache.length], cache, num_prompt)
 
@@ -242,8 +249,7 @@ class Request(Generic[T]):
         self.has_started = self.is_over = self.is_cancelled = False
         # The batch that the program waits for; None before the program has yielded one.
         self._tasks: Sequence[Task | HostTask] | None = None
-        self._num_drafts = 0  # canvases shown so far
-        self._last_step = 0
+        self._shown = (0, 0)  # canvases, and the last one's step
 
     @property
     def is_ready(self) -> bool:
@@ -269,7 +275,9 @@ class Request(Generic[T]):
                     self._tasks = step
                     self.waiting.extend(step)
                     return
-                self.events.append(self._own(step))
+                # A draft of the program itself is a canvas of its own.
+                own = self._numbered(step, is_new=True) if isinstance(step, Draft) else step
+                self.events.append(own)
                 results = None
         except StopIteration as stop:
             self.result, self.is_over = stop.value, True
@@ -289,18 +297,12 @@ class Request(Generic[T]):
                 self.events.append(self._numbered(event))
         task.events.clear()
 
-    def _own(self, event: Event) -> Event:
-        """Return an event of the program itself; its drafts are canvases of their own."""
-        if isinstance(event, Draft):
-            self._last_step = event.step
-            return self._numbered(event)
-        return event
-
-    def _numbered(self, draft: Draft) -> Draft:
+    def _numbered(self, draft: Draft, *, is_new: bool = False) -> Draft:
         """Number the canvases of a program in the order in which they are shown."""
-        self._num_drafts += self._num_drafts == 0 or draft.step <= self._last_step
-        self._last_step = draft.step
-        return replace(draft, block=self._num_drafts - 1)
+        count, last_step = self._shown
+        count += is_new or count == 0 or draft.step <= last_step
+        self._shown = count, draft.step
+        return replace(draft, block=count - 1)
 
 
 def on_host(size: int, function: Callable[..., T], *arguments: Any) -> "Program[T]":

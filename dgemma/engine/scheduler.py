@@ -8,6 +8,7 @@ new request never waits for another one to end: passes then take tasks in turn.
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from dgemma.engine.request import HostTask, Request, Task
@@ -31,7 +32,7 @@ class Scheduler:
         # With their owners; those of a cancelled request too, until their thread is free.
         self.host_tasks: list[tuple[str, HostTask]] = []
         self._last_admitted: dict[str, int] = {}  # owner: number of the admission
-        self._num_admitted = 0
+        self._admissions = count(1)
 
     @property
     def num_running(self) -> int:
@@ -49,7 +50,8 @@ class Scheduler:
         """Forget a request and its tasks, and its owner's turn if it was the owner's last one."""
         if request in self.requests:
             self.requests.remove(request)
-        self.admitted = {t: owner for t, owner in self.admitted.items() if owner is not request}
+        for task in [task for task, owner in self.admitted.items() if owner is request]:
+            del self.admitted[task]
         if all(other.owner != request.owner for other in self.requests):
             self._last_admitted.pop(request.owner, None)
 
@@ -96,8 +98,7 @@ class Scheduler:
         """Take the first waiting task of a request out of the queue."""
         request.waiting.popleft()
         request.has_started = True
-        self._num_admitted += 1
-        self._last_admitted[request.owner] = self._num_admitted
+        self._last_admitted[request.owner] = next(self._admissions)
 
     def _next_request(self) -> Request[Any] | None:
         """Return the request whose next task should be admitted, if one can be."""

@@ -13,8 +13,8 @@ from dgemma.backends.base import CanvasQuery, ForwardInput, ForwardOutput, Token
 from dgemma.diffusion.canvas import NO_PINS, Noise
 from dgemma.diffusion.denoise import start
 from dgemma.diffusion.sampler import Sampler
-from dgemma.engine.image_features import ImageFeatures, chunk_end
-from dgemma.engine.request import Prefix, Task
+from dgemma.engine.image_features import chunk_end
+from dgemma.engine.request import Opened, Prefix, Task
 from dgemma.errors import PromptTooLong, UsageError
 from dgemma.model.kv_cache import KVCache
 from dgemma.text.chat import Prompt
@@ -55,44 +55,45 @@ class Prefill(Task):
             raise UsageError("the prompt is empty; give at least one token")
         super().__init__(len(prompt.ids))
         self.prompt, self.ids = prompt, prompt.ids
-        self._cache: KVCache | None = None  # from `start` to `close`
-        self.chunk = 1  # this and the tower are the engine's from `start` on
-        self.images: ImageFeatures | None = None
+        self._opened: Opened | None = None  # from `start` to `close`
 
     @property
-    def cache(self) -> KVCache:
-        assert self._cache is not None, "a prefill has a cache from start to close"
-        return self._cache
+    def opened(self) -> Opened:
+        assert self._opened is not None, "a prefill has a cache from start to close"
+        return self._opened
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
-        limit, self.chunk = engine.model.config.max_position_embeddings, engine.chunk
-        self.images = engine.images
+        limit = engine.model.config.max_position_embeddings
         if len(self.ids) > limit:
             raise PromptTooLong(
                 f"the prompt has {len(self.ids)} tokens, but the context holds {limit}; shorten it"
             )
-        self._cache = engine.open_cache(self.prompt.cache_ids, len(self.ids))
+        cache = engine.open_cache(self.prompt.cache_ids, len(self.ids))
+        self._opened = Opened(cache, engine)
         self._finish_if_cached()
 
     def _finish_if_cached(self) -> None:
-        if self.cache.length >= len(self.ids) - 1:
-            self.finish(Prefix(self.ids, self.cache, self.prompt.cache_ids))
+        cache = self.opened.cache
+        if cache.length >= len(self.ids) - 1:
+            self.finish(Prefix(self.ids, cache, self.prompt.cache_ids))
 
     def inputs(self) -> list[ForwardInput]:
-        begin, images = self.cache.length, self.prompt.images
-        end = min(chunk_end(begin, self.chunk, images), len(self.ids) - 1)
-        rows = self.images.rows(images, begin, end) if self.images is not None else ()
-        return [ForwardInput(cache=self.cache, tokens=self.ids[begin:end], images=rows)]
+        (cache, engine), images = self.opened, self.prompt.images
+        begin = cache.length
+        end = min(chunk_end(begin, engine.chunk, images), len(self.ids) - 1)
+        rows = engine.images.rows(images, begin, end) if engine.images is not None else ()
+        return [ForwardInput(cache=cache, tokens=self.ids[begin:end], images=rows)]
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
         self._finish_if_cached()
         if self.is_done:
-            self.cache.checkpoint()
+            self.opened.cache.checkpoint()
 
     def close(self, engine: "EngineCore") -> None:
         """Keep what a cancelled prefill has computed; a finished one belongs to the program."""
-        cache, self._cache = self._cache, None
-        if cache is not None and not self.is_done and cache.is_consistent:
+        opened, self._opened = self._opened, None
+        if opened is not None and not self.is_done and opened.cache.is_consistent:
+            cache = opened.cache
             engine.prefixes.keep(self.prompt.cache_ids[: cache.length], cache)
 
 
@@ -118,7 +119,8 @@ class Scoring(Task):
         self.caches: dict[int, KVCache] = {}  # of the texts that are not done
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
-        self.caches = {index: self.prefix.fork(len(text)) for index, text in enumerate(self.texts)}
+        for index, text in enumerate(self.texts):
+            self.caches[index] = self.prefix.fork(len(text))
 
     def _next(self) -> list[tuple[int, int]]:
         """Return text indices and token counts of the next pass."""
@@ -151,7 +153,7 @@ class Scoring(Task):
             self.finish([Score(ids=i, logprobs=tuple(p), best=tuple(b)) for i, p, b in rows])
 
     def close(self, engine: "EngineCore") -> None:
-        self.caches = {}
+        self.caches.clear()
 
 
 class CanvasScoring(Task):
@@ -191,14 +193,15 @@ class NextTokens(Task):
     def __init__(self, prefix: Prefix, count: int) -> None:
         super().__init__(1, prefix)
         self.count = count
+        self.caches: list[KVCache] = []  # one, from `start` to `close`
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
-        self.cache: KVCache | None = self.prefix.fork(0)
+        self.caches.append(self.prefix.fork(0))
 
     def inputs(self) -> list[ForwardInput]:
-        assert self.cache is not None
-        last, draw = self.prefix.ids[-1:], TokenDraw()
-        return [ForwardInput(cache=self.cache, tokens=last, draw=draw, needs_logits=True)]
+        (cache,), draw = self.caches, TokenDraw()
+        last = self.prefix.ids[-1:]
+        return [ForwardInput(cache=cache, tokens=last, draw=draw, needs_logits=True)]
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
         logits_V = outputs[0].logits_V
@@ -206,7 +209,7 @@ class NextTokens(Task):
         self.finish(logits_V.topk(min(self.count, len(logits_V))).indices.tolist())
 
     def close(self, engine: "EngineCore") -> None:
-        self.cache = None
+        self.caches.clear()
 
 
 def label_probabilities(scores: Sequence[Score]) -> list[float]:
