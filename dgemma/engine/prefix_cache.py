@@ -116,8 +116,7 @@ class PrefixStore:
         if cache.num_bytes <= self.max_bytes:
             count = len(ids) if prefilled is None else prefilled
             new = Entry(np.array(ids, dtype=np.int64), cache, count)
-            self.entries = [entry for entry in self.entries if not new.covers(entry)]
-            self.entries.append(new)
+            self.entries[:] = [*(old for old in self.entries if not new.covers(old)), new]
         del self.entries[:-MAX_ENTRIES]
         while self.num_bytes > self.max_bytes:
             self.entries.pop(0)

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.config import ModelConfig
 from dgemma.diffusion.canvas import Noise, corrupt
 from dgemma.diffusion.denoise import LOGIT_ELEMENTS
 from dgemma.engine import Engine
@@ -42,7 +41,8 @@ CLEAN = -1  # the canvas index of a clean position
 class PaddedRows:
     """Attention inputs of equal rows; `start_S` is the first position of each one's canvas."""
 
-    def __init__(self, config: ModelConfig, rows: int, clean: int, blocks: int) -> None:
+    def __init__(self, model: Gemma, rows: int, clean: int, blocks: int) -> None:
+        config, device = model.config, model.embed_tokens.weight.device
         length = config.canvas_length
         self.config, self.rows = config, rows
         canvases = torch.arange(blocks).repeat_interleave(length)
@@ -50,14 +50,9 @@ class PaddedRows:
         self.position_S = torch.cat([torch.arange(clean), begin + torch.arange(blocks * length)])
         self.canvas_S = torch.cat([torch.full((clean,), CLEAN), canvases])
         self.start_S = torch.cat([torch.arange(1, clean + 1), begin + canvases * length])
-        self.positions_T = self.position_S.repeat(rows)
-        self.masks: dict[int | None, Tensor] = {}
-
-    def to(self, device: torch.device) -> "PaddedRows":
-        self.positions_T = self.positions_T.to(device)
-        windows = {self.config.attention(i).window for i in range(self.config.num_hidden_layers)}
+        self.positions_T = self.position_S.repeat(rows).to(device)
+        windows = {config.attention(i).window for i in range(config.num_hidden_layers)}
         self.masks = {window: self._mask(window).to(device) for window in windows}
-        return self
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
         groups = q_TNH.shape[1] // k_TMH.shape[1]
@@ -88,7 +83,7 @@ def causal_losses(model: Gemma, texts: Sequence[Sequence[int]]) -> list[list[flo
     for group in _groups(model, [len(text) for text in texts]):
         longest = max(len(texts[i]) for i in group)
         tokens_BS = _padded([texts[i] for i in group], longest, model)
-        context = PaddedRows(model.config, len(group), longest, 0).to(tokens_BS.device)
+        context = PaddedRows(model, len(group), longest, 0)
         hidden_TD = model.encode(tokens_BS.flatten(), context)
         target_T = tokens_BS.roll(-1, dims=1).flatten()
         chunks = [
@@ -131,9 +126,7 @@ def denoising_losses(
         target_BL = clean_BS[:, 1:]
         noised = [_noised(target_BL[row], level, model, (seed, i)) for row, i in enumerate(group)]
         canvas_BL, mask_BL = (torch.stack(tensors) for tensors in zip(*noised, strict=True))
-        context = PaddedRows(model.config, len(group), 1 + count * length, count).to(
-            clean_BS.device
-        )
+        context = PaddedRows(model, len(group), 1 + count * length, count)
         plain_BL, soft_TD = _canvas_losses(model, clean_BS, canvas_BL, None, context)
         self_cond_BL, _ = _canvas_losses(model, clean_BS, canvas_BL, soft_TD, context)
         for row, i in enumerate(group):

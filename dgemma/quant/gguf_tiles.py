@@ -104,7 +104,6 @@ TILE_FORMATS = {
         TileFormat("Q6_K", 6, "q6"),
     )
 }
-PLANES = ("words", "extra", "scales", "super")
 BLOCK_FORMATS = {block.name: block for block in FORMATS.values()}
 
 

@@ -225,18 +225,16 @@ class Prefetcher:
             worker_init_fn=_ignore_interrupts,
         )
         self.host_batches: Iterator[HostBatch] = iter(loader)
-        self.fetched: DeviceBatch | None = None
+        self.fetched: list[DeviceBatch] = []
 
     def prefetch(self) -> None:
         """Fetch the next batch now, while the device is busy."""
-        if self.fetched is None:
-            self.fetched = self._load(next(self.host_batches))
+        if not self.fetched:
+            self.fetched.append(self._load(next(self.host_batches)))
 
     def take(self) -> DeviceBatch:
         self.prefetch()
-        batch, self.fetched = self.fetched, None
-        assert batch is not None
-        return batch
+        return self.fetched.pop()
 
     def _load(self, host: HostBatch) -> DeviceBatch:
         """Queue the copies to the device without waiting for them."""

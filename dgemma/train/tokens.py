@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
 
@@ -255,15 +256,11 @@ def _encode_chunks(path: Path, encoder: Encoder, workers: int) -> Iterator[tuple
         return
     # A forked child may inherit a lock of torch or of the tokenizer's own threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        workers,
-        context,
-        initializer=_start_worker,
-        initargs=(encoder.directory, encoder.max_tokens),
-    ) as pool:
+    encode = partial(_encode_in_worker, encoder.directory, encoder.max_tokens, path)
+    with ProcessPoolExecutor(workers, context) as pool:
 
         def submit(task: tuple[int, list[str]]) -> tuple[int, Future[TokenChunk]]:
-            return len(task[1]), pool.submit(_encode_in_worker, path, *task)
+            return len(task[1]), pool.submit(encode, *task)
 
         waiting = [submit(task) for task in islice(tasks, 4 * workers)]
         while waiting:
@@ -319,18 +316,17 @@ def _decode(path: Path, number: int, line: bytes) -> str:
         ) from None
 
 
-_worker: Encoder | None = None  # one per worker process: loading it costs more than a task
-
-
-def _start_worker(directory: Path, max_tokens: int) -> None:
-    global _worker
+@cache
+def _worker_encoder(directory: Path, max_tokens: int) -> Encoder:
+    """Load a worker process's encoder, which costs more than a task."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = Encoder.load(directory, max_tokens)
+    return Encoder.load(directory, max_tokens)
 
 
-def _encode_in_worker(path: Path, first: int, lines: list[str]) -> TokenChunk:
-    assert _worker is not None
-    return _worker.chunk(path, first, lines)
+def _encode_in_worker(
+    directory: Path, max_tokens: int, path: Path, first: int, lines: list[str]
+) -> TokenChunk:
+    return _worker_encoder(directory, max_tokens).chunk(path, first, lines)
 
 
 class Encoder:
@@ -344,11 +340,14 @@ class Encoder:
         self._bos, self._eos, self._turn_end = (
             _control_id(tokenizer, name) for name in (BOS, EOS, TURN_END)
         )
-        self._template: ChatTemplate | None = None
 
     @classmethod
     def load(cls, directory: Path, max_tokens: int = 1024) -> Encoder:
         return cls(directory, Tokenizer.load(directory), max_tokens)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate.load(self.directory, self._tokenizer)
 
     def chunk(self, path: Path, first: int, lines: Sequence[str]) -> TokenChunk:
         """Encode lines; `first` is the number of the first one, for error messages."""
@@ -385,19 +384,15 @@ class Encoder:
         return [((), [self._bos, *ids[start : start + size]]) for start in range(0, len(ids), size)]
 
     def chat(self, chat: TrainingChat) -> TokenPair:
-        if self._template is None:
-            self._template = ChatTemplate.load(self.directory, self._tokenizer)
         prompt = self._template.prompt(chat.messages, chat.tools)
         if isinstance(chat.reply, Message):
-            return prompt.ids, self._calls(self._template, chat, chat.reply, len(prompt.ids))
+            return prompt.ids, self._calls(chat, chat.reply, len(prompt.ids))
         return prompt.ids, [*self._tokenizer.encode(chat.reply), self._turn_end]
 
-    def _calls(
-        self, template: ChatTemplate, chat: TrainingChat, reply: Message, start: int
-    ) -> list[int]:
+    def _calls(self, chat: TrainingChat, reply: Message, start: int) -> list[int]:
         """Encode a reply that calls tools, up to the token with which the tool's answer begins."""
         answer = Message(role="tool", content="", tool_call_id=reply.tool_calls[-1].id)
-        ids = template.prompt([*chat.messages, reply, answer], chat.tools).ids
+        ids = self._template.prompt([*chat.messages, reply, answer], chat.tools).ids
         stop = _control_id(self._tokenizer, TOOL_RESPONSE)
         if stop not in ids[start:]:
             raise UsageError("the chat template writes no calls of tools; leave tool_calls out")

@@ -165,8 +165,8 @@ class _ShardWriter:
         total: int,
         on_tensor: OnProgress | None,
     ) -> None:
-        self.files, self.stream, self.total, self.on_tensor = files, stream, total, on_tensor
-        self.done = 0
+        self.files, self.total, self.on_tensor = files, total, on_tensor
+        self.numbered = enumerate(stream, start=1)
 
     def write(self, hidden: Path) -> list[str]:
         """Write all files and their index; returns their names, the index last."""
@@ -187,12 +187,11 @@ class _ShardWriter:
         return [*self.files, INDEX]
 
     def _next(self, expected: str, empty: Tensor) -> memoryview:
-        name, tensor = next(self.stream)
+        number, (name, tensor) = next(self.numbered)
         made, planned = (tensor.dtype, tensor.shape), (empty.dtype, empty.shape)
         assert (name, made) == (expected, planned), f"{name} {made}, not {expected} {planned}"
-        self.done += 1
         if self.on_tensor is not None:
-            self.on_tensor(self.done, self.total)
+            self.on_tensor(number, self.total)
         return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
