@@ -34,7 +34,7 @@ from dgemma.device import usable_memory
 from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.denoise import CanvasState, update_canvas
 from dgemma.diffusion.logit_stats import PositionStats
-from dgemma.diffusion.sampler import EntropyBound, LogitsAt
+from dgemma.diffusion.sampler import EntropyBound
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma, soft_cap
 
@@ -101,7 +101,7 @@ class CudaBackend:
         return [next(scored if item.targets else others) for item in inputs]
 
     def _run(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
-        outputs: list[ForwardOutput | None] = [None] * len(inputs)
+        outputs: dict[int, ForwardOutput] = {}
         stepping, drawing = [], []
         commits: list[Commit] = []
         inputs = [self._commit_images(item) for item in inputs]
@@ -119,14 +119,12 @@ class CudaBackend:
             else:
                 outputs[index] = ForwardOutput()
         stepped = self._step(pool, [inputs[i] for i in stepping], commits)
-        for index, output in zip(stepping, stepped, strict=True):
-            outputs[index] = output
+        outputs.update(zip(stepping, stepped, strict=True))
         for item in filter(self._can_run, inputs):
             item.cache.length += len(item.tokens) - (item.draw is not None)
-        drawn = list(self.decoder.run([inputs[i] for i in drawing]))
-        for index, output in zip(drawing, drawn, strict=True):
-            outputs[index] = output
-        return [output for output in outputs if output is not None]
+        drawn = self.decoder.run([inputs[i] for i in drawing])
+        outputs.update(zip(drawing, drawn, strict=True))
+        return [outputs[index] for index in range(len(inputs))]
 
     def _ensure_steps(self, inputs: Sequence[ForwardInput]) -> None:
         """Make larger buffers where a canvas takes more steps than they have noise for."""
@@ -182,13 +180,9 @@ class CudaBackend:
         self, pool: CanvasPool, stepping: Sequence[ForwardInput], commits: list[Commit]
     ) -> list[ForwardOutput]:
         """Step all canvases, in passes of at most `max_batch_size`; commits join the first."""
-        while len(commits) > MAX_COMMITS:
+        while len(commits) > (MAX_COMMITS if stepping else 0):
             self._commit(pool, commits[:MAX_COMMITS])
             commits = commits[MAX_COMMITS:]
-        if not stepping:
-            if commits:
-                self._commit(pool, commits)
-            return []
         outputs: list[ForwardOutput] = []
         for begin in range(0, len(stepping), self.max_batch_size):
             batch = stepping[begin : begin + self.max_batch_size]
@@ -217,42 +211,29 @@ class CudaBackend:
         stats = self.graphs.run(("step", denoise), denoise.step)
         self._synchronize()
         flags = pool.buffers.flags_E2[entries].tolist()
-        scores = [
-            None
-            if item.query is None
-            else score_canvas(item.query, self._logits_at(stats, index * pool.length))
+        scores = {
+            index: score_canvas(item.query, partial(self._logits, stats, index * pool.length))
             for index, item in enumerate(stepping)
-        ]
-        updated = self._update_on_host(pool, stats, stepping, entries)
+            if item.query is not None
+        }
+        states = [item.state for item in stepping if item.state is not None]
+        updated = self._update_on_host(pool, stats, states, entries)
         for index, canvas in updated.items():
             flags[index][0] = bool(canvas.converged)
-        self._soft_embed(denoise, stats, stepping, flags)
-        states = pool.copy_out(stepping, entries, flags, updated)
-        return [
-            ForwardOutput(state=state, canvas_score=score)
-            for state, score in zip(states, scores, strict=True)
-        ]
-
-    def _soft_embed(
-        self,
-        denoise: DenoisePass,
-        stats: StepStats,
-        stepping: Sequence[ForwardInput],
-        flags: Sequence[Sequence[bool]],
-    ) -> None:
-        """Compute the soft embeddings of the canvases that go on, if any does."""
         continuing = [
             covers_mass
-            for (has_converged, covers_mass), item in zip(flags, stepping, strict=True)
-            if item.state is not None
-            and not has_converged
-            and item.state.canvas.num_steps + 1 < item.state.sampler.max_denoising_steps
+            for (has_converged, covers_mass), state in zip(flags, states, strict=True)
+            if not has_converged and state.canvas.num_steps + 1 < state.sampler.max_denoising_steps
         ]
-        if not continuing:
-            return
-        soft_embed = partial(denoise.soft_embed, stats, sparse=all(continuing))
+        if continuing:
+            self._soft_embed(denoise, stats, sparse=all(continuing))
+        stepped = enumerate(pool.copy_out(stepping, entries, flags, updated))
+        return [ForwardOutput(state=state, canvas_score=scores.get(i)) for i, state in stepped]
+
+    def _soft_embed(self, denoise: DenoisePass, stats: StepStats, *, sparse: bool) -> None:
+        soft_embed = partial(denoise.soft_embed, stats, sparse=sparse)
         if self.graphs.is_captured(("step", denoise)):
-            self.graphs.run(("sparse" if all(continuing) else "dense", denoise), soft_embed)
+            self.graphs.run(("sparse" if sparse else "dense", denoise), soft_embed)
         else:  # an eager step leaves its statistics at another address each time
             soft_embed()
 
@@ -260,7 +241,7 @@ class CudaBackend:
         self,
         pool: CanvasPool,
         stats: StepStats,
-        stepping: Sequence[ForwardInput],
+        states: Sequence[CanvasState],
         entries: Sequence[int],
     ) -> dict[int, Canvas]:
         """Apply rules and constraints that have no kernel, on host tensors.
@@ -268,14 +249,13 @@ class CudaBackend:
         Returns the canvases by index in the pass.
         """
         updated: dict[int, Canvas] = {}
-        states = [(index, item.state) for index, item in enumerate(stepping)]
-        on_host_states = [(i, s) for i, s in states if s is not None and _needs_host(s)]
-        if not on_host_states:
+        if not any(map(_needs_host, states)):
             return updated
-        names = PositionStats.__slots__
-        merged = stats.logits.merged
+        names, merged = PositionStats.__slots__, stats.logits.merged
         columns = torch.stack([getattr(merged, name).double() for name in names]).cpu()
-        for index, state in on_host_states:
+        for index, state in enumerate(states):
+            if not _needs_host(state):
+                continue
             canvas, first = state.canvas, index * pool.length
             here = zip(names, columns[:, first : first + canvas.length], strict=True)
             tokens = ("draw_T", "top_T")
@@ -283,19 +263,15 @@ class CudaBackend:
                 **{n: c.long() if n in tokens else c.float() for n, c in here}
             )
             host_state = replace(state, canvas=on_host(canvas), noise=state.noise.on_host())
-            logits_at = self._logits_at(stats, first)
+            logits_at = partial(self._logits, stats, first)
             updated[index] = update_canvas(host_state, position_stats, logits_at)
             pool.buffers.write_state(entries[index], updated[index])
         return updated
 
-    def _logits_at(self, stats: StepStats, first: int) -> LogitsAt:
-        """Return what reads the logits of the canvas that begins at a row."""
-
-        def logits_at(positions: Sequence[int]) -> Tensor:
-            raw_NV = stats.logits.raw_TV[[first + position for position in positions]]
-            return soft_cap(raw_NV, self.passes.softcap)
-
-        return logits_at
+    def _logits(self, stats: StepStats, first: int, positions: Sequence[int]) -> Tensor:
+        """Read the logits of positions of the canvas whose row is `first`."""
+        raw_NV = stats.logits.raw_TV[[first + position for position in positions]]
+        return soft_cap(raw_NV, self.passes.softcap)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
