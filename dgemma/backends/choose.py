@@ -7,7 +7,6 @@ config, dtype and weight format.
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -63,7 +62,7 @@ def _cuda_backend(model: Gemma) -> Backend:
 
     weight = model.embed_tokens.weight
     key = {**cache_key(model.config, weight.dtype, weight.device), WEIGHTS: _weight_format(model)}
-    wrong = load_result(key)
+    wrong: str | None = kept_result(CACHE, key)
     if wrong is None:
         _precompile(model)
         try:
@@ -71,10 +70,10 @@ def _cuda_backend(model: Gemma) -> Backend:
         except torch.cuda.OutOfMemoryError:  # says nothing about the kernels: not cached
             wrong = "no memory for the self-test"
         except DeviceFault as fault:
-            store_result(key, str(fault))
+            keep_result(CACHE, key, str(fault))
             raise
         else:
-            store_result(key, wrong)
+            keep_result(CACHE, key, wrong)
     if wrong and not ignores_selftest():
         logger.warning(
             "the reference backend is used, which is slower, since the self-test failed: %s; "
@@ -142,17 +141,6 @@ def cache_key(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
         "model": _digest(json.dumps(config_to_json(config), sort_keys=True).encode()),
         "dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def load_result(key: Mapping[str, str]) -> str | None:
-    """Return the cached result of exactly this key; empty: the self-test passed."""
-    wrong: str | None = kept_result(CACHE, key)
-    return wrong
-
-
-def store_result(key: Mapping[str, str], wrong: str) -> None:
-    """Cache a result; where nothing can be written the self-test runs again next time."""
-    keep_result(CACHE, key, wrong)
 
 
 def _device_name(device: torch.device) -> str:

@@ -16,8 +16,7 @@ from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
-    from dgemma.engine import Engine
-    from dgemma.programs.edit.edit import EditParams, EditResult
+    from dgemma.programs.edit.edit import EditResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,8 @@ def edit(
     as_json: AsJson = False,
 ) -> None:
     """Edit a text in place: what need not change stays byte for byte."""
-    from dgemma.programs.edit.edit import EditParams, check_edit
+    from dgemma.cli.show import run_program
+    from dgemma.programs.edit.edit import EditParams, check_edit, edit_program
     from dgemma.programs.edit.spans import line_span
 
     text = read_text(file)
@@ -64,7 +64,8 @@ def edit(
     if params.lines is not None:
         line_span(text, *params.lines)
     engine = load_engine(model, options.preset)
-    edited = _run(engine, text, params, options)
+    program = edit_program(engine, text, options.do, params)
+    edited = run_program(engine, program, show=options.show, doing="editing")
     name = "stdin" if file == STDIN else Path(file).as_posix().lstrip("/")
     if options.apply and not (as_json and file == STDIN):
         write_text(file, edited.text, text)
@@ -92,14 +93,6 @@ def _lines(option: str | None) -> tuple[int, int] | None:
     if match is None:
         raise UsageError(f"lines are {option!r}; give the first and the last, such as 3:7")
     return int(match[1]), int(match[2] or match[1])
-
-
-def _run(engine: "Engine", text: str, params: "EditParams", options: EditOptions) -> "EditResult":
-    from dgemma.cli.show import run_program
-    from dgemma.programs.edit.edit import edit_program
-
-    program = edit_program(engine, text, options.do, params)
-    return run_program(engine, program, show=options.show, doing="editing")
 
 
 def _report(edited: "EditResult", name: str, model: str) -> dict[str, object]:

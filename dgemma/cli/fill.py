@@ -14,8 +14,6 @@ from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
 
 if TYPE_CHECKING:
-    from dgemma.engine import Engine
-    from dgemma.programs.infill.document import InfillDocument
     from dgemma.programs.infill.infill import FilledText, FillParams, FillResult
 
 
@@ -69,8 +67,9 @@ def fill(
     as_json: AsJson = False,
 ) -> None:
     """Fill each <|fill|> in a text; everything else is untouched."""
+    from dgemma.cli.show import run_program
     from dgemma.programs.infill.document import InfillDocument
-    from dgemma.programs.infill.infill import check_fill
+    from dgemma.programs.infill.infill import check_fill, fill_program
 
     if options.in_place and file == STDIN:
         raise UsageError("stdin cannot be written in place; give a file, or leave out --in-place")
@@ -81,7 +80,8 @@ def fill(
     params = options.params(document.num_holes)
     check_fill(params)  # before a long load
     engine = load_engine(model, options.preset)
-    filled = _run(engine, document, params, show=options.show)
+    program = fill_program(engine, document, params)
+    filled = run_program(engine, program, show=options.show, doing="filling")
     if options.in_place:
         write_text(file, filled.text, text)
     if as_json:
@@ -103,16 +103,6 @@ def _lengths(lengths: list[int] | None, count: int) -> tuple[int, ...] | None:
             f"{len(lengths)} lengths are given for {count} holes; give one, or {count}"
         )
     return tuple(lengths * count)[:count]
-
-
-def _run(
-    engine: "Engine", document: "InfillDocument", params: "FillParams", *, show: bool
-) -> "FillResult":
-    from dgemma.cli.show import run_program
-    from dgemma.programs.infill.infill import fill_program
-
-    program = fill_program(engine, document, params)
-    return run_program(engine, program, show=show, doing="filling")
 
 
 def _report(filled: "FillResult", model: str) -> dict[str, object]:

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,16 @@ from torch import nn
 
 from dgemma.backends import choose
 from dgemma.backends.choose import (
+    CACHE,
     UNTESTED,
     WEIGHTS,
     cache_key,
     choose_backend,
-    load_result,
     report,
-    store_result,
 )
 from dgemma.backends.cuda import device as devices
 from dgemma.backends.cuda.device import unsupported_reason
-from dgemma.device import MAX_ENTRIES
+from dgemma.device import MAX_ENTRIES, keep_result, kept_result
 from dgemma.errors import UsageError
 from dgemma.model.gemma import Gemma
 from dgemma.quant.head import quantize_head
@@ -33,6 +33,7 @@ from tests.kernels.small import CPU, SMALL
 from tests.kernels.test_interpreted import needs_triton
 
 GPU = torch.device("cuda", 0)
+load_result, store_result = partial(kept_result, CACHE), partial(keep_result, CACHE)
 
 
 @pytest.fixture(autouse=True)
