@@ -34,18 +34,9 @@ from dgemma.diffusion.sampler import StepView
 
 MAX_DRAWS = 8  # AR: tokens without a completion that fits, before the known completion is followed
 LOGIT_POSITIONS = 16  # read together when a canvas must be finished
+CONFIDENT = 0.7  # probability from which a token is pinned at once
+PATIENCE = 1  # steps without progress before a token is pinned at any probability
 EXPECTED_SECONDS = 0.02  # of a first step, of which nothing is known
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinPolicy:
-    """Decides when a token is pinned."""
-
-    confident: float = 0.7  # probability from which a token is pinned at once
-    patience: int = 1  # steps without progress before a token is pinned at any probability
-
-
-POLICY = PinPolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +69,9 @@ class TextState:
 class ConstrainedCanvas:
     """The constrained text of one request: the state that every step replaces, and its matcher."""
 
-    def __init__(self, constraint: Constraint, policy: PinPolicy = POLICY) -> None:
-        self.constraint, self.policy = constraint, policy
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint, self.vocabulary = constraint, constraint.vocabulary
         self.matcher = constraint.matcher()
-        self.vocabulary = constraint.vocabulary
         self.state = TextState(completion=constraint.shortest)
         self._at_start = self.state  # of the block, to which a canvas that failed returns
 
@@ -285,7 +275,7 @@ class ConstrainedCanvas:
             return math.inf
         if canvas.num_steps * 2 > self.state.max_steps:
             return math.ceil((canvas.length - len(self.state.block)) / (steps_left + 1))
-        return 1 if self.state.stalled >= self.policy.patience else 0
+        return 1 if self.state.stalled >= PATIENCE else 0
 
     def _follow_model(self, step: "_PrefixStep") -> None:
         step.run()
@@ -372,7 +362,7 @@ class _PrefixStep:
         min_tokens: float,
     ) -> None:
         self.matcher, self.stops = text.matcher, text.vocabulary.stops
-        self.confident, self.begin = text.policy.confident, len(text.state.block)
+        self.begin = len(text.state.block)
         self.room = min(room, text.state.tokens_left)
         self.tops, self.top_p = stats.tops, stats.top_p
         self.logits, self.min_tokens = view.logits, min_tokens
@@ -393,7 +383,7 @@ class _PrefixStep:
         """Return the part of a path that is pinned now."""
         tokens: list[int] = []
         for position, token in enumerate(path, self.begin):
-            is_confident = self.tops[position] == token and self.top_p[position] >= self.confident
+            is_confident = self.tops[position] == token and self.top_p[position] >= CONFIDENT
             if position not in pins and not is_confident:
                 if self._num_chosen >= self.min_tokens:
                     break
@@ -418,8 +408,8 @@ class _PrefixStep:
         top = self.tops[position]
         token, p = self._likeliest(position)
         # A model that is confident in a token that is not allowed will not change its mind.
-        is_stuck = token != top and top not in self.stops and self.top_p[position] >= self.confident
-        if not (is_due or is_stuck or p >= self.confident):
+        is_stuck = token != top and top not in self.stops and self.top_p[position] >= CONFIDENT
+        if not (is_due or is_stuck or p >= CONFIDENT):
             return False
         self._num_chosen += 1
         self._diverged |= token != top

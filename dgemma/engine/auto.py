@@ -174,14 +174,11 @@ class AutoSwitch:
         if params.pins != NO_PINS or params.initial_canvas:
             return cls(costs, 0, has_switched=True)
         if params.constraint is None:
-            plan = costs.plan(max_tokens)
-        else:
-            shortest = params.constraint.shortest
-            is_diffused = costs.diffuses_constrained(
-                0 if shortest is None else len(shortest.tokens), max_tokens
-            )
-            return cls(costs, 0 if is_diffused else None, has_switched=is_diffused)
-        return cls(costs, plan.num_first)
+            return cls(costs, costs.plan(max_tokens).num_first)
+        shortest = params.constraint.shortest
+        num_tokens = 0 if shortest is None else len(shortest.tokens)
+        is_diffused = costs.diffuses_constrained(num_tokens, max_tokens)
+        return cls(costs, 0 if is_diffused else None, has_switched=is_diffused)
 
     def is_ar(self, num_written: int) -> bool:
         return not self.has_switched and (self.try_at is None or num_written < self.try_at)

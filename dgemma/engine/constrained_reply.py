@@ -106,9 +106,8 @@ class ConstrainedReply:
 
     def close(self, ids: Sequence[int], used: int) -> list[int]:
         """Return the shortest completion of the reply; `ids` is the canvas of a thought."""
-        thought = []
-        if self.phase in ("opening", "thought") and ids:
-            thought = self.end_block(ids, used)
+        is_open = self.phase in ("opening", "thought")
+        thought = self.end_block(ids, used) if is_open and ids else []
         if self.phase in ("opening", "thought"):
             thought += self._close_thought()
         return [*thought, *self.text.close()]

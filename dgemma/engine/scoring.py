@@ -57,11 +57,6 @@ class Prefill(Task):
         self.prompt, self.ids = prompt, prompt.ids
         self._opened: Opened | None = None  # from `start` to `close`
 
-    @property
-    def opened(self) -> Opened:
-        assert self._opened is not None, "a prefill has a cache from start to close"
-        return self._opened
-
     def start(self, engine: "EngineCore", deadline: float) -> None:
         limit = engine.model.config.max_position_embeddings
         if len(self.ids) > limit:
@@ -70,24 +65,25 @@ class Prefill(Task):
             )
         cache = engine.open_cache(self.prompt.cache_ids, len(self.ids))
         self._opened = Opened(cache, engine)
-        self._finish_if_cached()
+        self._finish_if_cached(cache)
 
-    def _finish_if_cached(self) -> None:
-        cache = self.opened.cache
+    def _finish_if_cached(self, cache: KVCache) -> None:
         if cache.length >= len(self.ids) - 1:
             self.finish(Prefix(self.ids, cache, self.prompt.cache_ids))
 
     def inputs(self) -> list[ForwardInput]:
-        (cache, engine), images = self.opened, self.prompt.images
+        assert self._opened is not None, "a prefill has a cache from start to close"
+        (cache, engine), images = self._opened, self.prompt.images
         begin = cache.length
         end = min(chunk_end(begin, engine.chunk, images), len(self.ids) - 1)
         rows = engine.images.rows(images, begin, end) if engine.images is not None else ()
         return [ForwardInput(cache=cache, tokens=self.ids[begin:end], images=rows)]
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
-        self._finish_if_cached()
+        (given,) = inputs
+        self._finish_if_cached(given.cache)
         if self.is_done:
-            self.opened.cache.checkpoint()
+            given.cache.checkpoint()
 
     def close(self, engine: "EngineCore") -> None:
         """Keep what a cancelled prefill has computed; a finished one belongs to the program."""
