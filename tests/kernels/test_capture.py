@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from threading import Thread, get_ident
 from typing import Any
 
@@ -33,7 +34,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         finally:
             said.append("end")
 
-    monkeypatch.setattr(graphs_module, "_streams", {})
+    own = cache(graphs_module.capture_stream.__wrapped__)
+    monkeypatch.setattr(graphs_module, "capture_stream", own)
     fakes = {
         "graph_pool_handle": lambda: POOL,
         "CUDAGraph": Graph,

@@ -9,7 +9,7 @@ T tokens of a pass, D width, X outputs of a merged GEMM, E KV table entries.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from threading import get_ident
 from typing import NamedTuple, cast
 
@@ -206,18 +206,14 @@ def _rows(rows: Tensor | tuple[Tensor, Tensor]) -> Rows:
 
 # --- the dense MLP runs in parallel with the experts
 
-_side_streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+@cache
+def _side_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
     """Return a stream for all models, since libraries keep up to 63 MB for each stream.
 
     One for each thread: a capture of another thread must not be joined.
     """
-    key = device, get_ident()
-    if key not in _side_streams:
-        _side_streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _side_streams[key]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -226,7 +222,7 @@ def _on_side_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    side = _side_stream(device)
+    side = _side_stream(device, get_ident())
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         yield
@@ -234,7 +230,7 @@ def _on_side_stream(device: torch.device) -> Iterator[None]:
 
 def _join_side_stream(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device, get_ident()))
 
 
 # --- weights

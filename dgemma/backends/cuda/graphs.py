@@ -14,6 +14,7 @@ E entries, L tokens of a segment, N steps, D width, X layers, M numbers of an en
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -47,8 +48,6 @@ R = TypeVar("R")
 Pool = Any  # torch's handle of memory that captures share: no two of them run at once
 
 logger = logging.getLogger("dgemma")
-
-_streams: dict[int, torch.cuda.Stream] = {}  # by device
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,15 +247,14 @@ class GraphBuffers:
         )
 
 
+@cache
 def capture_stream(device: int) -> torch.cuda.Stream:
     """Return one stream for all captures, since libraries keep 32 MiB for each stream.
 
     Default priority: with PDL, high-priority kernels would occupy SMs needed by the side stream
     they depend on.
     """
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Captured(NamedTuple):
