@@ -130,10 +130,9 @@ class Stream:
         is_old = 0 < self.num_commits[index] <= self.num_old[index]
         drafts.commit(text)
         if self.body.diffusing:
-            whole = drafts.thought if text.is_thought else drafts.answer
-            for line in self._final(
-                index, self.format.text_chunks(index, whole, text.is_thought), text.text
-            ):
+            whole = drafts.final[text.is_thought]
+            chunks = self.format.text_chunks(index, whole, text.is_thought)
+            for line in self._final(index, chunks, text.text):
                 yield line
             return
         for piece in [text.text] if pace is None else WORD.findall(text.text):
@@ -159,18 +158,18 @@ class Stream:
         if self.body.dgemma.drafts:
             chunks.append({**self.format.empty_chunk(index), "dgemma": draft_data(draft)})
         if self.body.diffusing:
-            answer, thought = self.drafts[index].show(draft)
-            chunks += self.format.text_chunks(index, thought, is_thought=True) if thought else []
-            chunks += self.format.text_chunks(index, answer, is_thought=False)
+            shown = self.drafts[index].show(draft)
+            if shown[True]:
+                chunks += self.format.text_chunks(index, shown[True], is_thought=True)
+            chunks += self.format.text_chunks(index, shown[False], is_thought=False)
         return chunks
 
     def _corrections(self, index: int) -> list[Chunk]:
         """Return the final text, where the last draft showed something else."""
         drafts, chunks = self.drafts[index], list[Chunk]()
-        if self.body.diffusing and drafts.shown[1] != drafts.thought:
-            chunks += self.format.text_chunks(index, drafts.thought, is_thought=True)
-        if self.body.diffusing and drafts.shown[0] != drafts.answer:
-            chunks += self.format.text_chunks(index, drafts.answer, is_thought=False)
+        for is_thought in (True, False) if self.body.diffusing else ():
+            if drafts.shown[is_thought] != (text := drafts.final[is_thought]):
+                chunks += self.format.text_chunks(index, text, is_thought)
         return chunks
 
     def _final(self, index: int, chunks: Iterable[Chunk], text: str = "") -> list[str]:
@@ -201,27 +200,24 @@ def _prompt_tokens(task: object) -> int:
 class DraftText:
     """The text of one answer as it would be if the canvas were committed now.
 
-    For clients that replace the text with each chunk. Nothing of it is final.
+    For clients that replace the text with each chunk. Nothing of it is final. The answer is the
+    text of False, the thought that of True.
     """
 
     def __init__(self, task: Any, tokenizer: "Tokenizer", stops: "StopIds") -> None:
         self.task: Generation = task  # of a chat or a completion: no others have such drafts
         self.tokenizer, self.stops = tokenizer, stops
-        self.answer = self.thought = ""  # final
-        self.shown = ("", "")  # the last that was shown, or final since
-        self._before = ("", "")  # final before the first canvas, by what was written in AR
+        self.final = {False: "", True: ""}
+        self.shown = dict(self.final)  # the last that was shown, or final since
+        self._before = dict(self.final)  # before the first canvas, by what was written in AR
         self._blocks: list[int] = []  # tokens of finished canvases
         self._last: Draft | None = None
 
     def commit(self, text: "Text") -> None:
-        if text.is_thought:
-            self.thought += text.text
-            self.shown = (self.shown[0], self.thought)
-        else:
-            self.answer += text.text
-            self.shown = (self.answer, self.shown[1])
+        self.final[text.is_thought] += text.text
+        self.shown[text.is_thought] = self.final[text.is_thought]
 
-    def show(self, draft: "Draft") -> tuple[str, str]:
+    def show(self, draft: "Draft") -> dict[bool, str]:
         """Return answer and thought with this canvas as it is."""
         from dgemma.text.detokenizer import StopStrings
         from dgemma.text.reply import parse_reply
@@ -233,21 +229,22 @@ class DraftText:
         reply = parse_reply(self.tokenizer, ids[: task.limits.max_tokens], in_thought=in_thought)
         stops = StopStrings(params.stop)
         answer = stops.feed(reply.answer) + stops.finish()
-        self.shown = (self._before[0] + answer, self._before[1] + reply.thought)
+        self.shown[False] = self._before[False] + answer
+        self.shown[True] = self._before[True] + reply.thought
         return self.shown
 
     def _turn_to(self, draft: "Draft") -> None:
         """Remember what precedes this canvas."""
         last, self._last = self._last, draft
         if last is None:
-            self._before = (self.answer, self.thought)
+            self._before.update(self.final)
         elif draft.block == last.block:
             return
         elif self.task.params.constraint is None:
-            self._blocks += last.guess
+            self._blocks.extend(last.guess)
         else:  # only part of a constrained canvas is committed
-            self._blocks = self._open_thought(last)
-            self._before = (self.answer, self.thought)
+            self._blocks[:] = self._open_thought(last)
+            self._before.update(self.final)
 
     def _open_thought(self, last: "Draft") -> list[int]:
         """Return the token that opens a thought, where the last canvas seems to have left one open.
