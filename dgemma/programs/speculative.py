@@ -219,9 +219,10 @@ class SpeculativeReply(Generation):
             accepted += is_accepted
             if self.is_done or not is_accepted:
                 break
-        # Tokens of the draft that were kept are in the cache; the last token chosen is not.
-        sequence.num_committed += accepted
-        if not self.is_done and sequence.cache.length > sequence.num_committed:
+        # Tokens of the draft that were kept are in the cache; the last token chosen is not, and one
+        # that ends the reply is no part of the sequence.
+        sequence.num_committed = min(sequence.num_committed + accepted, len(sequence.ids))
+        if sequence.cache.length > sequence.num_committed:
             sequence.cache.truncate(sequence.num_committed)
 
     def _accepts(self, is_best: bool, logprob: float, best_logprob: float) -> bool:

@@ -81,10 +81,14 @@ def test_every_limit_and_stop_cuts_where_ar_is_cut(nano: Engine) -> None:
             drafting = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
             done = speculative(nano, PROMPTS[0], params, drafting)
             assert done.ids == nano.generate(PROMPTS[0], params).ids
-    params = SamplingParams(mode="ar", max_tokens=40, stop=("total",))
-    plain = nano.generate(PROMPTS[0], params)
-    done = speculative(nano, PROMPTS[0], params)
-    assert (done.text, done.finish) == (plain.text, plain.finish) and done.finish == "stop_string"
+    text = nano.generate(PROMPTS[0], SamplingParams(mode="ar", max_tokens=40)).text
+    for end in range(6, len(text), 6):
+        params = SamplingParams(mode="ar", max_tokens=40, stop=(text[end - 6 : end],))
+        plain, plain_kept = nano.generate(PROMPTS[0], params), nano.prefixes.entries[-1].ids
+        done, kept = speculative(nano, PROMPTS[0], params), nano.prefixes.entries[-1].ids
+        assert (done.text, done.finish) == (plain.text, plain.finish)
+        assert done.finish == "stop_string"
+        assert kept.tolist() == plain_kept.tolist(), "for a request that continues the reply"
 
 
 def test_a_sliding_window_is_truncated_with_the_draft() -> None:
