@@ -1,11 +1,13 @@
 """Collect what a machine without the data directory needs for a training run, in one small folder.
 
     python -m recipes.nano.carry --data ../shared/data --made out/nano --out out/run14
+    python -m recipes.nano.carry ... --out out/run15 --share 0.4 --tasks 16000
 
 Needs MADE/raw and MADE/heldout by `recipes.nano.data`, `recipes.nano.made` and `recipes.nano.bank`,
 and MADE/tokens by `recipes.nano.pictures.spelling`.
 Writes token stores of a sample of each source, the texts that other tasks are made from there,
-puzzles, held-out cases, and the weights of stories15M with four significant bits.
+puzzles, held-out cases, and the weights of stories15M with four significant bits. With `--tasks`
+there are also examples of what is made by program, which then need not be made there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dgemma.weights.hub import NANO_DIRECTORY
 from recipes.nano import sudoku
 from recipes.nano.data import MAX_PAIR_TOKENS, MAX_TEXT_TOKENS
 from recipes.nano.extraction import is_named
-from recipes.nano.made import read_texts
+from recipes.nano.made import MADE_ELSEWHERE, read_texts
 from recipes.nano.reading import is_told
 
 # Examples of each source: as many as fit, in the order of what they are worth.
@@ -114,11 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--made", type=Path, default=Path("out/nano"))
     parser.add_argument("--out", type=Path, default=Path("out/run14"))
+    parser.add_argument("--share", type=float, default=1.0, help="of the counts of sources")
+    parser.add_argument("--tasks", type=int, help="examples of each task that is made by program")
     options = parser.parse_args(arguments)
     out: Path = options.out
     for folder in ("tokens", "puzzles", "heldout"):
         (out / folder).mkdir(parents=True, exist_ok=True)
-    for name, count in COUNTS.items():
+    counts = {name: round(options.share * count) for name, count in COUNTS.items()}
+    if options.tasks is not None:
+        counts |= dict.fromkeys(MADE_ELSEWHERE, options.tasks)
+    for name, count in counts.items():
+        if not (options.made / "raw" / f"{name}.jsonl").is_file():
+            print(f"{name}: left out, it was not made", flush=True)
+            continue
         written = write_tokens(options.made / "raw" / f"{name}.jsonl", out / "tokens", count)
         print(f"{name}: {written}", flush=True)
     for name in SPELLED:

@@ -51,6 +51,19 @@ COUNTS = {
     "letters": 20_000,
 }
 
+# Those that a machine without the data directory can make from a few texts.
+MADE_ELSEWHERE = (
+    "talk",
+    "questions",
+    "citations",
+    "summaries",
+    "extraction",
+    "markdown",
+    "tools",
+    "drills",
+    "letters",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Texts:

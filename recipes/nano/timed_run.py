@@ -30,22 +30,13 @@ from dgemma.weights.int_layout import Bits
 from dgemma.weights.load import Checkpoint, load_model
 from dgemma.weights.save import save_int8
 from recipes.nano.compare import side_by_side
+from recipes.nano.made import MADE_ELSEWHERE
 from recipes.nano.ship import MAX_FILE_BYTES, MAX_HEADER_BYTES
 
-MADE_HERE = (
-    "talk",
-    "questions",
-    "citations",
-    "summaries",
-    "extraction",
-    "markdown",
-    "tools",
-    "drills",
-    "letters",
-)
 BITS = Bits(experts=4, rest=6)
-END = 60.0  # seconds of the last call for packaging and comparing
 STOP = 25.0  # seconds of another call for saving the state and packaging
+START = 12.0  # seconds until a training with a warm cache begins
+MIN_COMPARED = 40.0  # seconds in which a comparison is worth beginning
 RETURNED = "int8*"  # of the packaged files: the others do not change
 TABLE, LOG = "table.md", "log.txt"
 WARM_DATA = """
@@ -145,7 +136,7 @@ def make_data(session: Session) -> None:
     workers = str(max(1, (os.cpu_count() or 2) // 5))
     made = {
         name: session.start("recipes.nano.made", "--only", name, *texts, "--workers", workers)
-        for name in MADE_HERE
+        for name in MADE_ELSEWHERE
         if not (options.data / "tokens" / f"{name}.npz").is_file()
     }
     warm = {} if options.cold else {"warm": session.start(*warm_command(options))}
@@ -174,7 +165,8 @@ def warm_command(options: argparse.Namespace) -> tuple[str, ...]:
 def train(session: Session) -> bool:
     """Train for the time that is left; returns True at the end of the schedule."""
     options = session.options
-    budget = ["--steps", str(options.steps)] if options.steps else ["--seconds", str(options.train)]
+    seconds = options.train or session.left - STOP - START
+    budget = ["--steps", str(options.steps)] if options.steps else ["--seconds", f"{seconds:.0f}"]
     session.say(f"training with {' '.join(budget)}")
     process = session.start(
         *("dgemma.train", str(options.recipe), "--out", str(options.work / "run"), *budget),
@@ -243,7 +235,7 @@ def finish(session: Session, *, is_whole: bool) -> None:
     metrics = options.work / "run" / METRICS
     if metrics.is_file():
         shutil.copyfile(metrics, options.out / METRICS)
-    if is_whole:
+    if is_whole and session.left > MIN_COMPARED:
         compare(session, options.work / "after", session.left - 5)
 
 
@@ -256,7 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out/returned")))
     parser.add_argument("--work", type=Path, default=Path("out/timed_run"), help="stays there")
     parser.add_argument("--seconds", type=float, default=570, help="of this call")
-    parser.add_argument("--train", type=float, default=400, help="seconds of all training")
+    parser.add_argument(
+        "--train", type=float, help="seconds of all training; default: what is left of this call"
+    )
     parser.add_argument("--tales", type=int, default=73_728, help="tales to sample")
     parser.add_argument("--steps", type=int, help="of training, instead of the time that is left")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="of the recipe")
