@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dgemma.cli.show import CanvasView
     from dgemma.constrain.grammar import ConstraintArgs
     from dgemma.engine import Done, Engine, Event, SamplingParams
-    from dgemma.programs.speculative import Drafter, SpeculativeParams
+    from dgemma.engine.speculation import Drafter, SpeculativeParams
     from dgemma.text.chat import Prompt
     from dgemma.text.messages import Part
 
@@ -198,7 +198,7 @@ def _drafter(draft: str) -> "Drafter":
 
 def _drafting(params: "SamplingParams", options: GenerateOptions) -> "SpeculativeParams | None":
     """Read --draft and --verify; refuse what they cannot be combined with."""
-    from dgemma.programs.speculative import SpeculativeParams
+    from dgemma.engine.speculation import SpeculativeParams
 
     draft, verify = options.draft, options.verify
     if draft is None and verify is None:
@@ -225,7 +225,7 @@ def _events(
     drafting: "SpeculativeParams | None",
 ) -> "Generator[Event, None, None]":
     """Start the request; with drafts, as AR that is verified."""
-    from dgemma.programs.speculative import speculative_task
+    from dgemma.engine.speculation import speculative_task
 
     if drafting is None:
         return engine.stream(request, params)

@@ -1,8 +1,9 @@
 """The canvases of a reply: length and sampler, initial tokens, and the check of a finished one.
 
 All canvases are alike, unless the checkpoint has a preset for long replies (`long_reply` in its
-config.json, decision 015): shorter canvases with a sampler of their own. A reply that ends in its
-first canvas keeps that one: its parts may depend on each other, as the cells of a grid do.
+config.json, decision 015): shorter canvases with a sampler of their own, or drafts on canvases that
+the causal mode verifies. A reply that ends in its first canvas keeps that one: its parts may depend
+on each other, as the cells of a grid do.
 """
 
 import math
@@ -27,6 +28,7 @@ MAX_ALIGNED = 512  # tokens that are compared with an old version to continue fr
 class CanvasPreset:
     length: int
     sampler: Sampler
+    draft_length: int = 0  # first tokens that are a draft; 0: the canvas is committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,18 @@ class CanvasPolicy:
     usual: CanvasPreset
     long: CanvasPreset | None = None
     shortens: bool = False  # canvases are no longer than what may still be written
+
+    @property
+    def draft_length(self) -> int:
+        return 0 if self.long is None else self.long.draft_length
+
+    @property
+    def draft_temperature(self) -> float:
+        """Temperature at which the causal mode draws the tokens of a long reply."""
+        return self.long.sampler.t_max if self.long is not None and self.draft_length else 0.0
+
+    def without_drafts(self) -> "CanvasPolicy":
+        return replace(self, long=None) if self.draft_length else self
 
     def next_canvas(self, num_left: int, num_free: int, *, is_long: bool = False) -> CanvasPreset:
         """Return the next canvas's preset.
@@ -83,10 +97,12 @@ def canvas_policy(
     is_set = params.canvas_length or params.initial_canvas or params.constraint is not None
     if long is None or is_set or long.canvas_length >= length:
         return CanvasPolicy(usual)
+    if long.draft_length and (params.sampler or rule or params.mode != "diffusion"):
+        return CanvasPolicy(usual)
     released = released_sampler(long.applied(generation), reach=long.reach)
     released = released if rule is None else replace(released, rule=rule)
     sampler = with_temperature(params.sampler or released, params.temperature)
-    return CanvasPolicy(usual, CanvasPreset(long.canvas_length, sampler))
+    return CanvasPolicy(usual, CanvasPreset(long.canvas_length, sampler, long.draft_length))
 
 
 def output_fault(

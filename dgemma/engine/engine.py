@@ -27,6 +27,7 @@ from dgemma.engine.image_features import ImageFeatures, image_features
 from dgemma.engine.params import SamplingParams, check_params, check_preset, reply_limits
 from dgemma.engine.request import Prefix, Program
 from dgemma.engine.scoring import Prefill, Score, Scoring, label_probabilities
+from dgemma.engine.speculation import SpeculativeParams, SpeculativeReply
 from dgemma.errors import CheckpointError, UsageError
 from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate, Message, Prompt, Tool, insert_images
@@ -218,7 +219,10 @@ class Engine(EngineCore):
             raise UsageError("the constraint was compiled by another engine; use this one's")
         default = self.generation_config.max_new_tokens
         limits = reply_limits(params, len(prompt.ids), config, default, fit=fit)
-        return Generation(self, prompt, params, limits, prefix, map_draft)
+        reply = Generation(self, prompt, params, limits, prefix, map_draft)
+        if not reply.policy.draft_length:
+            return reply
+        return SpeculativeReply(self, reply, SpeculativeParams(drafter="canvas"))
 
     def _known_mode(self) -> Mode:
         """Return auto once both modes are timed: now, unless `on_missing_costs` defers it."""

@@ -94,6 +94,8 @@ class Generation(Task):
         policy = canvas_policy(params, sampler, config, defaults, engine.rule)
         self.auto = AutoSwitch.of(engine.break_even, params, limits.max_tokens)
         begins_in_ar = self.auto is not None and bool(self.auto.try_at)
+        if self.auto is not None or prefix is not None:
+            policy = policy.without_drafts()
         self.policy = replace(policy, shortens=begins_in_ar)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         self.noise = Noise(seed=seed, choice=params.choice)
@@ -121,6 +123,10 @@ class Generation(Task):
         if self.params.mode != "hybrid":
             return self.params.mode == "ar"
         return self.block.in_thought or not self.sequence.written
+
+    @property
+    def ar_temperature(self) -> float:
+        return self.params.temperature or 0.0
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -287,7 +293,7 @@ class Generation(Task):
 
         Noise is keyed by the token's index.
         """
-        temperature = self.params.temperature or 0.0
+        temperature = self.ar_temperature
         if temperature == 0:
             return TokenDraw()
         block, position = divmod(len(self.progress.logprobs) + offset, AR_BLOCK_LENGTH)

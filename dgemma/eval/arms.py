@@ -20,12 +20,12 @@ from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler
 from dgemma.engine import Done, Draft, Engine, SamplingParams, Text
 from dgemma.engine.generation import Generation
 from dgemma.engine.request import Program, Task
+from dgemma.engine.speculation import SpeculativeParams, speculative_task
 from dgemma.errors import DgemmaError, UsageError
 from dgemma.eval.workload import BenchCase, Workload
 from dgemma.programs.edit.edit import EditParams, EditResult, edit_program
 from dgemma.programs.infill.document import InfillDocument
 from dgemma.programs.infill.infill import FillParams, FillResult, fill_program
-from dgemma.programs.speculative import SpeculativeParams, speculative_task
 from dgemma.programs.sudoku.grid import prompt_text
 from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult, solve_program
 from dgemma.text.chat import Message, Prompt, Tool

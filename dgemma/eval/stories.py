@@ -31,12 +31,12 @@ from torch import Tensor
 
 from dgemma.config import WHOLE_MODES
 from dgemma.engine import Done, Engine, Mode, SamplingParams
+from dgemma.engine.speculation import SpeculativeParams, speculative_task
 from dgemma.errors import CheckpointError
 from dgemma.eval.answers import EvalPrompt, generate_all
 from dgemma.eval.data import Data, MissingData
 from dgemma.eval.infill import fill_canvases, sample_holes, trim_context
 from dgemma.eval.measure import SHARE, Case, Estimate, Measure, ratio
-from dgemma.programs.speculative import SpeculativeParams, speculative_task
 
 TASK, SAMPLES = "stories", "samples"
 COUNT, SAMPLE_COUNT = 100, 10

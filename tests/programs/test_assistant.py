@@ -13,10 +13,10 @@ from transformers.models.gemma4 import Gemma4TextConfig
 from dgemma.backends.reference import commit
 from dgemma.config import config_to_json
 from dgemma.engine import Engine, SamplingParams
+from dgemma.engine.speculation import SpeculativeParams, speculative
 from dgemma.errors import CheckpointError, ConfigError
 from dgemma.model.assistant import Assistant
 from dgemma.model.kv_cache import Capacity, KVCache
-from dgemma.programs.speculative import SpeculativeParams, speculative
 from dgemma.text.chat import Prompt
 from dgemma.weights.source import load_assistant
 from tests.engine.test_modes import CONFIG, TURN, prompt, random_engine

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.engine import Done, Engine, SamplingParams
+from dgemma.config import LongReply
+from dgemma.engine import Committed, Done, Engine, SamplingParams
+from dgemma.engine.speculation import SpeculativeParams, lookup, speculative, speculative_task
 from dgemma.errors import UsageError
-from dgemma.programs.speculative import SpeculativeParams, lookup, speculative, speculative_task
 from dgemma.text.chat import ChatTemplate
 from dgemma.weights.load import random_model
 from tests.taught import GENERATION, taught_config
@@ -114,6 +115,65 @@ def test_the_loose_rule_keeps_more_of_a_draft(nano: Engine) -> None:
         for rule in ("strict", "loose")
     ]
     assert passes[0] < passes[1]
+
+
+LONG = LongReply(
+    canvas_length=8,
+    draft_length=3,
+    entropy_bound=1.0,
+    t_max=0.8,
+    t_min=0.8,
+    max_denoising_steps=1,
+)
+
+
+@pytest.fixture(scope="module")
+def verified() -> Engine:
+    """Return nano with long replies that the causal mode verifies."""
+    engine = Engine.load("nano", device="cpu", dtype="float32")
+    engine.generation_config = replace(engine.generation_config, long_reply=LONG)
+    return engine
+
+
+def test_a_long_reply_of_diffusion_is_what_ar_draws(verified: Engine) -> None:
+    params = SamplingParams(seed=5, max_tokens=100)
+    done = verified.generate(PROMPTS[1], params)
+    plain = verified.generate(PROMPTS[1], replace(params, mode="ar", temperature=LONG.t_max))
+    assert (done.mode, done.ids, done.finish) == ("diffusion", plain.ids, plain.finish)
+    assert done.steps < plain.steps
+    hotter = verified.generate(PROMPTS[1], replace(params, temperature=1.5))
+    ar = verified.generate(PROMPTS[1], replace(params, mode="ar", temperature=1.5))
+    assert hotter.ids == ar.ids != done.ids
+
+
+def test_a_reply_that_ends_in_its_first_canvas_is_not_verified(verified: Engine) -> None:
+    done = verified.generate("Change cat to dog.\n\nThe cat sat.", SamplingParams(seed=1))
+    assert done.blocks == 1 and not done.logprobs
+
+
+def test_a_verified_reply_goes_on_from_what_was_committed(verified: Engine) -> None:
+    """Another engine continues it, at any token, with the same text."""
+    params = SamplingParams(seed=5, max_tokens=60, commits=True)
+    events = list(verified.stream(PROMPTS[1], params))
+    commits = tuple(event for event in events if isinstance(event, Committed))
+    done = events[-1]
+    assert isinstance(done, Done) and len(commits) == done.tokens
+    for count in (1, 2, 7, len(commits) - 1):
+        resumed = verified.generate(PROMPTS[1], replace(params, committed=commits[:count]))
+        assert (resumed.ids, resumed.finish) == (done.ids, done.finish)
+
+
+def test_what_sets_its_canvases_is_not_verified(verified: Engine) -> None:
+    """A sampler, a canvas length, a constraint and other modes keep their own canvases."""
+    for params in (
+        SamplingParams(seed=5, max_tokens=40, sampler=verified.sampler),
+        SamplingParams(seed=5, max_tokens=40, canvas_length=32),
+    ):
+        done = verified.generate(PROMPTS[1], params)
+        assert done.blocks >= 1 and not done.logprobs
+    done = verified.generate(PROMPTS[1], SamplingParams(seed=5, max_tokens=40), regex="[a-z ]{30}")
+    assert not done.logprobs
+    assert verified.generation(PROMPTS[1], SamplingParams(mode="hybrid")).policy.long is None
 
 
 def test_the_last_occurrence_is_continued() -> None:

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from dgemma.backends.base import ForwardInput, ForwardOutput
+from dgemma.config import LongReply
 from dgemma.diffusion import denoise
 from dgemma.diffusion.canvas import NO_PINS
-from dgemma.engine.events import Done
+from dgemma.engine.events import Committed, Done
 from dgemma.engine.generation import FAULT, Generation
 from dgemma.engine.params import SamplingParams, require_denoiser
 from dgemma.engine.scoring import ONE_STEP
@@ -41,7 +42,8 @@ Drafter = Literal["ngram", "canvas", "assistant"]
 Acceptance = Literal["strict", "loose"]
 MAX_NGRAM = 3  # tokens that are looked up, then fewer
 MIN_PROBABILITY, MIN_RATIO = 0.09, 0.3  # of a token that the loose rule accepts
-CANVAS_LENGTH = 32  # of which the first tokens are the draft
+NGRAM_DRAFT = 10  # tokens
+CANVAS_LENGTH, CANVAS_DRAFT = 32, 4  # of a canvas, and its first tokens that are the draft
 MAX_LENGTH = 256  # of a draft: the KV cache is truncated by so many tokens at most
 
 
@@ -51,7 +53,10 @@ class SpeculativeParams:
 
     drafter: Drafter = "ngram"
     accept: Acceptance = "strict"
-    length: int = 0  # tokens of a draft; 0: 10 of n-grams, 4 of a canvas or an assistant
+    # Tokens of a draft; 0: 10 of n-grams, 4 of an assistant, and of a canvas those of the model's
+    # preset for long replies, or 4.
+    length: int = 0
+    canvas_length: int = 0  # whose first tokens are the draft; 0: that of the same preset, or 32
     assistant: Assistant | None = None  # for the drafter of this name, by `load_assistant`
 
     def __post_init__(self) -> None:
@@ -62,9 +67,15 @@ class SpeculativeParams:
             )
         require(0 <= self.length <= MAX_LENGTH, "draft length", self.length, f"0 to {MAX_LENGTH}")
 
-    @property
-    def num_tokens(self) -> int:
-        return self.length or (10 if self.drafter == "ngram" else 4)
+    def resolved(self, long: LongReply | None) -> "SpeculativeParams":
+        """Fill in lengths that are 0."""
+        if self.drafter == "ngram":
+            return replace(self, length=self.length or NGRAM_DRAFT)
+        lengths = CANVAS_DRAFT, CANVAS_LENGTH
+        if self.drafter == "canvas" and long is not None and long.draft_length:
+            lengths = long.draft_length, long.canvas_length
+        length, canvas_length = self.length or lengths[0], self.canvas_length or lengths[1]
+        return replace(self, length=length, canvas_length=max(length, canvas_length))
 
 
 def speculative(
@@ -114,18 +125,40 @@ class Proposal:
 
 
 class SpeculativeReply(Generation):
-    """An AR reply that commits several tokens per pass where its drafts are accepted."""
+    """An AR reply that commits several tokens per pass where its drafts are accepted.
+
+    A reply in diffusion mode begins as any other; if the model's preset for long replies has
+    drafts, it goes on with them once it is known to be long.
+    """
 
     def __init__(self, engine: "Engine", plain: Generation, drafting: SpeculativeParams) -> None:
-        super().__init__(engine, plain.prompt, plain.params, plain.limits)
-        self.drafting, self.model, self.config = drafting, engine.model, engine.model.config
+        super().__init__(
+            engine, plain.prompt, plain.params, plain.limits, map_draft=plain.map_draft
+        )
+        self.model, self.config = engine.model, engine.model.config
+        long = engine.generation_config.long_reply or self.config.long_reply
+        self.drafting = drafting.resolved(long)
         self.proposal = Proposal()
         self.canvas_cache: KVCache | None = None  # of chosen tokens alone
         if drafting.drafter == "canvas":
             self.num_tokens *= 2
 
+    @property
+    def is_ar(self) -> bool:
+        return self.block.is_long if self.policy.draft_length else super().is_ar
+
+    @property
+    def ar_temperature(self) -> float:
+        given = self.params.temperature
+        return self.policy.draft_temperature if given is None else given
+
+    def _resume(self, commit: Committed) -> None:
+        if self.policy.draft_length and commit.logprob is not None:
+            self.block = replace(self.block, is_long=True)
+        super()._resume(commit)
+
     def inputs(self) -> list[ForwardInput]:
-        if self.sequence.has_long_commit:
+        if self.sequence.has_long_commit or not self.is_ar:
             return super().inputs()
         if self.drafting.drafter == "ngram":
             self._propose(lookup(self.sequence.ids, self._num_drafted()))
@@ -140,12 +173,12 @@ class SpeculativeReply(Generation):
 
     def _num_drafted(self) -> int:
         """Tokens of the next draft: the pass adds one more, and both count."""
-        return min(self.drafting.num_tokens, self.limits.max_tokens - len(self.reader.ids) - 1)
+        return min(self.drafting.length, self.limits.max_tokens - len(self.reader.ids) - 1)
 
     def _verification(self) -> ForwardInput:
         draft = self.proposal.tokens
         tokens = (*self.sequence.next_tokens(), *draft)
-        num_draws = len(draft) + 1 if self.params.temperature else 0  # none: the likeliest
+        num_draws = len(draft) + 1 if self.ar_temperature else 0  # none: the likeliest
         draws = tuple(self._token_draw(offset) for offset in range(num_draws))
         # The last position's target is not known; the token chosen there is what is asked for.
         targets = (*draft, 0)
@@ -161,7 +194,7 @@ class SpeculativeReply(Generation):
         if self.canvas_cache is None:
             self.canvas_cache = sequence.cache.copy(sequence.num_committed)
         cache, num_free = self.canvas_cache, config.max_position_embeddings - len(sequence.ids)
-        length = min(CANVAS_LENGTH, config.canvas_length, num_free)
+        length = min(self.drafting.canvas_length, config.canvas_length, num_free)
         number = self.proposal.num_canvases
         noise = self.noise.block(number, 1, length, config.vocab_size, cache.device)
         tokens = tuple(sequence.ids[cache.length :])
@@ -170,6 +203,9 @@ class SpeculativeReply(Generation):
         ]
 
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
+        if not self.is_ar:
+            super().process(inputs, outputs)
+            return
         num_before, canvases = len(self.sequence.ids), outputs[1:]
         if inputs[0].targets:
             if not self.sequence.is_prefilled:
