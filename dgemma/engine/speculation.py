@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.config import LongReply
 from dgemma.diffusion import denoise
-from dgemma.diffusion.canvas import NO_PINS
-from dgemma.engine.events import Committed, Done
+from dgemma.diffusion.canvas import NO_PINS, Canvas
+from dgemma.engine.events import Committed, Done, Draft
 from dgemma.engine.generation import FAULT, Generation
 from dgemma.engine.params import SamplingParams, require_denoiser
 from dgemma.engine.scoring import ONE_STEP
@@ -225,9 +225,11 @@ class SpeculativeReply(Generation):
             self._propose(assistant.draft(self.model, cache, last, hidden_1D, count))
         if canvases and not self.is_done:
             assert canvases[0].state is not None
-            begin = len(self.sequence.ids) - num_before
-            guess = canvases[0].state.canvas.guess_L[begin : begin + self._num_drafted()]
+            canvas = _after(canvases[0].state.canvas, len(self.sequence.ids) - num_before)
+            guess = canvas.guess_L[: self._num_drafted()]
             self.proposal = Proposal(tuple(guess.tolist()), self.proposal.num_canvases + 1)
+            if self.params.drafts:
+                self.events.append(Draft.of(canvas, self.progress.blocks, self.tokenizer))
 
     def close(self, engine: "EngineCore") -> None:
         self.canvas_cache = None
@@ -265,6 +267,19 @@ class SpeculativeReply(Generation):
         if is_best or self.drafting.accept == "strict":
             return is_best
         return math.exp(logprob) >= min(MIN_PROBABILITY, MIN_RATIO * math.exp(best_logprob))
+
+
+def _after(canvas: Canvas, begin: int) -> Canvas:
+    """Return what a canvas expects from a position on, as its tokens."""
+    guess_L = canvas.guess_L[begin:]
+    return replace(
+        canvas,
+        tokens_L=guess_L,
+        guess_L=guess_L,
+        pinned_L=canvas.pinned_L[begin:],
+        kept_L=canvas.kept_L[begin:],
+        entropy_L=canvas.entropy_L[begin:],
+    )
 
 
 def lookup(ids: Sequence[int], count: int) -> tuple[int, ...]:

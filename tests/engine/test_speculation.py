@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dgemma.config import LongReply
-from dgemma.engine import Committed, Done, Engine, SamplingParams
+from dgemma.engine import Committed, Done, Draft, Engine, SamplingParams
 from dgemma.engine.speculation import SpeculativeParams, lookup, speculative, speculative_task
 from dgemma.errors import UsageError
 from dgemma.text.chat import ChatTemplate
@@ -141,6 +141,9 @@ def test_a_long_reply_of_diffusion_is_what_ar_draws(verified: Engine) -> None:
     plain = verified.generate(PROMPTS[1], replace(params, mode="ar", temperature=LONG.t_max))
     assert (done.mode, done.ids, done.finish) == ("diffusion", plain.ids, plain.finish)
     assert done.steps < plain.steps
+    events = list(verified.stream(PROMPTS[1], replace(params, drafts=True)))
+    drafts = [event for event in events if isinstance(event, Draft)]
+    assert len(drafts) > done.steps / 2 and {len(one.guess) for one in drafts[2:]} <= set(range(9))
     hotter = verified.generate(PROMPTS[1], replace(params, temperature=1.5))
     ar = verified.generate(PROMPTS[1], replace(params, mode="ar", temperature=1.5))
     assert hotter.ids == ar.ids != done.ids
