@@ -1,20 +1,26 @@
-"""Puzzles from pictures: read by the model; refused where nothing was read, or no puzzle is."""
+"""Puzzles from pictures: straightened, read by the tower; refused where nothing was read."""
 
+from dataclasses import replace
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image as Pillow
+from PIL import ImageDraw
 
 from dgemma.engine import Engine
 from dgemma.errors import UsageError
-from dgemma.images import Image
+from dgemma.images import Image, fit
 from dgemma.programs.sudoku import grid
 from dgemma.programs.sudoku.solve import SudokuParams, picture_program, reading_task
-from tests.images.tiny_tower import encoded, seeing_engine
+from dgemma.programs.sudoku.straighten import BUDGET, SHEET, find_frame, sheet_of
+from tests.images.tiny_tower import TOWER, encoded, seeing_engine
 
 PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
+VISION = replace(TOWER, patch_size=16, pooling_kernel_size=2)  # the cells of nano
 
 
 @pytest.fixture
@@ -24,10 +30,10 @@ def engine() -> Engine:
 
 
 class Spelling:
-    """Features of any picture: the embeddings of a text's tokens, and of newlines after it."""
+    """Features of any picture: the embeddings of these texts, one token each, with noise."""
 
-    def __init__(self, engine: Engine, text: str) -> None:
-        ids = engine.tokenizer.encode(text + "\n" * 30)
+    def __init__(self, engine: Engine, texts: list[str]) -> None:
+        ids = [engine.tokenizer.encode(text)[-1] for text in texts]
         noise = torch.randn(len(ids), 512, generator=torch.Generator().manual_seed(0))
         self.rows = engine.model.embed(torch.tensor(ids)) + 0.3 * noise
 
@@ -35,22 +41,37 @@ class Spelling:
         return self.rows
 
 
-READING: Any = SimpleNamespace(prompt=SimpleNamespace(images=[SimpleNamespace(picture=None)]))
+PICTURE = SimpleNamespace(num_tokens=SHEET**2)
+READING: Any = SimpleNamespace(prompt=SimpleNamespace(images=[SimpleNamespace(picture=PICTURE)]))
+
+
+def spelled(puzzle: str) -> list[str]:
+    """Return a straightened grid's soft tokens: the cells, and newlines around them."""
+    side = ["\n"] * SHEET
+    rows = (["\n", *puzzle[i : i + 9], "\n"] for i in range(0, 81, 9))
+    return [*side, *(cell for row in rows for cell in row), *side]
 
 
 def start(engine: Engine, text: str) -> Any:
     """Run the program up to the tasks after a reading by the model that says this."""
-    engine.images = Spelling(engine, "It is no grid at all. " * 20)  # type: ignore[assignment]
+    engine.images = Spelling(engine, ["It"] * SHEET**2)  # type: ignore[assignment]
     program = picture_program(engine, READING, "grid.png", SudokuParams())
     assert next(program) == [READING]
     return program.send([SimpleNamespace(text=text, steps=3, seconds=0.1)])  # type: ignore[list-item]
 
 
 def test_a_grid_that_the_soft_tokens_spell_is_solved_without_asking(engine: Engine) -> None:
-    engine.images = Spelling(engine, grid.grid_text(PUZZLE))  # type: ignore[assignment]
+    engine.images = Spelling(engine, spelled(PUZZLE))  # type: ignore[assignment]
     program = picture_program(engine, READING, "grid.png", SudokuParams(seed=1))
     [task] = next(program)
     assert task is not READING and task.prompt.text.endswith(grid_turn(PUZZLE))
+
+
+def test_a_grid_with_a_cell_that_spells_nothing_is_not_read(engine: Engine) -> None:
+    cells = spelled(PUZZLE)
+    cells[5 * SHEET + 5] = "\n"
+    engine.images = Spelling(engine, cells)  # type: ignore[assignment]
+    assert next(picture_program(engine, READING, "grid.png", SudokuParams())) == [READING]
 
 
 def grid_turn(puzzle: str) -> str:
@@ -71,6 +92,73 @@ def test_a_puzzle_that_cannot_be_is_named(engine: Engine) -> None:
 def test_givens_are_read_in_the_agreed_form_alone() -> None:
     assert grid.read_givens(grid.grid_text(PUZZLE)) == PUZZLE
     assert grid.read_givens(PUZZLE) is None
+
+
+# --- straightening
+
+
+def photo(
+    angle: float, *, size: tuple[int, int] = (700, 560), light: bool = False, squeeze: float = 0.0
+) -> Pillow.Image:
+    """Draw a grid of dots where PUZZLE has digits, turned on paper; as a noisy JPEG file shows it.
+
+    `squeeze` tilts the paper backwards.
+    """
+    ink, paper = (235, 30) if light else (40, 225)
+    flat = Pillow.new("L", (900, 900), paper)
+    pen = ImageDraw.Draw(flat)
+    for i in range(10):
+        at = 90 + 80 * i
+        pen.line((at, 88, at, 812), ink, 8 if i % 3 == 0 else 3)
+        pen.line((88, at, 812, at), ink, 8 if i % 3 == 0 else 3)
+    for i, digit in enumerate(PUZZLE):
+        if digit != "0":
+            x, y = 130 + 80 * (i % 9), 130 + 80 * (i // 9)
+            pen.ellipse((x - 18, y - 24, x + 18, y + 24), ink)
+    near = 1 - 450 * squeeze
+    tilt = (1, 450 * squeeze, -(450**2) * squeeze, 0, 1 + 450 * squeeze, -(450**2) * squeeze)
+    turned = flat.transform(
+        flat.size,
+        Pillow.Transform.PERSPECTIVE,
+        [*(x / near for x in tilt), 0, squeeze / near],
+        Pillow.Resampling.BICUBIC,
+        fillcolor=paper,
+    )
+    turned = turned.rotate(angle, Pillow.Resampling.BICUBIC, fillcolor=paper)
+    page = Pillow.new("L", size, paper)
+    side = min(size) - 20
+    page.paste(turned.resize((side, side)), (size[0] - side - 5, 7))
+    noise = np.random.default_rng(0).normal(0, 7, (size[1], size[0]))
+    noisy = Pillow.fromarray((np.asarray(page) + noise).clip(0, 255).astype(np.uint8))
+    file = BytesIO()
+    noisy.convert("RGB").save(file, "JPEG", quality=60)
+    return Pillow.open(file)
+
+
+@pytest.mark.parametrize("light", [False, True])
+@pytest.mark.parametrize(("angle", "squeeze"), [(0, 0), (3, 1e-4), (-10, 0), (8, 3e-4)])
+def test_cells_of_a_turned_grid_are_soft_tokens(angle: float, squeeze: float, light: bool) -> None:
+    straight = sheet_of(Image(photo(angle, light=light, squeeze=squeeze)))
+    picture = straight.prepare(VISION)
+    assert picture.num_tokens == SHEET**2
+    cell = len(picture.pixels) // SHEET
+    rows = picture.pixels.mean(2).reshape(SHEET, cell, SHEET, cell).swapaxes(1, 2)
+    inner = rows[1:-1, 1:-1, cell // 3 : -cell // 3, cell // 3 : -cell // 3].mean((2, 3)).flatten()
+    is_dot = np.array([digit != "0" for digit in PUZZLE])
+    dots, empty = inner[is_dot], inner[~is_dot]
+    assert (dots.min() > empty.max() + 60) if light else (dots.max() < empty.min() - 60)
+
+
+def test_what_is_no_grid_is_shown_as_it_is() -> None:
+    noise = Pillow.effect_noise((300, 200), 90).convert("RGB")
+    frame = Pillow.new("RGB", (400, 400), "white")
+    ImageDraw.Draw(frame).rectangle((40, 40, 360, 360), outline="black", width=6)
+    for image in (noise, frame, Pillow.new("RGB", (5, 9)), Pillow.new("RGB", (1, 1))):
+        assert find_frame(image) is None
+        straight = sheet_of(Image(image))
+        side = max(image.size)
+        assert not isinstance(straight.source, bytes) and straight.source.size == (side, side)
+        assert fit(straight.source, BUDGET, VISION).num_tokens == SHEET**2
 
 
 def test_a_picture_is_padded_to_a_square_of_its_corner_s_colour() -> None:

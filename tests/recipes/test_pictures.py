@@ -10,27 +10,32 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image as Pillow
+from safetensors.torch import save_file
 
 from dgemma.config import VisionConfig
 from dgemma.engine import Engine
 from dgemma.errors import CheckpointError
 from dgemma.images import fit
-from dgemma.model.vision import Grid, ImageEncoder
+from dgemma.model.vision import Grid
+from dgemma.programs.sudoku import straighten
+from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.files import verify_digests
 from dgemma.weights.hub import NANO_DIRECTORY
-from dgemma.weights.int_layout import to_int_layout
-from dgemma.weights.save import write_safetensors
-from recipes.nano.pictures import ship, task
-from recipes.nano.pictures.compose import NUM_CHARS, Atlas, Composer
-from recipes.nano.pictures.source import SIDE
+from dgemma.weights.load import load_model
+from recipes.nano.pictures import ship
+from recipes.nano.pictures.compose import CELL, SHEET, Atlas, Composer
+from recipes.nano.pictures.source import Classes, Source, spell_lines
 from recipes.nano.pictures.spelling import (
     SPACE,
+    Cells,
     Speller,
     ask_scene,
+    caption,
     line_columns,
+    line_pieces,
     spell_line,
 )
-from recipes.nano.pictures.tower import CONFIG, SeeingTower, to_patches
+from recipes.nano.pictures.tower import CONFIG, IDS, ROWS, SeeingTower, to_patches
 from recipes.nano.slots import Draw
 
 SMALL = replace(
@@ -57,54 +62,98 @@ def composer() -> Composer:
 def test_patches_are_those_of_the_package() -> None:
     image = Pillow.effect_noise((352, 352), 80).convert("RGB")
     picture = fit(image, 140, CONFIG)
-    assert picture.num_tokens == SIDE**2 and picture.pixels.shape == (352, 352, 3)
+    assert CONFIG.cell == CELL and straighten.SHEET == SHEET
+    assert picture.num_tokens == SHEET**2 and picture.pixels.shape == (352, 352, 3)
     pixels = torch.from_numpy(picture.pixels.astype(np.float32) / 255)[None]
     assert torch.allclose(to_patches(pixels)[0], torch.from_numpy(picture.patches()))
 
 
 def test_a_grid_has_ink_where_it_has_digits(composer: Composer) -> None:
     digits = torch.randint(0, 10, (3, 81), generator=torch.Generator().manual_seed(1))
-    found = composer.sudoku(digits, torch.zeros(3, dtype=torch.long), 32 * SIDE)
-    for cell in range(81):
-        row, column = divmod(cell, 9)
-        is_cell = found.index == 10 * row + column
-        for b in range(3):
-            assert (found.kind[b][is_cell[b]] == digits[b, cell] + 16).all()
-            # Away from the lines, paper alone is smooth.
-            y, x = (place.float() for place in torch.nonzero(is_cell[b], as_tuple=True))
-            near = ((y - y.mean()).abs() < 8) & ((x - x.mean()).abs() < 8)
-            spread = found.pixels[b][is_cell[b]][near].mean(1).std()
-            assert (spread > 0.04) == bool(digits[b, cell] > 0)
+    found = composer.sudoku(digits, torch.zeros(3, dtype=torch.long))
+    for cell, (x, y) in enumerate(found.middle[0].long().tolist()):
+        near = (slice(None), slice(y - 9, y + 9), slice(x - 9, x + 9))
+        assert (found.kind[near].flatten(1) == digits[:, cell, None] + 16).all()
+        # Away from the lines, paper alone is smooth.
+        spread = found.pixels[near].mean(3).flatten(1).std(1)
+        assert ((spread > 0.04) == (digits[:, cell] > 0)).all()
 
 
-def test_a_line_names_the_token_of_each_letter(composer: Composer) -> None:
-    text, owners = "He ran.", [0, 0, 0, 1, 1, 1, 2]
-    chars = torch.full((1, 12), 255)
+def chars_of(text: str, length: int) -> torch.Tensor:
+    chars = torch.full((1, length), 255)
     chars[0, : len(text)] = torch.tensor([ord(c) - 32 for c in text])
-    owner = torch.full((1, 12), 255)
-    owner[0, : len(text)] = torch.tensor(owners)
-    found = composer.line(chars, owner, torch.zeros(1, dtype=torch.long), 128, 528)
-    seen = [
-        (int(k), int(i), int(o))
-        for k, i, o in zip(*(x[0][:, ::2].mode(0)[0] for x in found[1:]), strict=True)
-    ]
-    rows = [triple for triple in dict.fromkeys(seen) if triple[0] < NUM_CHARS]
-    shown = {(chr(k + 32), i, o) for k, i, o in rows}
-    letters = list(zip(text, owners, [0, 1, 2, 0, 1, 2, 0], strict=True))
-    assert shown <= set(letters) and len(shown) >= 5
+    return chars
+
+
+def test_a_line_says_what_is_where(composer: Composer) -> None:
+    text = "He ran."
+    found = composer.line(chars_of(text, 12), torch.zeros(1, dtype=torch.long), 128, 528)
+    columns = [int(x) for x in found.middle[0, : len(text), 0]]
+    assert columns == sorted(columns)
+    rows = found.kind[0, :, columns].mode(0)[0]
+    shown = found.kind[0, :, columns].eq(chars_of(text, len(text))[0]).any(0)
+    assert shown.all() and len(rows) == len(text)
+
+
+@pytest.fixture(scope="module")
+def classes() -> Classes:
+    return Classes.of(Tokenizer.load(NANO_DIRECTORY), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("text", ["To be (or not) to be?", "Gate 51 @ 7", "ill will ~ ; -- ;;"])
+def test_lines_are_spelled_as_the_language_model_learns_them(text: str, classes: Classes) -> None:
+    speller, columns = Speller(NANO_DIRECTORY, 0), 48
+    for width in (0.6, 1.1, 2.0):  # cells of a character; below 2 some spaces have no room
+        centres = [(i + 0.7) * width for i in range(len(text))]
+        kept = [c for c, char in zip(centres, text, strict=True) if char != " "]
+        taken = line_columns(kept, columns)
+        assert taken is not None
+        pieces = dict(zip([2 * columns + x for x in taken], line_pieces(text), strict=True))
+        wanted = speller.soft_tokens(Cells(3, columns, pieces))
+        middle = torch.tensor([centres]) * CONFIG.cell
+        [found] = spell_lines(chars_of(text, len(text)), middle, 3, columns, classes)
+        assert [classes.ids[c] for c in found.tolist()] == wanted
+        assert width < 2 or classes.text(found.tolist()) == text
+    assert (
+        spell_lines(chars_of("abc", 3), torch.tensor([[70.0, 80, 90]]), 2, 4, classes) < 0
+    ).all()
+
+
+def test_samples_have_a_class_for_each_soft_token(tmp_path: Path, classes: Classes) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    from recipes.nano.pictures.glyphs import draw_face, to_chars
+
+    face = draw_face(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf")
+    np.savez(
+        tmp_path / "pictures.npz",
+        held_out=np.array([False]),
+        glyphs=face.glyphs_C[None],
+        advance=face.advance_C[None],
+        middle=np.array([face.middle], np.float32),
+        chars=to_chars(["This is a line."] * 100),
+    )
+    source = Source(tmp_path / "pictures.npz", torch.device("cpu"), 0, held_out=False)
+    for draw in (source.sheet, source.line, source.scene):
+        sample = draw(2, classes)
+        soft = sample.grid.rows * sample.grid.columns // 4
+        assert soft <= CONFIG.default_output_length and sample.target.shape == (2, soft)
+        assert sample.pixels.shape[1:] == (16 * sample.grid.rows, 16 * sample.grid.columns, 3)
+        assert sample.kind.shape == sample.pixels.shape[:3]
+        assert (sample.target > 0).sum() > 0 and sample.target.max() < len(classes.ids)
+    words = classes.text(source.scene(1, classes).target[0].tolist()).split()
+    assert words and len(words) % 2 == 0
 
 
 def test_captions_count_and_group() -> None:
-    assert task.caption([(0, 0), (1, 2), (0, 0)]) == "two red circles and one blue square"
-    assert task.caption([(4, 6), (4, 6)]) == "two black crosses"
+    assert caption([(0, 0), (1, 2), (0, 0)]) == "two red circles and one blue square"
+    assert caption([(4, 6), (4, 6)]) == "two black crosses"
 
 
-def write_tower(path: Path, vision: VisionConfig, width: int = 512) -> Path:
-    encoder = ImageEncoder(vision, width)
-    for index, weight in enumerate(encoder.parameters()):
-        torch.nn.init.normal_(weight, 0, 0.1, torch.Generator().manual_seed(index))
-    state = {ship.VISION_PREFIX["diffusion_gemma"] + n: x for n, x in encoder.state_dict().items()}
-    write_safetensors(path, to_int_layout(state), None)
+def write_state(path: Path, vision: VisionConfig, width: int = 512) -> Path:
+    """Write a training's state, towards random embeddings of a few tokens."""
+    tower = SeeingTower(width, vision)
+    rows = torch.randn(9, width, generator=torch.Generator().manual_seed(3))
+    save_file(tower.state_dict() | {IDS: torch.arange(9), ROWS: rows}, path)
     return path
 
 
@@ -112,9 +161,9 @@ def test_a_tower_is_packaged_twice_with_one_shard_more(tmp_path: Path) -> None:
     into = tmp_path / "nano"
     shutil.copytree(NANO_DIRECTORY, into)
     before = len(list(into.glob("int8-0*")))
-    tower = write_tower(tmp_path / "tower.safetensors", SMALL)
+    state = write_state(tmp_path / "state.safetensors", SMALL)
     for _ in range(2):
-        ship.ship(tower, into, SMALL)
+        ship.ship(state, into, SMALL)
         verify_digests(into)
     has_tower = (NANO_DIRECTORY / "processor_config.json").exists()
     assert len(list(into.glob("int8-0*"))) == before + (not has_tower)
@@ -124,11 +173,29 @@ def test_a_tower_is_packaged_twice_with_one_shard_more(tmp_path: Path) -> None:
     assert json.loads((into / "processor_config.json").read_text())["image_seq_length"] == 280
 
 
-def test_a_tower_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tower.safetensors"
-    path.write_bytes(bytes(ship.MAX_TOWER_BYTES + 1))
+def test_a_tower_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ship, "MAX_TOWER_BYTES", 1000)
+    state = write_state(tmp_path / "state.safetensors", SMALL)
     with pytest.raises(CheckpointError, match="may ship"):
-        ship.ship(path, tmp_path)
+        ship.write_tower(state, load_model(NANO_DIRECTORY).model, tmp_path / "tower.safetensors")
+
+
+def test_a_projection_is_aimed_at_the_embeddings_of_another_model() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, change, other = torch.randn(3, 40, 96, generator=generator)
+    new = old + 0.1 * change
+    inputs = torch.randn(40, 64, generator=generator)  # of the projection, for each token
+    projection = torch.randn(96, 64, generator=generator)
+    exact = projection + (old - inputs @ projection.T).T @ torch.linalg.pinv(inputs.T)
+    assert torch.allclose(inputs @ exact.T, old, atol=1e-4)
+    found = ship.aimed(exact, old, new)
+    assert torch.allclose(inputs @ found.T, new, atol=1e-3)
+    # What is seen besides, at right angles to all embeddings, stays.
+    beside = other - other @ torch.linalg.pinv(old) @ old
+    assert torch.allclose(ship.aimed(beside.T, old, new), beside.T, atol=1e-4)
+    assert torch.equal(ship.aimed(exact, old, old), exact)
 
 
 def test_training_s_tower_computes_the_package_s_features() -> None:

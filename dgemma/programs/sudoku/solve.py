@@ -26,6 +26,7 @@ from dgemma.errors import UsageError, require
 from dgemma.images import Image, Picture
 from dgemma.programs.sudoku import grid
 from dgemma.programs.sudoku.grid import ORIGINAL, GridSymmetry, SlotTemplate, random_form
+from dgemma.programs.sudoku.straighten import SHEET, sheet_of
 from dgemma.text.messages import Message
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ CANVAS_MULTIPLE = 32  # of the canvas that holds the reply
 # Nearly all canvases that converge do so within a dozen steps: a new attempt brings more than to
 # wait for the others. After the last attempt there is none.
 MAX_STEPS, MAX_LAST_STEPS = 16, 32
-MIN_COSINE = 0.4  # of a soft token and the embedding it spells; unrelated ones have about 0
+MIN_COSINE = 0.4  # of soft tokens and what they spell, on average; unrelated ones have about 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +116,8 @@ def picture_program(
 ) -> Program[SudokuResult]:
     """Let the model read a puzzle from the picture of this name, and solve what it read.
 
-    Nano's tower is trained to give the embeddings of the grid's text, which then spell the puzzle.
-    Where they do not, as with other towers, the model is asked for it.
+    Nano's tower is trained to give the embeddings of the digits, which then spell the puzzle. Where
+    they do not, as with other towers, the model is asked for it.
     """
     steps, seconds = 0, 0.0
     cells = spelled_givens(engine, reading.prompt.images[0].picture)
@@ -124,9 +125,7 @@ def picture_program(
         (done,) = yield [reading]
         cells, steps, seconds = grid.read_givens(done.text), done.steps, done.seconds
     if cells is None:
-        raise UsageError(
-            f"no Sudoku was read from {name}; show one grid, upright, that fills the picture"
-        )
+        raise UsageError(f"no Sudoku was read from {name}; show one grid, upright, with its frame")
     try:
         puzzle = grid.parse(cells)
     except UsageError as error:
@@ -138,36 +137,29 @@ def picture_program(
 
 
 def spelled_givens(engine: "Engine", picture: Picture) -> str | None:
-    """Return the puzzle that the soft tokens of a picture spell; None if they spell no grid.
+    """Return the puzzle that the soft tokens of a straightened grid spell; None if they do not.
 
-    A soft token spells the token of a grid whose embedding has its direction, if any has. Runs the
-    tower, and therefore in the engine's thread: inside a program.
+    A soft token spells the digit whose embedding has its direction, 0 for an empty cell, and a
+    newline beside the grid. Runs the tower, and therefore in the engine's thread: inside a program.
     """
-    slots = grid.reply_slots(engine.tokenizer)
-    text = engine.tokenizer.encode(grid.grid_text("0" * grid.CELLS))
-    blanks = [text[place] for place in slots.positions]
     assert engine.images is not None
-    features_SD = engine.images.features(picture)[: len(text)].float()
-    if len(features_SD) < len(text):
+    if picture.num_tokens != SHEET**2:
         return None
-    device = features_SD.device
-    known = torch.tensor(sorted({*text, *(t for digits in slots.tokens for t in digits)}))
-    table_KD = F.normalize(engine.model.embed(known.to(device)).float(), dim=-1)
-    cosine_S, index_S = (F.normalize(features_SD, dim=-1) @ table_KD.T).max(-1)
-    if cosine_S.min() < MIN_COSINE:
+    features_SD = engine.images.features(picture).float()
+    tokens = [engine.tokenizer.encode(text)[-1] for text in ("0", *grid.DIGITS, "\n")]
+    known = torch.tensor(tokens, device=features_SD.device)
+    table_KD = F.normalize(engine.model.embed(known).float(), dim=-1)
+    cosine_SK = F.normalize(features_SD, dim=-1) @ table_KD.T
+    cells_CK = cosine_SK.view(SHEET, SHEET, -1)[1:-1, 1:-1].flatten(0, 1)
+    cosine_C, digit_C = cells_CK.max(-1)
+    if cosine_C.mean() < MIN_COSINE or (digit_C > 9).any():
         return None
-    ids = known[index_S.cpu()].tolist()
-    cells = []
-    for place, digits, blank in zip(slots.positions, slots.tokens, blanks, strict=True):
-        if ids[place] not in (blank, *digits):
-            return None
-        cells.append(0 if ids[place] == blank else 1 + digits.index(ids[place]))
-    return "".join(map(str, cells))
+    return "".join(map(str, digit_C.tolist()))
 
 
 def reading_task(engine: "Engine", image: Image, params: SudokuParams) -> Generation:
-    """Return the generation that reads the givens of a picture, which is padded to a square."""
-    message = Message(role="user", content=(grid.READ_TASK, image.squared()))
+    """Return the generation that reads the givens of a picture, whose grid is straightened."""
+    message = Message(role="user", content=(grid.READ_TASK, sheet_of(image)))
     length = canvas_length(grid.reply_slots(engine.tokenizer))
     canvas = None if params.mode == "ar" else min(length, engine.model.config.canvas_length)
     reading = SamplingParams(

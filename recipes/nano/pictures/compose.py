@@ -4,7 +4,7 @@ Every pixel is mapped back to the grid or the line, and samples a glyph there; s
 dozen operations without a loop over its pictures. `draw.py` draws the same things by Pillow, for
 evaluation and tests.
 
-B pictures, H/W pixels, N = H * W, X soft tokens or patches; a "map" has a number for each pixel.
+B pictures, H/W pixels, N = H * W, K things that a picture shows, L characters, M objects.
 """
 
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ COLOURS = {
     "black": (0.05, 0.05, 0.05),
 }
 NUM_KINDS = NUM_CHARS + 1 + len(FORMS) * len(COLOURS)  # characters, nothing, forms by colour
-NO_INDEX, NO_OFFSET = 255, 15
+CELL = 32  # pixels of a soft token's side
+SHEET = 11  # soft tokens of a side of a straightened grid: nine, and a margin
 BLURS = (1, 3, 5)  # pixels of the box that a glyph is averaged over, before it is sampled
 
 
 class Pictures(NamedTuple):
-    """Composed pictures, and what each pixel shows: the teacher's answer for local features."""
+    """Composed pictures, what each pixel shows, and the middles of what they show."""
 
     pixels: Tensor  # [B, H, W, 3] in [0, 1]
     kind: Tensor  # [B, H, W] a character, NO_CHAR, or a coloured form
-    index: Tensor  # token of the transcription that the pixel belongs to, or NO_INDEX
-    offset: Tensor  # the character's number in its token, or NO_OFFSET
+    middle: Tensor  # [B, K, 2] x and y in pixels: of cells, characters or objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ class Composer:
 
     # --- Sudoku
 
-    def sudoku(self, digits_B81: Tensor, face_B: Tensor, side: int) -> Pictures:
-        """Draw grids; digit 0 is an empty cell."""
-        count = len(digits_B81)
+    def sudoku(self, digits_B81: Tensor, face_B: Tensor) -> Pictures:
+        """Draw straightened grids, a soft token a cell; digit 0 is an empty cell."""
+        count, side = len(digits_B81), CELL * SHEET
         gx, gy, cell = self._grid_points(count, side)
         column, row = gx.floor().clamp(0, 8).long(), gy.floor().clamp(0, 8).long()
         is_inside = (gx >= 0) & (gx < 9) & (gy >= 0) & (gy < 9)
@@ -127,31 +127,28 @@ class Composer:
         image = torch.where(outside[..., None], around[:, None], image)
         image = image + lines[..., None] * (line_colour[:, None] - image)
         image = image + ink[..., None] * (dark[:, None] - image)
-        nothing = torch.full_like(number, NO_INDEX)
+        cells = torch.arange(81, device=self.device)
+        middle = torch.stack([cells % 9 + 1.5, cells // 9 + 1.5], 1) * CELL
         return Pictures(
             self._damaged(image.view(count, side, side, 3)),
             torch.where(is_inside, digit + 16, NO_CHAR).view(count, side, side),
-            torch.where(is_inside, number + row, nothing).view(count, side, side),
-            torch.where(is_inside, 0, NO_OFFSET).view(count, side, side),
+            middle.expand(count, -1, -1),
         )
 
     def _grid_points(self, count: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Map pixels to grid coordinates, 0 to 9; returns them and a cell's pixels."""
+        """Map pixels to grid coordinates, 0 to 9, nearly straight; returns a cell's pixels too."""
         x, y = self.points(side, side)
         u, v = x / side * 2 - 1, y / side * 2 - 1
-        angle = self.uniform(count, -1, 1) * 0.062 * self.damage * self.chance(count, 0.7)
-        tilt = self.uniform(count, -0.07, 0.07, 2) * self.damage * self.chance(count, 0.5)
-        # What turns or tilts needs more room.
-        scale = self.uniform(count, 0.72, 0.985) * (1 - 0.9 * angle.abs())
-        scale = scale * (1 - 0.7 * tilt.abs().sum(1, keepdim=True))
-        room = 0.85 * (1 - scale)
-        u = u - self.uniform(count, -1, 1) * room
-        v = v - self.uniform(count, -1, 1) * room
+        shift = self.uniform(count, -1, 1, 2) * 0.022 * self.damage
+        u, v = u - shift[:, :1], v - shift[:, 1:]
+        angle = self.uniform(count, -1, 1) * 0.025 * self.damage * self.chance(count, 0.7)
+        tilt = self.uniform(count, -0.025, 0.025, 2) * self.damage * self.chance(count, 0.5)
+        scale = 9 / SHEET * (1 + self.uniform(count, -0.025, 0.025) * self.damage)
         cos, sin = angle.cos(), angle.sin()
         a, b = cos * u + sin * v, -sin * u + cos * v
-        a = a + self.uniform(count, -0.02, 0.02) * self.damage * b
+        a = a + self.uniform(count, -0.015, 0.015) * self.damage * b
         w = 1 + tilt[:, :1] * a + tilt[:, 1:] * b
-        stretch = 1 + self.uniform(count, 0, 0.1)
+        stretch = 1 + self.uniform(count, -0.015, 0.015) * self.damage
         gx, gy = a / (w * scale) * 4.5 + 4.5, b * stretch / (w * scale) * 4.5 + 4.5
         return gx, gy, scale * side / 9
 
@@ -179,9 +176,7 @@ class Composer:
 
     # --- lines of text
 
-    def line(
-        self, chars_BL: Tensor, owner_BL: Tensor, face_B: Tensor, height: int, width: int
-    ) -> Pictures:
+    def line(self, chars_BL: Tensor, face_B: Tensor, height: int, width: int) -> Pictures:
         """Draw lines of text; 255 ends a line."""
         count, used = len(chars_BL), chars_BL < NUM_CHARS
         chars = torch.where(used, chars_BL, 0).long()
@@ -189,9 +184,9 @@ class Composer:
         advance = advance * (1 + self.uniform(count, 0, 0.06) * self.chance(count, 0.3))
         ends = advance.cumsum(1)
         total = ends[:, -1:].clamp(min=0.5)
-        em = width * self.uniform(count, 0.72, 0.98) / total
-        em = torch.minimum(em, height * self.uniform(count, 0.45, 0.78))
-        tx, ty = self._line_points(count, height, width, em, total)
+        em = width * self.uniform(count, 0.78, 0.985) / total
+        em = torch.minimum(em, height * self.uniform(count, 0.36, 0.82))
+        tx, ty, middle = self._line_points(ends - advance / 2, height, width, em, total)
         place = torch.searchsorted(ends.contiguous(), tx.contiguous(), right=True)
         place = place.clamp(max=chars.shape[1] - 1)
         starts = ends - advance
@@ -206,26 +201,22 @@ class Composer:
         paper, dark = self._two_colours(count)
         image = paper[:, None] + ink[..., None] * (dark - paper)[:, None]
         is_text = (tx >= 0) & (tx < total) & (ty > -0.85) & (ty < 0.3)
-        owner = owner_BL.long()
-        token = owner.gather(1, place)
-        first = (owner[:, :, None] > owner[:, None, :]).sum(2)  # characters of earlier tokens
-        offset = (place - first.gather(1, place)).clamp(0, NO_OFFSET - 1)
         shape = (count, height, width)
         return Pictures(
             self._damaged(image.view(*shape, 3)),
             torch.where(is_text, chars.gather(1, place), NO_CHAR).view(shape),
-            torch.where(is_text, token, NO_INDEX).view(shape),
-            torch.where(is_text, offset, NO_OFFSET).view(shape),
+            middle,
         )
 
     def _line_points(
-        self, count: int, height: int, width: int, em: Tensor, total: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Map pixels to ems from the line's origin."""
+        self, middle_BL: Tensor, height: int, width: int, em: Tensor, total: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Map pixels to ems from the line's origin, and middles of letters to pixels."""
+        count = len(middle_BL)
         x, y = self.points(height, width)
         free = (width - total * em).clamp(min=0)
-        at_left = self.chance(count, 0.4)
-        left = free * torch.where(at_left, 0.05, self.uniform(count, 0.1, 0.9))
+        at_left = self.chance(count, 0.3)
+        left = free * torch.where(at_left, 0.05, self.uniform(count, 0.15, 0.85))
         top, bottom = 0.92 * em, height - 0.3 * em
         base = top + (bottom - top).clamp(min=0) * self.uniform(count, 0.15, 0.85)
         limit = (0.3 * (height - 1.2 * em).clamp(min=0) / (total * em)).clamp(max=0.055)
@@ -234,40 +225,43 @@ class Composer:
         cx, cy = left + total * em / 2, base - 0.35 * em
         a, b = x - cx, y - cy
         rx, ry = cos * a + sin * b + cx, -sin * a + cos * b + cy
-        return (rx - left) / em, (ry - base) / em
+        along = left + middle_BL * em - cx
+        middle = torch.stack([cx + cos * along, cy + sin * along], 2)
+        return (rx - left) / em, (ry - base) / em, middle
 
     # --- shapes
 
-    def shapes(self, form_BM: Tensor, colour_BM: Tensor, side: int) -> Pictures:
+    def shapes(self, form_BM: Tensor, colour_BM: Tensor, height: int, width: int) -> Pictures:
         """Draw up to nine objects, each in a ninth of the picture; form -1 draws nothing."""
         count, most = form_BM.shape
-        x, y = self.points(side, side)
-        u, v = x / side, y / side
+        x, y = self.points(height, width)
         places = torch.rand((count, 9), generator=self.generator, device=self.device).argsort(1)
         table = torch.tensor(list(COLOURS.values()), device=self.device)
         light = self.uniform(count, 0.75, 1.0, 3)
-        image = light[:, None].expand(count, side * side, 3)
-        kind = torch.full((count, side * side), NO_CHAR, device=self.device)
+        image = light[:, None].expand(count, height * width, 3)
+        kind = torch.full((count, height * width), NO_CHAR, device=self.device)
+        middles = []
         for k in range(most):
             form, place = form_BM[:, k : k + 1], places[:, k : k + 1]
-            size = self.uniform(count, 0.09, 0.155)
-            room = 1 / 6 - size
-            cx = (place % 3 + 0.5) / 3 + room * self.uniform(count, -1, 1)
-            cy = (place // 3 + 0.5) / 3 + room * self.uniform(count, -1, 1)
+            size = self.uniform(count, 0.09, 0.155) * min(height, width)
+            cx = (place % 3 + 0.5) / 3 * width
+            cy = (place // 3 + 0.5) / 3 * height
+            cx = cx + (width / 6 - size) * self.uniform(count, -1, 1)
+            cy = cy + (height / 6 - size) * self.uniform(count, -1, 1)
+            middles.append(torch.cat([cx, cy], 1))
             angle = self.uniform(count, -0.25, 0.25)
-            a, b = (u - cx) / size, (v - cy) / size
+            a, b = (x - cx) / size, (y - cy) / size
             a, b = angle.cos() * a + angle.sin() * b, -angle.sin() * a + angle.cos() * b
-            cover = (distance(form, a, b) * -size * side + 0.5).clamp(0, 1) * (form >= 0)
+            cover = (distance(form, a, b) * -size + 0.5).clamp(0, 1) * (form >= 0)
             colour = table[colour_BM[:, k]] + self.uniform(count, -0.06, 0.06, 3)
             image = image + cover[..., None] * (colour[:, None] - image)
             number = NUM_CHARS + 1 + form * len(COLOURS) + colour_BM[:, k : k + 1]
             kind = torch.where(cover > 0.5, number, kind)
-        shape = (count, side, side)
+        shape = (count, height, width)
         return Pictures(
             self._damaged(image.clamp(0, 1).view(*shape, 3), colours=False),
             kind.view(shape),
-            torch.full(shape, NO_INDEX, device=self.device),
-            torch.full(shape, NO_OFFSET, device=self.device),
+            torch.stack(middles, 1),
         )
 
     # --- light and damage

@@ -1,12 +1,12 @@
-"""Write what pictures are composed of: glyphs of fonts, short sentences, and Sudoku puzzles.
+"""Write what pictures are composed of: glyphs of fonts and short sentences.
 
     python -m recipes.nano.pictures.glyphs --fonts DIR... --sentences DATA/train
 
-The file has about 10 MB and is all that training needs besides this tree: no font and no Pillow.
+The file has about 5 MB and is all that training needs besides this tree: no font and no Pillow.
 Fonts are faces of the families below; those of `HELD_OUT` are for evaluation alone. Sentences are
 of Tatoeba, at most eight words; every 50th is held out.
 
-F faces, C printable ASCII characters, N sentences, L characters of one, K tokens of one.
+C printable ASCII characters.
 """
 
 import argparse
@@ -18,18 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from dgemma.text.tokenizer import Tokenizer
-from dgemma.train.sudoku import SudokuBank
-from dgemma.weights.hub import NANO_DIRECTORY
 from recipes.nano.pictures.compose import BASELINE, EM, LEFT, SIDE
-from recipes.nano.sudoku import make_bank
 
 FIRST, LAST = 32, 126
 TRAINED = ("DejaVu", "Roboto", "Source Sans Pro", "Source Serif Pro", "Manrope", "Fredoka One")
 HELD_OUT = ("STIXGeneral", "Caladea", "Hanken Grotesk")
 SKIPPED = ("Math", "Display", "Variable", "Thin", "BlackItalic", "SemiBoldItalic", "MediumItalic")
-MAX_WORDS, MAX_CHARS, MAX_TOKENS = 8, 48, 24
-SENTENCES, PUZZLES = 100_000, 30_000
+MAX_WORDS, MAX_CHARS = 8, 48
+HELD_OUT_EVERY = 50  # sentences
+SENTENCES = 100_000
 
 
 class Face(NamedTuple):
@@ -84,19 +81,12 @@ def short_sentences(path: Path) -> list[str]:
     ]
 
 
-def encode(texts: list[str], tokenizer: Tokenizer) -> tuple[NDArray[np.uint8], ...]:
-    """Return characters, tokens, and the token of each character; padded with 255, 0 and 255."""
+def to_chars(texts: list[str]) -> NDArray[np.uint8]:
+    """Return the numbers of characters, padded with 255."""
     chars = np.full((len(texts), MAX_CHARS), 255, np.uint8)
-    tokens = np.zeros((len(texts), MAX_TOKENS), np.uint16)
-    owner = np.full((len(texts), MAX_CHARS), 255, np.uint8)
     for i, text in enumerate(texts):
-        ids = tokenizer.encode(text)
-        lengths = [len(tokenizer.token_bytes(token)) for token in ids]
-        assert sum(lengths) == len(text), text
         chars[i, : len(text)] = [ord(c) - FIRST for c in text]
-        tokens[i, : len(ids)] = ids
-        owner[i, : len(text)] = np.repeat(np.arange(len(ids)), lengths)
-    return chars, tokens, owner  # type: ignore[return-value]
+    return chars
 
 
 def main() -> None:
@@ -104,16 +94,11 @@ def main() -> None:
     parser.add_argument("--fonts", type=Path, nargs="+", required=True, help="folders of fonts")
     parser.add_argument("--sentences", type=Path, required=True, help="folder of Tatoeba's file")
     parser.add_argument("--out", type=Path, default=Path("out/pictures.npz"))
-    parser.add_argument("--puzzles", type=int, default=PUZZLES)
     options = parser.parse_args()
-    tokenizer = Tokenizer.load(NANO_DIRECTORY)
     faces = [draw_face(path) for path in find_faces(options.fonts)]
     rng = np.random.default_rng(5)
     texts = short_sentences(options.sentences / "tatoeba_en.txt.xz")
-    texts = [texts[i] for i in rng.permutation(len(texts))[: 2 * SENTENCES]]
-    texts = [text for text in texts if len(tokenizer.encode(text)) <= MAX_TOKENS][:SENTENCES]
-    chars, tokens, owner = encode(texts, tokenizer)
-    bank: SudokuBank = make_bank(rng, options.puzzles, held_out=False)
+    texts = [texts[i] for i in rng.permutation(len(texts))[:SENTENCES]]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
         options.out,
@@ -122,11 +107,7 @@ def main() -> None:
         glyphs=np.stack([face.glyphs_C for face in faces]),
         advance=np.stack([face.advance_C for face in faces]),
         middle=np.array([face.middle for face in faces], np.float32),
-        chars=chars,
-        tokens=tokens,
-        owner=owner,
-        solutions=bank.solutions_B81,
-        minimal=np.packbits(bank.minimal_B81, axis=1),
+        chars=to_chars(texts),
     )
     size = options.out.stat().st_size / 1e6
     held = [face.name for face in faces if face.is_held_out]

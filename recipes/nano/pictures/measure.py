@@ -28,9 +28,9 @@ from dgemma.programs.sudoku.solve import (
     spelled_givens,
 )
 from dgemma.text.messages import Message
-from recipes.nano.pictures import draw, task
-from recipes.nano.pictures.glyphs import FIRST, HELD_OUT, find_faces
-from recipes.nano.pictures.source import HELD_OUT_EVERY
+from recipes.nano.pictures import draw
+from recipes.nano.pictures.glyphs import FIRST, HELD_OUT, HELD_OUT_EVERY, find_faces
+from recipes.nano.pictures.spelling import caption, draw_objects, edit_distance
 
 RESTARTS = 8  # those of `dgemma sudoku`
 
@@ -88,17 +88,6 @@ def measure_text(
     }
 
 
-def edit_distance(a: str, b: str) -> int:
-    """Count the insertions, deletions and substitutions that lead from one text to another."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, start=1):
-        previous, row[0] = row[0], i
-        for j, y in enumerate(b, start=1):
-            best = min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
-            previous, row[j] = row[j], best
-    return row[-1]
-
-
 def held_out_lines(path: Path, count: int) -> list[str]:
     with np.load(path) as file:
         chars = file["chars"][::HELD_OUT_EVERY][:count]
@@ -126,13 +115,13 @@ def main() -> None:
         found["sudoku 36-45"] = measure_sudoku(engine, puzzles, fonts, rng)
         print(json.dumps(found), flush=True)
     shown = {
-        "line": (task.SAY, [
+        "line": ("What does it say?", [
             (text, draw.draw_line(text, rng.choice(fonts), rng))
             for text in held_out_lines(options.data, count)
         ]),
-        "shapes": (task.WHAT, [
-            (task.caption(objects), draw.draw_shapes(objects, rng))
-            for objects in (task.draw_objects(rng) for _ in range(count))
+        "shapes": ("What is in the picture?", [
+            (caption(objects), draw.draw_shapes(objects, rng))
+            for objects in (draw_objects(rng) for _ in range(count))
         ]),
     }  # fmt: skip
     for name, (question, pictures) in shown.items():

@@ -1,11 +1,14 @@
 """Add a trained image tower to the package's model, or replace the one it has.
 
-    python -m recipes.nano.pictures.ship OUT/tower.safetensors [--into dgemma/models/nano]
+    python -m recipes.nano.pictures.ship OUT/state.safetensors [--into dgemma/models/nano]
 
-The shards of the language model stay as they are, but for the count in their names; the tower is
-one shard more. `config.json` gets the tower's architecture and causal attention among soft tokens,
-as the tower was trained, `processor_config.json` its budget. The result is loaded and checked
-before it takes the place of the old one.
+The tower's projection is aimed anew: the embeddings that it was trained towards are mapped to those
+of the model that it joins. The shards of the language model stay as they are, but for the count in
+their names; the tower is one shard more. `config.json` gets the tower's architecture and causal
+attention among soft tokens, as in training, `processor_config.json` its budget. The result is
+loaded and checked before it takes the place of the old one.
+
+K tokens that soft tokens stand for, D width of the language model, C of the tower.
 """
 
 import argparse
@@ -15,10 +18,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from dgemma.config import VisionConfig
 from dgemma.config.vision_config import vision_to_json
 from dgemma.errors import CheckpointError
 from dgemma.images import RESCALE
+from dgemma.model.gemma import Gemma
 from dgemma.weights.files import (
     INT8_INDEX,
     INT8_ITEM_BYTES,
@@ -28,21 +36,21 @@ from dgemma.weights.files import (
     verify_digests,
 )
 from dgemma.weights.hub import NANO_DIRECTORY
+from dgemma.weights.int_layout import to_int_layout
 from dgemma.weights.load import has_tower, load_model
 from dgemma.weights.names import VISION_PREFIX
-from recipes.nano.pictures.tower import CONFIG
+from recipes.nano.pictures.tower import CONFIG, ENCODER, IDS, ROWS
 
 MAX_TOWER_BYTES = 4_000_000
 SHARD = "int8-{:05}-of-{:05}.safetensors"
 BICUBIC = 3
 
 
-def ship(tower: Path, into: Path = NANO_DIRECTORY, vision: VisionConfig = CONFIG) -> int:
+def ship(state: Path, into: Path = NANO_DIRECTORY, vision: VisionConfig = CONFIG) -> int:
     """Write the tower into a model's directory; returns the bytes of its shard."""
-    size = tower.stat().st_size
-    if size > MAX_TOWER_BYTES:
-        raise CheckpointError(f"{tower} has {size:,} bytes; at most {MAX_TOWER_BYTES:,} may ship")
     with tempfile.TemporaryDirectory(prefix=".nano-", dir=into.parent) as temporary:
+        tower = Path(temporary) / "tower.safetensors"
+        size = write_tower(state, load_model(into).model, tower)
         directory = Path(temporary) / into.name
         shutil.copytree(into, directory)
         _add_shard(directory, tower)
@@ -51,10 +59,44 @@ def ship(tower: Path, into: Path = NANO_DIRECTORY, vision: VisionConfig = CONFIG
         processor.write_text(json.dumps(processor_config(vision), indent=2) + "\n")
         verify_digests(directory)
         if not has_tower(load_model(directory, verify=True)):
-            raise CheckpointError(f"{tower} has a projection of zeros; train it first")
+            raise CheckpointError(f"{state} has a projection of zeros; train it first")
         shutil.rmtree(into)
         directory.rename(into)
     return size
+
+
+def write_tower(state: Path, model: Gemma, out: Path) -> int:
+    """Write the tower of a training's state, aimed at a model's embeddings, in the integer layout.
+
+    Returns the file's size.
+    """
+    tensors = load_file(state)
+    with torch.no_grad():
+        new_KD = model.embed(tensors[IDS])
+    old_KD = tensors[ROWS]
+    weights = {
+        VISION_PREFIX["diffusion_gemma"] + name.removeprefix(ENCODER): x
+        for name, x in tensors.items()
+        if name.startswith(ENCODER)
+    }
+    for name, weight in weights.items():
+        if name.endswith("embedding_projection.weight"):
+            weights[name] = aimed(weight, old_KD, new_KD)
+    save_file(to_int_layout(weights), out)
+    size = out.stat().st_size
+    if size > MAX_TOWER_BYTES:
+        raise CheckpointError(f"{state} gives {size:,} bytes; at most {MAX_TOWER_BYTES:,} may ship")
+    return size
+
+
+def aimed(projection_DC: Tensor, old_KD: Tensor, new_KD: Tensor) -> Tensor:
+    """Return a projection that gives new embeddings where it gave old ones.
+
+    Of all linear maps that do so, the one nearest to the identity is applied.
+    """
+    old_DK, new_DK = old_KD.double().T, new_KD.double().T
+    change_DD = (new_DK - old_DK) @ torch.linalg.pinv(old_DK)
+    return (projection_DC.double() + change_DD @ projection_DC.double()).float()
 
 
 def _add_shard(directory: Path, tower: Path) -> None:
@@ -116,10 +158,10 @@ def _edit(path: Path, change: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tower", type=Path)
+    parser.add_argument("state", type=Path)
     parser.add_argument("--into", type=Path, default=NANO_DIRECTORY)
     options = parser.parse_args()
-    size = ship(options.tower, options.into)
+    size = ship(options.state, options.into)
     total = sum(path.stat().st_size for path in options.into.iterdir())
     print(f"{options.into}: {total:,} bytes, of them {size:,} of the tower")
 

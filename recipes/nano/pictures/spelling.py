@@ -31,8 +31,7 @@ from dgemma.text.tokenizer import Tokenizer
 from dgemma.train.tokens import TokenPair, TokenStore
 from dgemma.weights.hub import NANO_DIRECTORY
 from recipes.nano.pictures.compose import COLOURS, FORMS
-from recipes.nano.pictures.glyphs import FIRST
-from recipes.nano.pictures.source import HELD_OUT_EVERY
+from recipes.nano.pictures.glyphs import FIRST, HELD_OUT_EVERY
 from recipes.nano.pictures.tower import CONFIG
 from recipes.nano.slots import Draw, listed
 
@@ -42,6 +41,7 @@ FILLER = "\n"
 COLOUR_PIECES = [SPACE + w for w in "red green blue yellow orange ring black".split()]
 FORM_PIECES = [SPACE + w for w in "round square tri star cross".split()]
 MAX_OBJECTS = 4
+SCENE_HEIGHTS = 0.75, 1.34  # of a width
 NUMBERS = ("no", "one", "two", "three", "four")
 SAY = [
     "What does it say?",
@@ -97,18 +97,26 @@ def line_pieces(text: str) -> list[str]:
     return [SPACE + c if i and text[i - 1] == " " else c for i, c in enumerate(text) if c != " "]
 
 
+def line_layout(length: float, rng: Random) -> tuple[int, int, float]:
+    """Return rows and columns of a picture with a line of so many ems, and its width in ems."""
+    margin = rng.uniform(0.15, 1.0)
+    height = rng.uniform(0.72, 1.25) + 2 * margin
+    width = length + 2 * margin * rng.uniform(0.7, 1.4)
+    return *soft_shape(height, width), width
+
+
+def soft_shape(height: float, width: float) -> tuple[int, int]:
+    """Return rows and columns of soft tokens in a picture of these proportions."""
+    budget = CONFIG.default_output_length
+    size = target_size(round(1000 * height), round(1000 * width), budget, CONFIG)
+    return size[0] // CONFIG.cell, size[1] // CONFIG.cell
+
+
 def spell_line(text: str, advance_C: NDArray[np.floating], rng: Random) -> Cells | None:
     """Lay out a line in a picture of its own, as `draw.draw_line` does."""
     widths = [float(advance_C[ord(c) - FIRST]) for c in text]
     ends = np.cumsum(widths)
-    margin = rng.uniform(0.15, 1.0)
-    height = rng.uniform(0.72, 1.25) + 2 * margin
-    width = float(ends[-1]) + 2 * margin * rng.uniform(0.7, 1.4)
-    budget = CONFIG.default_output_length
-    rows, columns = (
-        side // CONFIG.cell
-        for side in target_size(round(1000 * height), round(1000 * width), budget, CONFIG)
-    )
+    rows, columns, width = line_layout(float(ends[-1]), rng)
     left = (width - float(ends[-1])) / 2
     centres = [
         (left + end - own / 2) / width * columns
@@ -145,13 +153,7 @@ def spoil_line(cells: Cells, rng: Random) -> Cells:
 
 def spell_scene(objects: Sequence[tuple[int, int]], rng: Random) -> Cells:
     """Put objects into different ninths of a picture."""
-    height, width = rng.uniform(0.75, 1.34), 1.0
-    rows, columns = (
-        side // CONFIG.cell
-        for side in target_size(
-            round(1000 * height), round(1000 * width), CONFIG.default_output_length, CONFIG
-        )
-    )
+    rows, columns = soft_shape(rng.uniform(*SCENE_HEIGHTS), 1.0)
     pieces = dict[int, str]()
     for (form, colour), place in zip(objects, rng.sample(range(9), len(objects)), strict=True):
         x = (place % 3 + rng.uniform(0.3, 0.7)) / 3 * columns
@@ -213,6 +215,17 @@ def ask_scene(objects: Sequence[tuple[int, int]], draw: Draw) -> tuple[str, str]
         question = draw.phrase(COLOUR).format(n=FORMS[form])
         return question, f"{list(COLOURS)[colour].capitalize()}."
     return draw.phrase(WHAT), caption(objects)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Count the insertions, deletions and substitutions that lead from one text to another."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        previous, row[0] = row[0], i
+        for j, y in enumerate(b, start=1):
+            best = min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
+            previous, row[j] = row[j], best
+    return row[-1]
 
 
 class Speller:

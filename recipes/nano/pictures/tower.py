@@ -1,17 +1,16 @@
-"""Nano's image tower in training: the package's own, with local heads that are dropped afterwards.
+"""Nano's image tower in training: the package's own, with a local head that is dropped afterwards.
 
 B pictures, S soft tokens, P patches, T = B * P, C numbers of a patch, D width.
 """
 
-from collections.abc import Callable
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.config import VisionConfig
 from dgemma.model.norm_rope import rms_norm
-from dgemma.model.vision import Axis, Grid, ImageEncoder, VisionLayer
-from recipes.nano.pictures.compose import NO_OFFSET, NUM_KINDS
+from dgemma.model.vision import Axis, Grid, ImageEncoder, VisionLayer, rotate
+from recipes.nano.pictures.compose import NUM_KINDS
 
 CONFIG = VisionConfig(
     hidden_size=160,
@@ -24,18 +23,19 @@ CONFIG = VisionConfig(
     position_embedding_size=560,
     default_output_length=280,
 )
-TAP = 4  # layers before the local heads
-MAX_INDEX = 132  # tokens that the second head tells apart; the last class is none
+TAP = 3  # layers before the local head
+# Names in a training's state: of the tower, and of the tokens it spells and their embeddings.
+ENCODER, IDS, ROWS = "encoder.", "spelled.ids", "spelled.rows"
 
 
 class SeeingTower(nn.Module):
-    """The tower, and local heads after its fourth layer that only training uses."""
+    """The tower, and a linear after its third layer, for what each patch shows, that is dropped."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, config: VisionConfig = CONFIG) -> None:
         super().__init__()
-        self.encoder = ImageEncoder(CONFIG, width)
-        self.local = nn.Linear(CONFIG.hidden_size, NUM_KINDS + MAX_INDEX + 1 + NO_OFFSET + 1)
-        self.run_layer: Callable[..., Tensor] = run_layer
+        self.encoder = ImageEncoder(config, width)
+        self.local = nn.Linear(config.hidden_size, NUM_KINDS)
+        self.attention_inputs, self.after_attention = attention_inputs, after_attention
         reset_tower(self.encoder)
 
     def forward(self, pixels_BHWC: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -44,16 +44,45 @@ class SeeingTower(nn.Module):
         patches_BPC = to_patches(pixels_BHWC)
         positions_2P = grid.positions(patches_BPC.device)
         hidden_BPD = tower.patch_embedder(patches_BPC, positions_2P)
-        count, x_TD = len(hidden_BPD), hidden_BPD.flatten(0, 1)
-        axes = tower._axes(positions_2P, count)
+        axes = tower._axes(positions_2P, len(hidden_BPD))
+        x_TD = hidden_BPD.flatten(0, 1).clone()  # no view, or layers would be compiled twice
         local = None
         for number, layer in enumerate(tower.encoder.layers, start=1):
-            x_TD = self.run_layer(layer, x_TD, axes, count)
+            heads = self.attention_inputs(layer, x_TD, axes)
+            q, k, v = (x.unflatten(0, hidden_BPD.shape[:2]).transpose(1, 2) for x in heads)
+            out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+            x_TD = self.after_attention(layer, x_TD, out.transpose(1, 2).flatten(2).flatten(0, 1))
             if number == TAP:
                 local = self.local(rms_norm(x_TD, None, 1e-6))
         assert local is not None
         pooled = tower._pool(x_TD.float().view(hidden_BPD.shape), grid)
         return self.encoder.embed_vision(pooled), local.view(*patches_BPC.shape[:2], -1)
+
+    def compile(self) -> None:  # type: ignore[override]
+        """Compile what is beside attention, once for all sizes of pictures."""
+        torch._dynamo.config.suppress_errors = True
+        self.attention_inputs = torch.compile(attention_inputs, dynamic=True)
+        self.after_attention = torch.compile(after_attention, dynamic=True)
+
+
+def attention_inputs(
+    layer: VisionLayer, x_TD: Tensor, axes: tuple[Axis, Axis]
+) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, [T, N, H], as `VisionAttention` does."""
+    attention = layer.self_attn
+    normed_TD = layer.input_layernorm(x_TD)
+    q, k, v = (
+        project(normed_TD).unflatten(-1, (-1, attention.head_dim))
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    q, k = rotate(attention.q_norm(q), axes), rotate(attention.k_norm(k), axes)
+    return q, k, rms_norm(v, None, attention.eps).to(q.dtype)
+
+
+def after_attention(layer: VisionLayer, x_TD: Tensor, attended_TD: Tensor) -> Tensor:
+    x_TD = x_TD + layer.post_attention_layernorm(layer.self_attn.o_proj(attended_TD))
+    inner_TD = layer.mlp(layer.pre_feedforward_layernorm(x_TD))
+    return x_TD + layer.post_feedforward_layernorm(inner_TD)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -68,10 +97,6 @@ def reset_tower(encoder: ImageEncoder) -> None:
             weight.fill_(0.4 if "post_" in name else 1.0)
         else:
             weight.normal_(0, weight.shape[1] ** -0.5)
-
-
-def run_layer(layer: VisionLayer, x_TD: Tensor, axes: tuple[Axis, Axis], count: int) -> Tensor:
-    return layer(x_TD, axes, count)  # type: ignore[no-any-return]
 
 
 def _waves(count: int, width: int) -> Tensor:

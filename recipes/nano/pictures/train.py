@@ -1,123 +1,95 @@
-"""Train nano's image tower on composed pictures; the language model is frozen.
+"""Train nano's image tower on composed pictures, without the language model.
 
-    python -m recipes.nano.pictures.train --data out/pictures.npz --out OUT --seconds 215
-    python -m recipes.nano.pictures.train ... --state out/state.safetensors --ask-from 0
+    python -m recipes.nano.pictures.train --data out/pictures.npz --out OUT --seconds 200
 
-Two phases, by shares of the time. In both, soft token j learns the embedding of token j of the
-transcription, and three linear heads after the fourth layer, dropped afterwards, learn what each
-patch shows and where. In the second the frozen model is asked about lines and shapes, and its
-losses count too; grids are read off the soft tokens, since a frozen nano that sees a grid solves it
-(LOG.md). Writes `tower.safetensors` (the integer layout, under the released names),
-`state.safetensors` (float32, to go on from) and `results.json` of pictures in held-out fonts.
+A soft token learns the embedding of the one token that it stands for (`spelling.py`), and a linear
+after the third layer, which is dropped afterwards, what each patch shows. Writes, every 40 seconds
+and at the end, `state.safetensors` (float32, for `ship.py` or to go on from), and `results.json` of
+pictures in held-out fonts.
 
-B pictures, S soft tokens, P patches, D width.
+B pictures, S soft tokens, K classes of them, D width of the language model.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dgemma.programs.sudoku.grid import READ_TASK, TASK
+from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.hub import NANO_DIRECTORY
-from dgemma.weights.int_layout import to_int_layout
 from dgemma.weights.load import load_model
-from recipes.nano.pictures import task
-from recipes.nano.pictures.compose import NO_INDEX, NO_OFFSET, NUM_KINDS, Pictures
-from recipes.nano.pictures.source import Sample, Source
-from recipes.nano.pictures.tower import CONFIG, MAX_INDEX, SeeingTower, run_layer
+from recipes.nano.pictures.source import FILLER_CLASS, Classes, Sample, Source
+from recipes.nano.pictures.spelling import edit_distance
+from recipes.nano.pictures.tower import CONFIG, IDS, ROWS, SeeingTower
 
-PREFIX = "model.encoder."
 TEMPERATURE = 0.05
+FILLER_WEIGHT, ERROR_WEIGHT, LOCAL_WEIGHT = 0.1, 0.3, 0.5
 COMPILE_STEPS = 3
+KINDS = ("sheet", "line", "line", "scene")  # of a step's pictures, in passes of their own
 
 
-class Shares(NamedTuple):
-    """Pictures of a step by kind."""
-
-    sudoku: int
-    line: int
-    shapes: int
-
-
-# --- losses
-
-
-def local_loss(local: Tensor, pictures: Pictures) -> Tensor:
-    """Cross-entropy of what each patch's centre shows, its token, and its character there."""
+def local_loss(local: Tensor, sample: Sample) -> Tensor:
+    """Cross-entropy of what each patch's centre shows."""
     size = CONFIG.patch_size
-    kind, index, offset = (
-        x[:, size // 2 :: size, size // 2 :: size].flatten()
-        for x in (pictures.kind, pictures.index, pictures.offset)
-    )
-    index = torch.where(index == NO_INDEX, MAX_INDEX, index)
-    logits = local.float().flatten(0, 1).split([NUM_KINDS, MAX_INDEX + 1, NO_OFFSET + 1], -1)
-    return sum(
-        (F.cross_entropy(x, y) for x, y in zip(logits, (kind, index, offset), strict=True)),
-        start=local.new_zeros(()),
-    )
+    kind = sample.kind[:, size // 2 :: size, size // 2 :: size].flatten()
+    return F.cross_entropy(local.float().flatten(0, 1), kind)
 
 
-def token_loss(
-    features_BSD: Tensor, tokens: Tensor, table_VD: Tensor, filler: int
-) -> tuple[Tensor, Tensor]:
-    """Pull soft tokens to the embeddings of the transcription; returns the loss and hits [B, K].
+def spelling_loss(features_BSD: Tensor, target_BS: Tensor, rows_KD: Tensor) -> Tensor:
+    """Pull soft tokens to the embeddings of their tokens: to be the nearest, and to be equal."""
+    features, target = features_BSD.float().flatten(0, 1), target_BS.flatten()
+    wanted = rows_KD[target.clamp(min=0)]
+    weight = torch.where(target == FILLER_CLASS, FILLER_WEIGHT, 1.0) * (target >= 0)
+    logits = nearness(features, rows_KD) / TEMPERATURE
+    nearest = F.cross_entropy(logits, target.clamp(min=0), reduction="none")
+    error = (features - wanted).square().sum(-1) / wanted.square().sum(-1)
+    return ((nearest + ERROR_WEIGHT * error) * weight).sum() / weight.sum().clamp(min=1)
 
-    Positions after it imitate the filler, with a tenth of the weight. A hit is the nearest
-    embedding's token being right; there is none, and no miss, where a transcription has ended.
-    """
-    count = min(tokens.shape[1] + 6, features_BSD.shape[1])
-    target = F.pad(tokens, (0, count - tokens.shape[1]), value=-1)
-    is_token = target >= 0
-    target = target.where(is_token, filler)
-    features = features_BSD[:, :count].float()
-    table = F.normalize(table_VD.float(), dim=1)
-    logits = F.normalize(features, dim=-1) @ table.T / TEMPERATURE
-    weight = torch.where(is_token, 1.0, 0.1)
-    nearest = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    wanted = table_VD.float()[target]
-    scale = table_VD.shape[1] ** 0.5
-    error = (features / scale - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-6)
-    loss = ((nearest.view_as(weight) + 0.3 * error) * weight).sum() / weight.sum()
-    return loss, (logits.argmax(-1) == target) | ~is_token
+
+def nearness(features: Tensor, rows_KD: Tensor) -> Tensor:
+    """Return the cosines of features and the embeddings of all classes."""
+    return F.normalize(features.float(), dim=-1) @ F.normalize(rows_KD, dim=-1).T
 
 
 class Trainer:
-    """The tower, the frozen model and the optimizer; `clock` is the share of time that is spent."""
+    """The tower, the embeddings that it imitates, and the optimizers."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, torch.device(options.device)
         is_cuda = self.device.type == "cuda"
         torch.manual_seed(options.seed)
-        checkpoint = load_model(
-            NANO_DIRECTORY, device=self.device, dtype=torch.bfloat16 if is_cuda else torch.float32
+        self.classes = Classes.of(Tokenizer.load(NANO_DIRECTORY), self.device)
+        model = load_model(NANO_DIRECTORY, device=torch.device("cpu")).model
+        with torch.no_grad():
+            rows_KD = model.embed(torch.tensor(self.classes.ids)).float()
+        self.rows_KD = rows_KD.to(self.device)
+        layers, width = options.layers, options.width
+        config = replace(
+            CONFIG,
+            hidden_size=width,
+            intermediate_size=width * CONFIG.intermediate_size // CONFIG.hidden_size,
+            num_hidden_layers=layers,
+            num_attention_heads=width // CONFIG.head_dim,
+            num_key_value_heads=width // CONFIG.head_dim,
         )
-        self.objective = task.frozen_objective(checkpoint)
-        self.table = checkpoint.model.embed_tokens.weight.detach()
-        self.tower = SeeingTower(checkpoint.config.hidden_size).to(self.device)
+        self.tower = SeeingTower(rows_KD.shape[1], config).to(self.device)
         if options.state:
-            self.tower.load_state_dict(load_file(options.state, device=str(self.device)))
+            state = load_file(options.state, device=str(self.device))
+            del state[IDS], state[ROWS]
+            self.tower.load_state_dict(state)
         if is_cuda and not options.eager:
-            torch._dynamo.config.suppress_errors = True
-            torch._dynamo.config.recompile_limit = 64
-            self.tower.run_layer = torch.compile(run_layer, dynamic=False)
+            self.tower.compile()
         self.source = Source(options.data, self.device, options.seed, held_out=False)
-        self.filler = self.source.tokenizer.encode(task.FILLER)[0]
-        self.asked = {
-            (question, first): task.Asked.of(question, checkpoint, first=first)
-            for question in (READ_TASK, task.SAY, TASK, task.WHAT)
-            for first in (False, True)
-        }
         self.optimizers = self._optimizers()
-        self.generator = torch.Generator(self.device).manual_seed(options.seed + 1)
         self.autocast = (lambda: torch.autocast("cuda", torch.bfloat16)) if is_cuda else nullcontext
         self.log: list[dict[str, float]] = []
 
@@ -133,25 +105,19 @@ class Trainer:
             torch.optim.AdamW(others, rate, betas=(0.9, 0.98), weight_decay=0.0),
         ]
 
-    def step(self, *, asks: int, rate: float) -> dict[str, Tensor]:
-        """Take one step; `asks`: pictures of each kind that the frozen model is asked about."""
+    def step(self, rate: float) -> dict[str, Tensor]:
+        """Take one step, of some pictures of each kind."""
         metrics: dict[str, Tensor] = {}
-        shares = Shares(*self.options.shares)
-        # Square pictures share a pass of the tower, so that compiled code sees two shapes.
-        for names in (("sudoku", "shapes"), ("line",)):
-            counts = [getattr(shares, name) for name in names]
-            samples = [self._draw(*pair, asks) for pair in zip(names, counts, strict=True)]
-            pixels = torch.cat([sample.pictures.pixels for sample in samples])
+        for kind, count in zip(KINDS, self.options.pictures, strict=True):
+            if not count:
+                continue
+            sample: Sample = getattr(self.source, kind)(count, self.classes)
             with self.autocast():
-                features, local = self.tower(pixels, samples[0].grid)
-            loss = features.new_zeros((), dtype=torch.float32)
-            parts = zip(names, samples, features.split(counts), local.split(counts), strict=True)
-            for name, sample, own_features, own_local in parts:
-                weight = len(own_features) / sum(shares)
-                loss = loss + weight * self._loss(
-                    name, sample, own_features, own_local, asks, metrics
-                )
-            loss.backward()
+                features, local = self.tower(sample.pixels, sample.grid)
+            near = spelling_loss(features, sample.target, self.rows_KD)
+            patches = local_loss(local, sample)
+            (near + LOCAL_WEIGHT * patches).backward()
+            metrics[kind], metrics[f"{kind} patches"] = near.detach(), patches.detach()
         torch.nn.utils.clip_grad_norm_(self.tower.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -160,56 +126,21 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _draw(self, name: str, count: int, asks: int) -> Sample:
-        solved = {"solved": True} if name == "sudoku" and asks and self.options.ask_sudoku else {}
-        sample: Sample = getattr(self.source, name)(count, **solved)
-        return sample
-
-    def _loss(
-        self,
-        name: str,
-        sample: Sample,
-        features: Tensor,
-        local: Tensor,
-        asks: int,
-        metrics: dict[str, Tensor],
-    ) -> Tensor:
-        near, hits = token_loss(features, sample.tokens, self.table, self.filler)
-        patches = local_loss(local, sample.pictures)
-        metrics[f"{name}.tokens"], metrics[f"{name}.patches"] = near.detach(), patches.detach()
-        metrics[f"{name}.right"] = hits[:, : sample.tokens.shape[1]].all(1).float().mean()
-        options = self.options
-        loss = (options.near_later if asks else options.near) * near + 0.5 * patches
-        asks = min(asks, len(features)) // 2 * 2
-        if not asks or (name == "sudoku" and not options.ask_sudoku):
-            return loss
-        for question, answer in questions(name, sample):
-            leaf = features[:asks].detach().requires_grad_()
-            asked = self.asked[question, bool(self.source.rng.integers(2))]
-            canvas = task.SUDOKU_CANVAS if name == "sudoku" else task.TEXT_CANVAS
-            reply = task.with_end(answer[:asks], self.source.tokenizer)
-            losses = task.lm_losses(self.objective, leaf, asked, reply, canvas, self.generator)
-            (grad,) = torch.autograd.grad(losses.denoise + losses.causal, leaf)
-            loss = loss + options.lm * (features[:asks].float() * grad.float()).sum()
-            metrics[f"{question} denoise"] = losses.denoise.detach()
-            metrics[f"{question} causal"] = losses.causal.detach()
-        return loss
-
     def train(self) -> None:
         """Train for the time given; its first steps, which compile, are not in the schedule."""
-        options, start, step, shown = self.options, time.perf_counter(), 0, -1e9
-        begin, total = start, options.seconds
+        options, start, step = self.options, time.perf_counter(), 0
+        begin, total, shown, saved = start, options.seconds, start - options.every, start
         while True:
             now = time.perf_counter()
             if step == COMPILE_STEPS:
                 begin, total = now, options.seconds - (now - start)
-            share = step / options.steps if options.steps else max(0.0, (now - begin) / total)
-            share = 0.0 if step < COMPILE_STEPS else share
+            share = step / options.steps if options.steps else (now - begin) / max(total, 1e-3)
+            share = share if step >= COMPILE_STEPS else 0.0
             if share >= 1:
                 break
             warm = min(1.0, (step + 1) / options.warmup)
             rate = options.rate * warm * max(0.005, min(1.0, (1 - share) / (1 - options.hold)))
-            metrics = self.step(asks=options.asks if share >= options.ask_from else 0, rate=rate)
+            metrics = self.step(rate)
             step += 1
             if now - shown > options.every:
                 shown = now
@@ -217,94 +148,51 @@ class Trainer:
                 self.log.append({"step": step, "seconds": round(now - start, 1), **numbers})
                 line = "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
                 print(f"{step}, {now - start:.0f} s: {line}", flush=True)
+            if now - saved > options.save_every:
+                saved = now
+                save(self, {"log": self.log})
         print(f"{step} steps in {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def questions(name: str, sample: Sample) -> Iterator[tuple[str, Tensor]]:
-    """Return what is asked about a picture, and the answers' tokens."""
-    if name == "sudoku":
-        yield READ_TASK, sample.tokens
-        assert sample.solution is not None
-        yield TASK, sample.solution
-    else:
-        yield (task.SAY if name == "line" else task.WHAT), sample.tokens
-
-
-# --- evaluation
-
-
 @torch.no_grad()
-def evaluate(trainer: Trainer, count: int, batch: int = 64) -> dict[str, Any]:
+def evaluate(trainer: Trainer, count: int, batch: int = 32) -> dict[str, float]:
     """Measure on held-out fonts and sentences, composed pictures.
 
-    `tokens` and `whole`: soft tokens whose nearest embedding is right, and pictures without a
-    fault. `ar`: replies whose every next token is the likeliest, which is greedy decoding's exact
-    match. `first_step`: tokens that one denoising step of pure noise gets right.
+    `cells`: soft tokens that stand for something, and whose nearest embedding is right; `whole`:
+    pictures without a fault. `errors`: edit distance of lines over their length.
     """
     source = Source(trainer.options.data, trainer.device, 99, held_out=True)
-    trainer.tower.run_layer = run_layer  # other shapes: not worth compiling
-    found: dict[str, list[Tensor]] = {}
-    for name in Shares._fields:
+    found: dict[str, float] = {}
+    for kind in dict.fromkeys(KINDS):
+        right, whole, wrong, letters = [], [], 0, 0
         for _ in range(max(1, count // batch)):
-            solved = {"solved": True} if name == "sudoku" else {}
-            sample: Sample = getattr(source, name)(batch, **solved)
+            sample: Sample = getattr(source, kind)(min(batch, count), trainer.classes)
             with trainer.autocast():
-                features, _ = trainer.tower(sample.pictures.pixels, sample.grid)
-            _, hits = token_loss(features, sample.tokens, trainer.table, trainer.filler)
-            is_token = sample.tokens >= 0
-            hits = hits[:, : sample.tokens.shape[1]]
-            found.setdefault(f"{name}.tokens", []).append(hits[is_token].float())
-            found.setdefault(f"{name}.whole", []).append(hits.all(1).float())
-            for question, answer in questions(name, sample):
-                for key, value in ask(trainer, features, question, answer, name).items():
-                    found.setdefault(f"{question} {key}", []).append(value)
-    return {name: float(torch.cat(values).mean()) for name, values in found.items()}
-
-
-def ask(
-    trainer: Trainer, features: Tensor, question: str, answer: Tensor, name: str
-) -> Mapping[str, Tensor]:
-    """Ask the frozen model: next tokens in one causal pass, and one step from pure noise."""
-    canvas = task.SUDOKU_CANVAS if name == "sudoku" else task.TEXT_CANVAS
-    reply = task.with_end(answer, trainer.source.tokenizer)
-    objective, asked = trainer.objective, trainer.asked[question, False]
-    batch = task.make_batch(features, asked, reply, canvas, trainer.generator, objective)
-    noise = torch.randint_like(batch.token, objective.model.config.vocab_size)
-    batch.token.copy_(torch.where(batch.is_canvas, noise, batch.token))
-    objective.features_BSD, objective.begin = features, len(asked.before)
-    from dgemma.train.masks import PackedContext
-
-    context = PackedContext(objective.model.config, batch)
-    zero = torch.zeros(batch.token.numel(), features.shape[-1], device=features.device)
-    rows = objective.embed(batch, zero.to(trainer.table.dtype))
-    hidden, _ = objective.run_layers(rows, context)
-    right = objective.model.raw_logits(hidden).argmax(-1).view_as(batch.target) == batch.target
-    is_reply = (batch.target >= 0) & ~batch.is_canvas
-    of_canvas = right[:, -canvas:][:, : answer.shape[1]]
-    return {
-        "ar exact": (right | ~is_reply).all(1).float(),
-        "ar tokens": right[is_reply].float(),
-        "first_step tokens": of_canvas[answer >= 0].float(),
-    }
+                features, _ = trainer.tower(sample.pixels, sample.grid)
+            guess = nearness(features, trainer.rows_KD).argmax(-1)
+            kept = (sample.target >= 0).all(1)
+            guess, target = guess[kept], sample.target[kept]
+            right.append((guess == target)[target != FILLER_CLASS].float())
+            whole.append((guess == target).all(1).float())
+            for a, b in zip(guess.tolist(), target.tolist(), strict=True):
+                said, wanted = trainer.classes.text(a), trainer.classes.text(b)
+                wrong, letters = wrong + edit_distance(wanted, said), letters + len(wanted)
+        found[f"{kind} cells"] = float(torch.cat(right).mean())
+        found[f"{kind} whole"] = float(torch.cat(whole).mean())
+        found[f"{kind} errors"] = wrong / max(1, letters)
+    return found
 
 
 def save(trainer: Trainer, results: Mapping[str, Any]) -> None:
+    """Write the tower with the embeddings that it was trained towards, and results."""
     out: Path = trainer.options.out
     out.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: x.detach().float().cpu().contiguous()
-        for name, x in trainer.tower.state_dict().items()
-    }
-    save_file(state, out / "state.safetensors")
-    weights = {
-        PREFIX + name.removeprefix("encoder."): x
-        for name, x in state.items()
-        if name.startswith("encoder.")
-    }
-    save_file(to_int_layout(weights), out / "tower.safetensors")
+    state = {name: x.detach().float().cpu() for name, x in trainer.tower.state_dict().items()}
+    state |= {IDS: torch.tensor(trainer.classes.ids), ROWS: trainer.rows_KD.cpu()}
+    partial = out / "state.partial"
+    save_file({name: x.contiguous() for name, x in state.items()}, partial)
+    partial.replace(out / "state.safetensors")
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    sizes = {p.name: p.stat().st_size for p in sorted(out.iterdir()) if p.is_file()}
-    print(json.dumps(sizes))
 
 
 def main() -> None:
@@ -313,20 +201,17 @@ def main() -> None:
     add("--data", type=Path, default=Path("out/pictures.npz"))
     add("--out", type=Path, required=True)
     add("--state", type=Path, help="state.safetensors of an earlier call, to go on from")
-    add("--seconds", type=float, default=240.0)
+    add("--seconds", type=float, default=200.0)
     add("--steps", type=int, default=0, help="stop after so many steps instead")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--shares", type=int, nargs=3, default=(192, 192, 64), help="pictures of a step")
-    add("--asks", type=int, default=48, help="pictures of a kind that the frozen model is asked")
-    add("--ask-from", type=float, default=0.5, help="share of the time before the second phase")
-    add("--near", type=float, default=1.0, help="weight of imitating embeddings")
-    add("--near-later", type=float, default=1.0, help="the same in the second phase")
-    add("--ask-sudoku", action="store_true", help="ask the frozen model about grids too")
-    add("--lm", type=float, default=1.0, help="weight of the frozen model's losses")
+    add("--pictures", type=int, nargs=4, default=(64, 64, 64, 32), help=f"of a step: {KINDS}")
+    add("--width", type=int, default=CONFIG.hidden_size)
+    add("--layers", type=int, default=CONFIG.num_hidden_layers)
     add("--rate", type=float, default=2e-3)
     add("--hold", type=float, default=0.3, help="share of the time before the rate falls")
-    add("--warmup", type=int, default=200)
+    add("--warmup", type=int, default=100)
     add("--every", type=float, default=10.0, help="seconds between reports")
+    add("--save-every", type=float, default=40.0, help="seconds between saved weights")
     add("--evaluate", type=int, default=512, help="held-out pictures of each kind")
     add("--seed", type=int, default=1)
     add("--eager", action="store_true", help="do not compile the layers")
