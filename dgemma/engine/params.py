@@ -1,6 +1,11 @@
-"""Sampling parameters of a request, and the checks that need no device."""
+"""Sampling parameters of a request, and the checks that need no device.
 
-from dataclasses import dataclass, replace
+Parameters and cost of programs with canvases stand at the end.
+"""
+
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from dgemma.config import MODES, PRESETS, Mode, ModelConfig, Preset
 from dgemma.constrain.matcher import Constraint
@@ -152,3 +157,41 @@ def require_denoiser(config: ModelConfig, consequence: str, is_needed: bool = Tr
 
 def with_temperature(sampler: Sampler, temperature: float | None) -> Sampler:
     return sampler if temperature is None else replace(sampler, temperature=temperature)
+
+
+# --- programs with canvases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasParams:
+    """Parameters of the canvases of a program."""
+
+    seed: int | None = None  # None draws one, reported with the result
+    sampler: Sampler | None = None  # None: the model's
+    drafts: bool = False  # report a canvas after each step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasResult:
+    """Cost of a program."""
+
+    prompt_tokens: int  # shown to the model
+    steps: int  # of all canvases together
+    canvases: int
+    seconds: float
+    seed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Cost:
+    """Counters of a program that runs."""
+
+    seed: int
+    prompt_tokens: int = 0
+    steps: int = 0
+    canvases: int = 0
+    seconds: float = field(default_factory=lambda: -time.perf_counter())
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a `CanvasResult` that ends now."""
+        return {**asdict(self), "seconds": self.seconds + time.perf_counter()}

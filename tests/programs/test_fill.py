@@ -7,9 +7,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dgemma.engine import Done, Draft, Engine, SamplingParams
+from dgemma.engine.params import Cost
 from dgemma.engine.scoring import Score
 from dgemma.errors import PromptTooLong, UsageError
-from dgemma.programs.base import Cost
 from dgemma.programs.infill.candidates import (
     Candidate,
     CandidateConfig,

@@ -201,9 +201,10 @@ def test_a_projection_is_aimed_at_the_embeddings_of_another_model() -> None:
 def test_training_s_tower_computes_the_package_s_features() -> None:
     tower = SeeingTower(64).eval()
     pixels = torch.rand(2, 64, 96, 3)
-    features, local = tower(pixels, Grid(4, 6))
+    seen = tower(pixels, Grid(4, 6))
     expected = tower.encoder(to_patches(pixels), Grid(4, 6))
-    assert torch.allclose(features, expected, atol=1e-5) and local.shape[:2] == (2, 24)
+    assert torch.allclose(seen.features, expected, atol=1e-5)
+    assert seen.local.shape[:2] == seen.column.shape[:2] == (2, 24)
 
 
 def test_a_line_is_spelled_a_character_a_cell_in_its_last_row() -> None:

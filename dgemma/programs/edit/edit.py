@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from dgemma.diffusion.canvas import Noise
 from dgemma.engine.events import Done
-from dgemma.engine.params import SamplingParams, require_denoiser
+from dgemma.engine.params import CanvasParams, CanvasResult, Cost, SamplingParams, require_denoiser
 from dgemma.engine.request import PASS, Program, on_host
 from dgemma.engine.scoring import Prefill, Score, Scoring
 from dgemma.errors import CheckpointError, PromptTooLong, UsageError, require
-from dgemma.programs.base import CanvasParams, CanvasResult, Cost
 from dgemma.programs.edit.spans import (
     Change,
     Patch,

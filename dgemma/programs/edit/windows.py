@@ -19,10 +19,9 @@ import torch
 from dgemma.backends.base import CanvasQuery
 from dgemma.diffusion.canvas import Noise
 from dgemma.diffusion.sampler import Sampler
-from dgemma.engine.params import SamplingParams
+from dgemma.engine.params import Cost, SamplingParams
 from dgemma.engine.request import Prefix, Program
 from dgemma.engine.scoring import CanvasScoring, Prefill, Scoring
-from dgemma.programs.base import Cost
 from dgemma.programs.edit.spans import (
     Patch,
     marked_spans,

@@ -13,11 +13,10 @@ from dgemma.diffusion.sampler import Sampler
 from dgemma.engine.canvas_policy import NOT_A_NUMBER
 from dgemma.engine.events import Draft
 from dgemma.engine.generation import Generation
-from dgemma.engine.params import SamplingParams
+from dgemma.engine.params import Cost, SamplingParams
 from dgemma.engine.request import Prefix, Program
 from dgemma.engine.scoring import Prefill, Score, Scoring
 from dgemma.errors import DgemmaError
-from dgemma.programs.base import Cost
 from dgemma.programs.infill.document import (
     FillRules,
     Span,

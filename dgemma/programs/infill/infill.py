@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dgemma.diffusion.canvas import Noise
-from dgemma.engine.params import require_denoiser
+from dgemma.engine.params import CanvasParams, CanvasResult, Cost, require_denoiser
 from dgemma.engine.request import HostTask, Program, on_host
 from dgemma.engine.scoring import NextTokens, Prefill
 from dgemma.errors import PromptTooLong, UsageError, require
-from dgemma.programs.base import CanvasParams, CanvasResult, Cost
 from dgemma.programs.infill.candidates import (
     VISIBLE_AFTER,
     Candidate,

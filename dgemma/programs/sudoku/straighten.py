@@ -48,11 +48,11 @@ def straightened(image: PILImage, corners_42: Array) -> PILImage:
     low, high = margin, SIDE - margin
     target = np.array([(low, low), (high, low), (high, high), (low, high)])
     longest = np.linalg.norm(corners_42 - np.roll(corners_42, 1, 0), axis=1).max()
-    shrink = min(1.0, 1.25 * (high - low) / longest)
-    if shrink < 1:
-        size = tuple(max(1, round(side * shrink)) for side in image.size)
+    scale = min(1.0, 1.25 * (high - low) / longest)
+    if scale < 1:
+        size = tuple(max(1, round(side * scale)) for side in image.size)
         corners_42 = corners_42 * np.array(size) / np.array(image.size)
-        image = image.resize(size, Pillow.Resampling.BOX)  # type: ignore[arg-type]
+        image = image.resize(size, Pillow.Resampling.BOX)
     pixels = np.asarray(image)
     fill = tuple(int(level) for level in np.median(pixels.reshape(-1, 3), axis=0))
     return image.transform(
@@ -92,7 +92,8 @@ def find_frame(image: PILImage) -> Array | None:
                 best, most = corners, lines
     if best is None:
         return None
-    return (best + 0.5) * np.array(image.size) / np.array(small.size)
+    found: Array = (best + 0.5) * np.array(image.size) / np.array(small.size)
+    return found
 
 
 def components(ink_HW: Mask) -> Iterator[Mask]:
@@ -142,8 +143,8 @@ def frame_corners(mask_HW: Mask) -> Array | None:
     y, x = np.nonzero(mask_HW)
     points = np.stack([x, y], 1)
     along, across = x + y, x - y
-    rough = points[[along.argmin(), across.argmax(), along.argmax(), across.argmin()]]
-    if not _is_squarish(rough.astype(float)):
+    extreme = points[[along.argmin(), across.argmax(), along.argmax(), across.argmin()]]
+    if not _is_squarish(extreme.astype(float)):
         return None
     height, width = mask_HW.shape
     outer = [  # of columns or rows: above, right, below, left
@@ -155,7 +156,7 @@ def frame_corners(mask_HW: Mask) -> Array | None:
     lines = []
     for number, place in enumerate(outer):
         axis = number % 2
-        ends = sorted((rough[number][axis], rough[(number + 1) % 4][axis]))
+        ends = sorted((extreme[number][axis], extreme[(number + 1) % 4][axis]))
         slope, start = fit_line(np.arange(ends[0], ends[1] + 1), place[ends[0] : ends[1] + 1])
         lines.append((-slope, 1.0, start) if axis == 0 else (1.0, -slope, start))
     corners = []

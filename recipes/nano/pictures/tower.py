@@ -1,7 +1,9 @@
-"""Nano's image tower in training: the package's own, with a local head that is dropped afterwards.
+"""Nano's image tower in training: the package's own, with two linears that are dropped afterwards.
 
-B pictures, S soft tokens, P patches, T = B * P, C numbers of a patch, D width.
+B pictures, S soft tokens, K classes of them, P patches, T = B * P, C numbers of a patch, D width.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,40 +25,51 @@ CONFIG = VisionConfig(
     position_embedding_size=560,
     default_output_length=280,
 )
-TAP = 3  # layers before the local head
+LOCAL_TAP, COLUMN_TAP = 3, 5  # layers before the two linears of training
 # Names in a training's state: of the tower, and of the tokens it spells and their embeddings.
 ENCODER, IDS, ROWS = "encoder.", "spelled.ids", "spelled.rows"
 
 
-class SeeingTower(nn.Module):
-    """The tower, and a linear after its third layer, for what each patch shows, that is dropped."""
+class Seen(NamedTuple):
+    """Features of pictures, and what the two linears of training say about each patch."""
 
-    def __init__(self, width: int, config: VisionConfig = CONFIG) -> None:
+    features: Tensor  # [B, S, D]
+    local: Tensor  # [B, P, kinds]
+    column: Tensor  # [B, P, K]
+
+
+class SeeingTower(nn.Module):
+    """The tower, and two linears on its patches, which are dropped after training."""
+
+    def __init__(self, width: int, config: VisionConfig = CONFIG, num_classes: int = 1) -> None:
         super().__init__()
         self.encoder = ImageEncoder(config, width)
         self.local = nn.Linear(config.hidden_size, NUM_KINDS)
+        self.column = nn.Linear(config.hidden_size, num_classes)
         self.attention_inputs, self.after_attention = attention_inputs, after_attention
         reset_tower(self.encoder)
 
-    def forward(self, pixels_BHWC: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Return features [B, S, D] and local logits [B, P, ...]."""
+    def forward(self, pixels_BHWC: Tensor, grid: Grid) -> Seen:
         tower = self.encoder.vision_tower
         patches_BPC = to_patches(pixels_BHWC)
         positions_2P = grid.positions(patches_BPC.device)
         hidden_BPD = tower.patch_embedder(patches_BPC, positions_2P)
         axes = tower._axes(positions_2P, len(hidden_BPD))
         x_TD = hidden_BPD.flatten(0, 1).clone()  # no view, or layers would be compiled twice
-        local = None
-        for number, layer in enumerate(tower.encoder.layers, start=1):
+        states = [x_TD]
+        for layer in tower.encoder.layers:
             heads = self.attention_inputs(layer, x_TD, axes)
             q, k, v = (x.unflatten(0, hidden_BPD.shape[:2]).transpose(1, 2) for x in heads)
             out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
             x_TD = self.after_attention(layer, x_TD, out.transpose(1, 2).flatten(2).flatten(0, 1))
-            if number == TAP:
-                local = self.local(rms_norm(x_TD, None, 1e-6))
-        assert local is not None
+            states.append(x_TD)
         pooled = tower._pool(x_TD.float().view(hidden_BPD.shape), grid)
-        return self.encoder.embed_vision(pooled), local.view(*patches_BPC.shape[:2], -1)
+        local, column = (
+            head(rms_norm(states[min(tap, len(states) - 1)], None, 1e-6))
+            for head, tap in ((self.local, LOCAL_TAP), (self.column, COLUMN_TAP))
+        )
+        shape = (*patches_BPC.shape[:2], -1)
+        return Seen(self.encoder.embed_vision(pooled), local.view(shape), column.view(shape))
 
     def compile(self) -> None:  # type: ignore[override]
         """Compile what is beside attention, once for all sizes of pictures."""

@@ -2,10 +2,10 @@
 
     python -m recipes.nano.pictures.train --data out/pictures.npz --out OUT --seconds 200
 
-A soft token learns the embedding of the one token that it stands for (`spelling.py`), and a linear
-after the third layer, which is dropped afterwards, what each patch shows. Writes, every 40 seconds
-and at the end, `state.safetensors` (float32, for `ship.py` or to go on from), and `results.json` of
-pictures in held-out fonts.
+A soft token learns the embedding of the one token that it stands for (`spelling.py`), and two
+linears after earlier layers, which are dropped afterwards, what each patch shows and what its
+column is to end with. Writes, every 40 seconds and at the end, `state.safetensors` (float32, for
+`ship.py` or to go on from), and `results.json` of pictures in held-out fonts.
 
 B pictures, S soft tokens, K classes of them, D width of the language model.
 """
@@ -27,9 +27,10 @@ from torch import Tensor
 from dgemma.text.tokenizer import Tokenizer
 from dgemma.weights.hub import NANO_DIRECTORY
 from dgemma.weights.load import load_model
+from recipes.nano.pictures.compose import NO_CHAR
 from recipes.nano.pictures.source import FILLER_CLASS, Classes, Sample, Source
 from recipes.nano.pictures.spelling import edit_distance
-from recipes.nano.pictures.tower import CONFIG, IDS, ROWS, SeeingTower
+from recipes.nano.pictures.tower import CONFIG, IDS, ROWS, SeeingTower, Seen
 
 TEMPERATURE = 0.05
 FILLER_WEIGHT, ERROR_WEIGHT, LOCAL_WEIGHT = 0.1, 0.3, 0.5
@@ -37,11 +38,22 @@ COMPILE_STEPS = 3
 KINDS = ("sheet", "line", "line", "scene")  # of a step's pictures, in passes of their own
 
 
-def local_loss(local: Tensor, sample: Sample) -> Tensor:
-    """Cross-entropy of what each patch's centre shows."""
+def patch_losses(seen: Seen, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of what each patch's centre shows, and of what its column ends with.
+
+    The second is of patches that show something: it leads a line's characters to their columns,
+    from where the last row can take them.
+    """
     size = CONFIG.patch_size
     kind = sample.kind[:, size // 2 :: size, size // 2 :: size].flatten()
-    return F.cross_entropy(local.float().flatten(0, 1), kind)
+    local = F.cross_entropy(seen.local.float().flatten(0, 1), kind)
+    last = sample.target.unflatten(1, (sample.grid.rows // 2, -1))[:, -1:]
+    below = last.repeat_interleave(2, 2).expand(-1, sample.grid.rows, -1).flatten()
+    below = below.where(kind != NO_CHAR, -1)
+    column = F.cross_entropy(
+        seen.column.float().flatten(0, 1), below, ignore_index=-1, reduction="sum"
+    )
+    return local, column / (below >= 0).sum().clamp(min=1)
 
 
 def spelling_loss(features_BSD: Tensor, target_BS: Tensor, rows_KD: Tensor) -> Tensor:
@@ -81,7 +93,7 @@ class Trainer:
             num_attention_heads=width // CONFIG.head_dim,
             num_key_value_heads=width // CONFIG.head_dim,
         )
-        self.tower = SeeingTower(rows_KD.shape[1], config).to(self.device)
+        self.tower = SeeingTower(rows_KD.shape[1], config, len(rows_KD)).to(self.device)
         if options.state:
             state = load_file(options.state, device=str(self.device))
             del state[IDS], state[ROWS]
@@ -113,11 +125,13 @@ class Trainer:
                 continue
             sample: Sample = getattr(self.source, kind)(count, self.classes)
             with self.autocast():
-                features, local = self.tower(sample.pixels, sample.grid)
-            near = spelling_loss(features, sample.target, self.rows_KD)
-            patches = local_loss(local, sample)
-            (near + LOCAL_WEIGHT * patches).backward()
-            metrics[kind], metrics[f"{kind} patches"] = near.detach(), patches.detach()
+                seen = self.tower(sample.pixels, sample.grid)
+            near = spelling_loss(seen.features, sample.target, self.rows_KD)
+            local, column = patch_losses(seen, sample)
+            loss = near + LOCAL_WEIGHT * (local + column * (kind == "line"))
+            loss.backward()
+            metrics[kind], metrics[f"{kind} patches"] = near.detach(), local.detach()
+            metrics[f"{kind} columns"] = column.detach()
         torch.nn.utils.clip_grad_norm_(self.tower.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -168,8 +182,8 @@ def evaluate(trainer: Trainer, count: int, batch: int = 32) -> dict[str, float]:
         for _ in range(max(1, count // batch)):
             sample: Sample = getattr(source, kind)(min(batch, count), trainer.classes)
             with trainer.autocast():
-                features, _ = trainer.tower(sample.pixels, sample.grid)
-            guess = nearness(features, trainer.rows_KD).argmax(-1)
+                seen = trainer.tower(sample.pixels, sample.grid)
+            guess = nearness(seen.features, trainer.rows_KD).argmax(-1)
             kept = (sample.target >= 0).all(1)
             guess, target = guess[kept], sample.target[kept]
             right.append((guess == target)[target != FILLER_CLASS].float())
