@@ -103,13 +103,16 @@ def components(ink_HW: Mask) -> Iterator[Mask]:
     row, begin = np.nonzero(edges == 1)
     end = np.nonzero(edges == -1)[1]
     label = _connected(row, begin, end, width)
-    found = []
-    for number in np.unique(label):
+    low, high = np.full((2, len(row), 2), width + height)
+    high -= 2 * (width + height)
+    np.minimum.at(low, label, np.stack([begin, row], 1))
+    np.maximum.at(high, label, np.stack([end, row + 1], 1))
+    spans = (high - low >= MIN_SPAN * np.array([width, height])).all(1)
+    size = np.bincount(label, end - begin, len(row)) * spans
+    for number in np.argsort(-size)[:3]:
         own = label == number
-        size = np.array([end[own].max() - begin[own].min(), np.ptp(row[own]) + 1])
-        if (size >= MIN_SPAN * np.array([width, height])).all():
-            found.append((int((end - begin)[own].sum()), own))
-    for _, own in sorted(found, key=lambda pair: -pair[0])[:3]:
+        if not spans[number]:
+            return
         change = np.zeros((height, width + 1), np.int64)
         np.add.at(change, (row[own], begin[own]), 1)
         np.add.at(change, (row[own], end[own]), -1)

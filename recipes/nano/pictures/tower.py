@@ -46,7 +46,7 @@ class SeeingTower(nn.Module):
         self.encoder = ImageEncoder(config, width)
         self.local = nn.Linear(config.hidden_size, NUM_KINDS)
         self.column = nn.Linear(config.hidden_size, num_classes)
-        self.attention_inputs, self.after_attention = attention_inputs, after_attention
+        self.interpret_layers()
         reset_tower(self.encoder)
 
     def forward(self, pixels_BHWC: Tensor, grid: Grid) -> Seen:
@@ -71,7 +71,10 @@ class SeeingTower(nn.Module):
         shape = (*patches_BPC.shape[:2], -1)
         return Seen(self.encoder.embed_vision(pooled), local.view(shape), column.view(shape))
 
-    def compile(self) -> None:  # type: ignore[override]
+    def interpret_layers(self) -> None:
+        self.attention_inputs, self.after_attention = attention_inputs, after_attention
+
+    def compile_layers(self) -> None:
         """Compile what is beside attention, once for all sizes of pictures."""
         torch._dynamo.config.suppress_errors = True
         self.attention_inputs = torch.compile(attention_inputs, dynamic=True)

@@ -38,22 +38,28 @@ COMPILE_STEPS = 3
 KINDS = ("sheet", "line", "line", "scene")  # of a step's pictures, in passes of their own
 
 
-def patch_losses(seen: Seen, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of what each patch's centre shows, and of what its column ends with.
+def local_loss(seen: Seen, sample: Sample) -> Tensor:
+    """Cross-entropy of what each patch's centre shows."""
+    return F.cross_entropy(seen.local.float().flatten(0, 1), shown(sample).flatten())
 
-    The second is of patches that show something: it leads a line's characters to their columns,
-    from where the last row can take them.
+
+def column_loss(seen: Seen, sample: Sample) -> Tensor:
+    """Cross-entropy of what the columns of a line's patches end with, where they show something.
+
+    It leads characters to their columns, from where the last row can take them.
     """
-    size = CONFIG.patch_size
-    kind = sample.kind[:, size // 2 :: size, size // 2 :: size].flatten()
-    local = F.cross_entropy(seen.local.float().flatten(0, 1), kind)
     last = sample.target.unflatten(1, (sample.grid.rows // 2, -1))[:, -1:]
-    below = last.repeat_interleave(2, 2).expand(-1, sample.grid.rows, -1).flatten()
-    below = below.where(kind != NO_CHAR, -1)
-    column = F.cross_entropy(
-        seen.column.float().flatten(0, 1), below, ignore_index=-1, reduction="sum"
-    )
-    return local, column / (below >= 0).sum().clamp(min=1)
+    below = last.repeat_interleave(2, 2).expand(-1, sample.grid.rows, -1)
+    target = below.where(shown(sample) != NO_CHAR, -1).flatten()
+    logits = seen.column.float().flatten(0, 1)
+    total = F.cross_entropy(logits, target, ignore_index=-1, reduction="sum")
+    return total / (target >= 0).sum().clamp(min=1)
+
+
+def shown(sample: Sample) -> Tensor:
+    """Return what the centres of patches show, [B, rows, columns]."""
+    size = CONFIG.patch_size
+    return sample.kind[:, size // 2 :: size, size // 2 :: size]
 
 
 def spelling_loss(features_BSD: Tensor, target_BS: Tensor, rows_KD: Tensor) -> Tensor:
@@ -99,7 +105,7 @@ class Trainer:
             del state[IDS], state[ROWS]
             self.tower.load_state_dict(state)
         if is_cuda and not options.eager:
-            self.tower.compile()
+            self.tower.compile_layers()
         self.source = Source(options.data, self.device, options.seed, held_out=False)
         self.optimizers = self._optimizers()
         self.autocast = (lambda: torch.autocast("cuda", torch.bfloat16)) if is_cuda else nullcontext
@@ -127,11 +133,13 @@ class Trainer:
             with self.autocast():
                 seen = self.tower(sample.pixels, sample.grid)
             near = spelling_loss(seen.features, sample.target, self.rows_KD)
-            local, column = patch_losses(seen, sample)
-            loss = near + LOCAL_WEIGHT * (local + column * (kind == "line"))
-            loss.backward()
-            metrics[kind], metrics[f"{kind} patches"] = near.detach(), local.detach()
-            metrics[f"{kind} columns"] = column.detach()
+            patches = local_loss(seen, sample)
+            metrics[kind], metrics[f"{kind} patches"] = near.detach(), patches.detach()
+            if kind == "line":
+                columns = column_loss(seen, sample)
+                metrics["line columns"] = columns.detach()
+                patches = patches + columns
+            (near + LOCAL_WEIGHT * patches).backward()
         torch.nn.utils.clip_grad_norm_(self.tower.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -176,6 +184,7 @@ def evaluate(trainer: Trainer, count: int, batch: int = 32) -> dict[str, float]:
     pictures without a fault. `errors`: edit distance of lines over their length.
     """
     source = Source(trainer.options.data, trainer.device, 99, held_out=True)
+    trainer.tower.interpret_layers()  # without gradients they would be compiled anew
     found: dict[str, float] = {}
     for kind in dict.fromkeys(KINDS):
         right, whole, wrong, letters = [], [], 0, 0
@@ -218,7 +227,7 @@ def main() -> None:
     add("--seconds", type=float, default=200.0)
     add("--steps", type=int, default=0, help="stop after so many steps instead")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--pictures", type=int, nargs=4, default=(64, 64, 64, 32), help=f"of a step: {KINDS}")
+    add("--pictures", type=int, nargs=4, default=(64, 72, 72, 24), help=f"of a step: {KINDS}")
     add("--width", type=int, default=CONFIG.hidden_size)
     add("--layers", type=int, default=CONFIG.num_hidden_layers)
     add("--rate", type=float, default=2e-3)
@@ -226,7 +235,7 @@ def main() -> None:
     add("--warmup", type=int, default=100)
     add("--every", type=float, default=10.0, help="seconds between reports")
     add("--save-every", type=float, default=40.0, help="seconds between saved weights")
-    add("--evaluate", type=int, default=512, help="held-out pictures of each kind")
+    add("--evaluate", type=int, default=256, help="held-out pictures of each kind")
     add("--seed", type=int, default=1)
     add("--eager", action="store_true", help="do not compile the layers")
     options = parser.parse_args()
