@@ -230,7 +230,7 @@ def main() -> None:
     add("--pictures", type=int, nargs=4, default=(64, 72, 72, 24), help=f"of a step: {KINDS}")
     add("--width", type=int, default=CONFIG.hidden_size)
     add("--layers", type=int, default=CONFIG.num_hidden_layers)
-    add("--rate", type=float, default=2e-3)
+    add("--rate", type=float, default=3e-3)
     add("--hold", type=float, default=0.3, help="share of the time before the rate falls")
     add("--warmup", type=int, default=100)
     add("--every", type=float, default=10.0, help="seconds between reports")
