@@ -99,7 +99,7 @@ def spell_lines(
     begins = ink & ~before
     begins[:, 0] = False
     number = ink.long().cumsum(1)
-    free = (middle_BL / CELL).floor().long() - number
+    free = ((middle_BL / CELL).floor().long() - number).clamp(min=-1)
     column = free.where(ink, -9999).cummax(1).values + number
     out = torch.full_like(column, columns)
     place = column.where(ink & (column >= 0) & (column < columns), out)
