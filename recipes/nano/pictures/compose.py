@@ -139,11 +139,11 @@ class Composer:
         """Map pixels to grid coordinates, 0 to 9, nearly straight; returns a cell's pixels too."""
         x, y = self.points(side, side)
         u, v = x / side * 2 - 1, y / side * 2 - 1
-        shift = self.uniform(count, -1, 1, 2) * 0.022 * self.damage
+        shift = self.uniform(count, -1, 1, 2) * 0.015 * self.damage
         u, v = u - shift[:, :1], v - shift[:, 1:]
-        angle = self.uniform(count, -1, 1) * 0.025 * self.damage * self.chance(count, 0.7)
-        tilt = self.uniform(count, -0.025, 0.025, 2) * self.damage * self.chance(count, 0.5)
-        scale = 9 / SHEET * (1 + self.uniform(count, -0.025, 0.025) * self.damage)
+        angle = self.uniform(count, -1, 1) * 0.015 * self.damage * self.chance(count, 0.7)
+        tilt = self.uniform(count, -0.015, 0.015, 2) * self.damage * self.chance(count, 0.5)
+        scale = 9 / SHEET * (1 + self.uniform(count, -0.02, 0.02) * self.damage)
         cos, sin = angle.cos(), angle.sin()
         a, b = cos * u + sin * v, -sin * u + cos * v
         a = a + self.uniform(count, -0.015, 0.015) * self.damage * b
