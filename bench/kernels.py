@@ -582,15 +582,15 @@ def logit_checks(sizes: Sizes) -> Iterator[Check]:
         raw_TV[:, :5] += lead
         temperature_T = torch.linspace(0.4, 0.8, length, device=sizes.device)
         uniform_T = torch.rand(length, dtype=torch.float64, device=sizes.device)
-        held_T = random_tokens(vocab, length, sizes.device)
+        current_T = random_tokens(vocab, length, sizes.device)
         query = TokenQuery(
             temperature_T=temperature_T,
             draw_temperature_T=torch.ones_like(temperature_T),
             uniform_T=uniform_T,
-            held_T=held_T,
+            current_T=current_T,
         )
         reference_query = definition.Query(
-            temperature_T=temperature_T, uniform_T=uniform_T, held_T=held_T
+            temperature_T=temperature_T, uniform_T=uniform_T, current_T=current_T
         )
         exact = definition.position_stats_reference(raw_TV, SOFTCAP, reference_query)
         kernel = partial(logit_stats, raw_TV, SOFTCAP, query, length)

@@ -181,7 +181,7 @@ def _step_margin(model: Gemma, batch: ForwardBatch, state: CanvasState, after: C
     ordered_L = entropy_L.sort().values
     accept_L = (ordered_L.cumsum(0) - ordered_L - rule.entropy_bound).abs()
     best_L2 = p_LV.topk(2).values
-    distances = [edges_L[after.kept_L], accept_L, best_L2[:, 0] - best_L2[:, 1]]
+    distances = [edges_L[after.accepted_L], accept_L, best_L2[:, 0] - best_L2[:, 1]]
     converge = (entropy_L.mean() - rule.confidence_threshold).abs()
     return min([float(d.min()) for d in distances if len(d)] + [float(converge)])
 

@@ -300,7 +300,7 @@ def settle(engine: Engine, constraint: Constraint, text: str, generator: torch.G
         known_L = shuffle_L < step / 10
         p_L = torch.where(known_L, 0.97, 0.3)
         stats = PositionStats(
-            draw_T=text_L, top_T=text_L, entropy_T=1 - p_L, top_p_T=p_L, held_p_T=p_L
+            draw_T=text_L, top_T=text_L, entropy_T=1 - p_L, top_p_T=p_L, current_p_T=p_L
         )
         view = StepView(stats, noise_L, logits_at)
         canvas = constrained.apply(replace(canvas, num_steps=step), view)

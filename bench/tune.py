@@ -388,7 +388,7 @@ def soft_embed_cases(sizes: Sizes) -> Iterator[Case]:
         temperature_T=one_T,
         draw_temperature_T=one_T,
         uniform_T=0.5 * one_T.double(),
-        held_T=zero_T,
+        current_T=zero_T,
     )
     stats = logit_stats.logit_stats(raw_TV, None, query, length)
     probs = soft_embed_fp8.quantize_probs(stats, soft)

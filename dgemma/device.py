@@ -1,4 +1,4 @@
-"""The machine: choice of device and dtype, and what was measured on it, kept on disk."""
+"""The machine: choice of device and dtype, and a disk cache of what was measured on it."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from dgemma.errors import UsageError
 
 DEVICES = "auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_ENTRIES = 32  # results that are kept under a name, the latest
+MAX_ENTRIES = 32  # stored per name; the oldest is dropped
 MAX_KERNELS = 128  # of different shapes, in the CPU matrix library's cache
 
 
@@ -87,18 +87,18 @@ def bound_kernel_cache(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(name, str(MAX_KERNELS))
 
 
-# --- results that are kept
+# --- stored results
 
 
-def kept_result(name: str, key: Mapping[str, str]) -> Any:
-    """Return the value that was kept under a name for exactly this key; None if there is none."""
-    values = [entry["value"] for entry in kept_entries(name) if entry["key"] == key]
+def load_result(name: str, key: Mapping[str, str]) -> Any:
+    """Load the value stored under a name for exactly this key; None if there is none."""
+    values = [entry["value"] for entry in stored_results(name) if entry["key"] == key]
     return values[-1] if values else None
 
 
-def keep_result(name: str, key: Mapping[str, str], value: Any) -> None:
-    """Keep a value that JSON can hold in the user's cache; nothing if it cannot be written."""
-    entries = [entry for entry in kept_entries(name) if entry["key"] != key]
+def store_result(name: str, key: Mapping[str, str], value: Any) -> None:
+    """Store a JSON value in the user's cache; do nothing if the cache cannot be written."""
+    entries = [entry for entry in stored_results(name) if entry["key"] != key]
     entries.append({"key": dict(key), "value": value})
     path = _cache_path(name)
     if not path.is_absolute():
@@ -112,7 +112,7 @@ def keep_result(name: str, key: Mapping[str, str], value: Any) -> None:
         return
 
 
-def kept_entries(name: str) -> list[dict[str, Any]]:
+def stored_results(name: str) -> list[dict[str, Any]]:
     try:
         entries = json.loads(_cache_path(name).read_text(encoding="utf-8"))
         return [entry for entry in entries if {"key", "value"} <= entry.keys()]

@@ -61,7 +61,7 @@ def click(page: Any, *selectors: str) -> None:
 def chat(page: Any) -> None:
     page.fill("#question", STORY)
     page.press("#question", "Enter")
-    until(page, ".answer .t.kept", 50)
+    until(page, ".answer .t.accepted", 50)
     take(page, "chat")
 
 

@@ -32,7 +32,7 @@ DRAFT = {
     "ids tokens": "tokens on the canvas, accepted ones and noise; a control token has no text",
     "guess guess_tokens text": "tokens that would be committed now, and their text in one piece",
     "entropy": "nats at each position in this step; null if not a number",
-    "kept": "positions accepted in this step; the others are noise again",
+    "accepted": "positions accepted in this step; the others are noise again",
     "pinned": "positions that must keep their token",
 }
 

@@ -22,14 +22,14 @@ class FixedCount:
     count: int = 8
 
     def decide(self, canvas: Canvas, stats: PositionStats) -> Decision:
-        open_L = ~canvas.kept_L  # pinned positions count as kept
+        open_L = ~canvas.accepted_L  # pinned positions count as kept
         number = min(self.count, int(open_L.sum()))
         best = stats.top_p_T.masked_fill(~open_L, -1).topk(number).indices
         new_L = torch.zeros_like(open_L).index_fill(0, best, True)
         tokens_L = torch.where(new_L, stats.draw_T, canvas.tokens_L)
-        kept_L = canvas.kept_L | new_L
-        guess_L = torch.where(kept_L, tokens_L, stats.top_T)
-        return Decision(kept_L, tokens_L, guess_L, converged=kept_L.all())
+        accepted_L = canvas.accepted_L | new_L
+        guess_L = torch.where(accepted_L, tokens_L, stats.top_T)
+        return Decision(accepted_L, tokens_L, guess_L, converged=accepted_L.all())
 
 
 def main() -> None:

@@ -164,7 +164,7 @@ def test_a_fresh_canvas_is_noise_with_its_pins_in_place(case: tuple[int, Pins]) 
         expected[position] = token
     assert canvas.tokens_L.tolist() == expected
     assert set(canvas.pinned_L.nonzero().flatten().tolist()) == set(pins.positions)
-    assert torch.equal(canvas.kept_L, canvas.pinned_L)
+    assert torch.equal(canvas.accepted_L, canvas.pinned_L)
     assert torch.equal(noise_L, torch.arange(100, 100 + length)), "the noise was written to"
 
 
@@ -173,7 +173,7 @@ def test_a_fresh_canvas_knows_nothing_yet() -> None:
     assert canvas.length == 5 and canvas.num_steps == 0 and canvas.soft_LD is None
     assert not canvas.converged and canvas.stable_steps == 0
     assert (canvas.guess_L == -1).all() and canvas.entropy_L.isinf().all()
-    assert not canvas.kept_L.any()
+    assert not canvas.accepted_L.any()
 
 
 @pytest.mark.parametrize(

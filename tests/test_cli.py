@@ -134,7 +134,7 @@ def test_a_canvas_is_painted_without_moving_the_cursor() -> None:
         guess=(1, 2),
         guess_tokens=("he", "llo"),
         entropy=(0.0, 1.0),
-        kept=(True, False),
+        accepted=(True, False),
         pinned=(True, False),
         block=1,
         step=4,

@@ -126,7 +126,7 @@ def test_pins_hold_in_every_place_of_every_step(case: dict[str, Any]) -> None:
         canvas = step.canvas
         assert torch.equal(canvas.tokens_L[where], what)
         assert torch.equal(canvas.guess_L[where], what), "what is committed is what was pinned"
-        assert canvas.kept_L[where].all() and (canvas.entropy_L[where] == 0).all()
+        assert canvas.accepted_L[where].all() and (canvas.entropy_L[where] == 0).all()
         assert canvas.pinned_L.nonzero().flatten().tolist() == sorted(pins.positions)
 
 
@@ -252,7 +252,7 @@ def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch)
         )
         assert torch.equal(query.uniform_T, state.noise.uniform_NL[number])
         assert query.temperature_T.tolist() == pytest.approx([heat] * 8)
-        renoised = ~after.canvas.kept_L
+        renoised = ~after.canvas.accepted_L
         assert renoised.any()
         expected = state.noise.tokens_NL[number][renoised]
         assert torch.equal(after.canvas.tokens_L[renoised], expected)
@@ -308,7 +308,7 @@ def test_reading_out_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     query = Query(
         temperature_T=torch.linspace(0.4, 0.8, 10),
         uniform_T=torch.linspace(0, 0.99, 10).double(),
-        held_T=torch.arange(10),
+        current_T=torch.arange(10),
     )
     whole, whole_soft = logit_stats(MODEL, hidden, query)
     monkeypatch.setitem(LOGIT_ELEMENTS, "cpu", 3 * TINY.vocab_size)

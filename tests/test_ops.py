@@ -31,7 +31,7 @@ from dgemma.backends.cpu import (
     soft_embed_reference,
 )
 from dgemma.config import AttentionShape
-from dgemma.diffusion.canvas import WORD, Noise, philox, philox_on_host
+from dgemma.diffusion.canvas import WORD, Noise, philox, philox_numpy
 from dgemma.diffusion.logit_stats import Query, position_stats, position_stats_reference
 from dgemma.model.attention import KVSegment, attention, attention_reference, can_merge
 from dgemma.model.forward_batch import ForwardBatch, Segment
@@ -206,7 +206,7 @@ def ask(rows: int, vocab: int, seed: int, temperature: float | None = None) -> Q
     return Query(
         temperature_T=temperature_T if temperature is None else torch.full((rows,), temperature),
         uniform_T=torch.rand(rows, generator=generator, dtype=torch.float64),
-        held_T=torch.randint(vocab, (rows,), generator=generator),
+        current_T=torch.randint(vocab, (rows,), generator=generator),
     )
 
 
@@ -217,7 +217,7 @@ def check_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> None:
     exact_TV = distribution(raw_TV, softcap, query.temperature_T)
     torch.testing.assert_close(stats.entropy_T, theirs.entropy_T, atol=2e-5, rtol=0)
     torch.testing.assert_close(stats.top_p_T, theirs.top_p_T, atol=1e-6, rtol=3e-5)
-    torch.testing.assert_close(stats.held_p_T, theirs.held_p_T, atol=1e-6, rtol=3e-5)
+    torch.testing.assert_close(stats.current_p_T, theirs.current_p_T, atol=1e-6, rtol=3e-5)
     torch.testing.assert_close(p_TV.double(), exact_TV, atol=1e-6, rtol=5e-5)
     # What is divided by is a float32 sum; the narrower a CPU's vectors, the longer its chains.
     torch.testing.assert_close(
@@ -345,7 +345,7 @@ def test_draws_have_a_temperature_of_their_own() -> None:
         query = replace(plain, draw_temperature_T=torch.full((rows,), temperature))
         found, again_TV = position_stats(raw_TV.clone(), 30.0, query)
         assert torch.equal(again_TV, p_TV)
-        for name in ("top_T", "entropy_T", "top_p_T", "held_p_T"):
+        for name in ("top_T", "entropy_T", "top_p_T", "current_p_T"):
             assert torch.equal(getattr(found, name), getattr(expected, name))
         if temperature == 0:
             assert torch.equal(found.draw_T, expected.top_T)
@@ -638,7 +638,7 @@ def test_philox_on_the_host_gives_the_same_words() -> None:
     whole = [torch.from_numpy(word.astype(np.int64)).expand(4, 3) for word in host]
     for key in ((0, 0), (WORD, WORD), (5, 1 << 31)):
         want = philox((whole[0], whole[1], whole[2], whole[3]), key)
-        for mine, word in zip(philox_on_host((a, b, c, d), key), want, strict=True):
+        for mine, word in zip(philox_numpy((a, b, c, d), key), want, strict=True):
             assert np.array_equal(mine.astype(np.int64), word.numpy())
 
 

@@ -58,7 +58,7 @@ def stats(
         top_T=torch.tensor(top),
         entropy_T=torch.tensor(entropy or [0.0] * length),
         top_p_T=torch.tensor(top_p or [1.0] * length),
-        held_p_T=torch.tensor(held_p or [1.0] * length),
+        current_p_T=torch.tensor(held_p or [1.0] * length),
     )
 
 
@@ -126,7 +126,7 @@ def test_a_step_holds_what_is_kept_and_renoises_the_rest() -> None:
     canvas = initial_canvas(torch.tensor([50, 51, 52]))
     seen = stats(top=[1, 2, 3], draw=[4, 5, 6], entropy=[0.3, 0.01, 2.0])
     moved = advance(canvas, seen, torch.tensor([70, 71, 72]), EntropyBound(entropy_bound=0.1))
-    assert moved.kept_L.tolist() == [True, True, False]
+    assert moved.accepted_L.tolist() == [True, True, False]
     assert moved.tokens_L.tolist() == [4, 5, 72], "kept positions take the draw, not the top"
     assert moved.guess_L.tolist() == [1, 2, 3], "the guess is the top everywhere"
     assert moved.entropy_L.tolist() == pytest.approx([0.3, 0.01, 2.0])
@@ -247,7 +247,7 @@ def test_pins_keep_their_token_whatever_the_step_says(rule: Any) -> None:
         canvas = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), rule)
         assert canvas.tokens_L[1] == 7 and canvas.tokens_L[3] == 8
         assert canvas.guess_L[1] == 7 and canvas.guess_L[3] == 8
-        assert canvas.kept_L[1] and canvas.kept_L[3]
+        assert canvas.accepted_L[1] and canvas.accepted_L[3]
         assert canvas.entropy_L[1] == 0 and canvas.entropy_L[3] == 0
 
 
@@ -319,7 +319,7 @@ def test_what_is_in_doubt_is_decided_apart(
     moved = advance(
         canvas, seen, noise, SpacedEntropyBound(entropy_bound=9.0, min_entropy=0.1, reach=reach)
     )
-    assert moved.kept_L.tolist() == kept
+    assert moved.accepted_L.tolist() == kept
     assert moved.tokens_L.tolist() == torch.where(torch.tensor(kept), seen.draw_T, noise).tolist()
     assert moved.guess_L.tolist() == [4, 5, 6]
 
@@ -351,15 +351,15 @@ def test_the_rule_apart_takes_from_the_entropy_rule_what_is_near_a_surer_one(
     loose = EntropyBound(entropy_bound=bound).decide(canvas, seen)
     rule = SpacedEntropyBound(entropy_bound=bound, reach=reach)
     decided = rule.decide(canvas, seen)
-    for i, was_kept in enumerate(loose.kept_L.tolist()):
+    for i, was_kept in enumerate(loose.accepted_L.tolist()):
         late = entropy[i] > rule.min_entropy and any(
-            loose.kept_L[j]
+            loose.accepted_L[j]
             and (entropy[j], j) < (entropy[i], i)
             and (entropy[j] > rule.min_entropy or draw[j] == draw[i])
             for j in range(max(0, i - reach), min(len(draw), i + reach + 1))
         )
-        assert bool(decided.kept_L[i]) == (was_kept and not late)
-    assert bool(decided.kept_L.any()) == bool(loose.kept_L.any()), "every step moves"
+        assert bool(decided.accepted_L[i]) == (was_kept and not late)
+    assert bool(decided.accepted_L.any()) == bool(loose.accepted_L.any()), "every step moves"
     assert bool(decided.converged) == bool(loose.converged)
 
 
@@ -377,7 +377,7 @@ def held_cases(draw: Any) -> tuple[Canvas, PositionStats]:
     canvas = initial_canvas(torch.tensor(some(st.integers(0, 4))))
     pinned = torch.tensor(some(st.sampled_from([False, False, True])))
     kept = torch.tensor(some(st.booleans())) | pinned
-    canvas = replace(canvas, pinned_L=pinned, kept_L=kept, guess_L=canvas.tokens_L, num_steps=1)
+    canvas = replace(canvas, pinned_L=pinned, accepted_L=kept, guess_L=canvas.tokens_L, num_steps=1)
     probabilities = st.sampled_from([0.05, 0.2, 0.5, 0.8, 0.95])
     seen = stats(
         some(st.integers(0, 4)),
@@ -398,27 +398,27 @@ def test_the_confidence_rule_keeps_its_promises(case: tuple[Canvas, PositionStat
     was_open, is_changed = False, False
     for i in range(canvas.length):
         before, after = int(canvas.tokens_L[i]), int(moved.tokens_L[i])
-        top, top_p, held_p = int(seen.top_T[i]), float(seen.top_p_T[i]), float(seen.held_p_T[i])
+        top, top_p, held_p = int(seen.top_T[i]), float(seen.top_p_T[i]), float(seen.current_p_T[i])
         if canvas.pinned_L[i]:
-            assert after == before and moved.kept_L[i]
-        elif not canvas.kept_L[i]:
+            assert after == before and moved.accepted_L[i]
+        elif not canvas.accepted_L[i]:
             was_open = True
-            assert after == (top if moved.kept_L[i] else 99)
-            assert moved.kept_L[i] or top_p <= 0.9
+            assert after == (top if moved.accepted_L[i] else 99)
+            assert moved.accepted_L[i] or top_p <= 0.9
         elif top != before and top_p > 0.9:
             is_changed = True
-            assert after == top and moved.kept_L[i]
+            assert after == top and moved.accepted_L[i]
         elif held_p < 0.3:
             is_changed = True
-            assert after == 99 and not moved.kept_L[i]
+            assert after == 99 and not moved.accepted_L[i]
         else:
-            assert after == before and moved.kept_L[i], "a held token moved"
-    opened = [i for i in range(canvas.length) if not canvas.kept_L[i]]
+            assert after == before and moved.accepted_L[i], "a held token moved"
+    opened = [i for i in range(canvas.length) if not canvas.accepted_L[i]]
     if opened:
         surest = max(opened, key=lambda i: float(seen.top_p_T[i]))
-        assert moved.kept_L[surest], "a step must decide something"
+        assert moved.accepted_L[surest], "a step must decide something"
     assert bool(moved.converged) == (not was_open and not is_changed)
-    assert torch.equal(moved.guess_L[moved.kept_L], moved.tokens_L[moved.kept_L])
+    assert torch.equal(moved.guess_L[moved.accepted_L], moved.tokens_L[moved.accepted_L])
 
 
 def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
@@ -431,7 +431,7 @@ def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
         seen = stats([1, 2, 3, 4, 5], top_p=top_p, held_p=[0.5] * 5)
         canvas = advance(canvas, seen, torch.zeros(5).long(), Confidence())
         steps += 1
-        assert int(canvas.kept_L.sum()) == min(steps, 5)
+        assert int(canvas.accepted_L.sum()) == min(steps, 5)
     assert steps == 6 and canvas.guess_L.tolist() == [1, 2, 3, 4, 5]
 
 
@@ -505,7 +505,9 @@ def test_the_released_generation_config_gives_the_default_sampler() -> None:
 
 def decided(**changes: object) -> Decision:
     flags_L, ids_L = torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.long)
-    decision = Decision(kept_L=flags_L, tokens_L=ids_L, guess_L=ids_L, converged=torch.tensor(True))
+    decision = Decision(
+        accepted_L=flags_L, tokens_L=ids_L, guess_L=ids_L, converged=torch.tensor(True)
+    )
     return replace(decision, **changes)  # type: ignore[arg-type]  # wrong on purpose
 
 
@@ -529,7 +531,10 @@ class NeedsCount:
     ("answer", "phrase"),
     [
         (None, "Wrong.decide returned a NoneType; it must be a Decision"),
-        (decided(kept_L=torch.ones(7, dtype=torch.bool)), "kept_L as torch.bool of shape [7]"),
+        (
+            decided(accepted_L=torch.ones(7, dtype=torch.bool)),
+            "accepted_L as torch.bool of shape [7]",
+        ),
         (decided(tokens_L=torch.ones(8)), "tokens_L as torch.float32 of shape [8]; it must be"),
         (decided(converged=True), "returned converged as True"),
         (IndexError("too far"), "fails on a canvas of 8 tokens: IndexError: too far"),

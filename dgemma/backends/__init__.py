@@ -1,1 +1,1 @@
-"""Backends, which execute forward passes: reference, CPU forms of a model, fused CUDA kernels."""
+"""Backends, which execute forward passes: reference, CPU, fused CUDA kernels."""

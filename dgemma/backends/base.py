@@ -1,4 +1,4 @@
-"""The protocol of a backend: it executes the engine's forward passes.
+"""The protocol of a backend, which executes forward passes, and its inputs and outputs.
 
 N positions, V vocabulary.
 """
@@ -16,23 +16,23 @@ from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import KVCache
 
-LOGIT_POSITIONS = 64  # of a canvas whose logits are held at once
+LOGIT_POSITIONS = 64  # canvas positions whose logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """Temperature and random number of the next draw of an AR sequence."""
+    """Temperature and random number of one AR draw."""
 
-    temperature: float = 0.0  # 0 takes the likeliest token
-    uniform: float = 0.0  # decides the draw, in [0, 1)
+    temperature: float = 0.0  # 0: argmax
+    uniform: float = 0.0  # random number in [0, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRows:
-    """Soft tokens of a picture among the tokens to commit: their first index, and features."""
+    """Features of a picture among the tokens to commit, and the index of its first token."""
 
     begin: int
-    features_SD: Tensor  # they replace the embeddings of S tokens
+    features_SD: Tensor  # replace the embeddings of S tokens
 
     @property
     def end(self) -> int:
@@ -41,14 +41,14 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True)
 class CanvasQuery:
-    """Positions of a canvas whose tokens are to be scored by the canvas's next step.
+    """Canvas positions whose tokens are scored by the canvas's next step.
 
-    `penalty` nats are taken off the logit of each target: see `copy_bias` of the edit program.
+    `penalty` nats are subtracted from each target's logit: see `copy_bias` in the edit program.
     """
 
-    tokens: tuple[int, ...]  # of the canvas
+    tokens: tuple[int, ...]  # tokens on the canvas
     positions: tuple[int, ...]
-    targets: tuple[int, ...]  # at those positions
+    targets: tuple[int, ...]  # target token of each position
     penalty: float = 0.0
 
 
@@ -57,34 +57,34 @@ class CanvasScore:
     """Log-probabilities at the positions of a query."""
 
     targets: tuple[float, ...]
-    best: tuple[float, ...]  # of the likeliest token
+    best: tuple[float, ...]  # log-probability of the argmax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInput:
-    """One request's tokens in a pass: some to commit, then a canvas or a draw."""
+    """One request's part of a pass: tokens to commit, then a canvas or a draw."""
 
     cache: KVCache
-    tokens: tuple[int, ...] = ()  # to commit after what is cached
-    images: tuple[ImageRows, ...] = ()  # among those tokens, whole and in order
-    state: CanvasState | None = None  # a canvas to step, after those
-    query: CanvasQuery | None = None  # to be scored by that step
-    draw: TokenDraw | None = None  # of the token after the last one committed
-    needs_logits: bool = False  # for a constraint, which draws by itself
-    targets: tuple[int, ...] = ()  # score them: target i is predicted by tokens[: i + 1]
-    draws: tuple[TokenDraw, ...] = ()  # of a token beside each target, instead of the likeliest
+    tokens: tuple[int, ...] = ()  # to commit after the cached tokens
+    images: tuple[ImageRows, ...] = ()  # pictures among those tokens, whole and in order
+    state: CanvasState | None = None  # canvas to step after the commit
+    query: CanvasQuery | None = None  # positions to score in that step
+    draw: TokenDraw | None = None  # draw of the token after the last committed one
+    needs_logits: bool = False  # return logits: a constraint chooses the token
+    targets: tuple[int, ...] = ()  # tokens to score; target i is predicted by tokens[: i + 1]
+    draws: tuple[TokenDraw, ...] = ()  # draws at the target positions, instead of the argmax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
     state: CanvasState | None = None
-    canvas_score: CanvasScore | None = None  # of the query
+    canvas_score: CanvasScore | None = None  # answer to the query
     token: int | None = None
-    logprob: float | None = None  # of the token at temperature 1; NaN if any logit is
+    logprob: float | None = None  # of the token, at temperature 1; NaN if any logit is NaN
     logits_V: Tensor | None = None  # valid until the next pass
-    logprobs: tuple[float, ...] = ()  # of the targets
-    best: tuple[tuple[int, float], ...] = ()  # token chosen there, its log-probability
-    hidden_ND: Tensor | None = None  # hidden states there, for a drafter; valid until the next pass
+    logprobs: tuple[float, ...] = ()  # log-probability of each target
+    best: tuple[tuple[int, float], ...] = ()  # token chosen at each target, its log-probability
+    hidden_ND: Tensor | None = None  # hidden states of those positions; valid until the next pass
 
 
 class Backend(Protocol):
@@ -92,20 +92,20 @@ class Backend(Protocol):
 
     model: Gemma
     name: str
-    max_batch_size: int  # canvases that a pass steps at once
+    max_batch_size: int  # canvases per pass
 
     def run(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
-        """Run one pass for all inputs: commits first, so that a canvas sees its own commit."""
+        """Run one pass for all inputs. Commits come first: a canvas sees its request's commit."""
 
     def encode(self, tokens_T: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the hidden states of tokens in the causal mode."""
+        """Return hidden states of tokens in causal mode."""
 
     def forward(self, embeds_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        """Run the stack on the caller's embeddings."""
+        """Run the layer stack on embeddings."""
 
 
 def score_canvas(query: CanvasQuery, logits_at: LogitsAt) -> CanvasScore:
-    """Score the tokens of a query, a bounded number of positions at a time."""
+    """Score the tokens of a query, a limited number of positions at a time."""
     targets, best = [], []
     for begin in range(0, len(query.positions), LOGIT_POSITIONS):
         group = slice(begin, begin + LOGIT_POSITIONS)
@@ -120,7 +120,7 @@ def score_canvas(query: CanvasQuery, logits_at: LogitsAt) -> CanvasScore:
 
 @torch.inference_mode()
 def prefill(backend: Backend, cache: KVCache, tokens_T: Tensor, chunk: int) -> Tensor:
-    """Commit tokens after the cached tokens, `chunk` at a time; returns the last hidden state."""
+    """Commit tokens in chunks; return the last hidden state."""
     hidden_TD = torch.empty(0)
     for piece_T in torch.split(tokens_T, chunk):
         batch = ForwardBatch([Segment(cache, len(piece_T), commit=True)])

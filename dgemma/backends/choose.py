@@ -1,7 +1,7 @@
-"""Chooses the backend for a model: CUDA kernels where they run and pass the self-test.
+"""Chooses the backend for a model: CUDA kernels if they run and pass the self-test.
 
-Results of the self-test are cached on disk, keyed by GPU, torch, triton, kernel source, model
-config, dtype and weight format.
+Self-test results are cached on disk, keyed by GPU, torch, triton, kernel source, model config,
+dtype and weight format.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from dgemma.backends.cuda.device import (
 from dgemma.backends.cuda.merge import layers_of
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.config import ModelConfig, config_to_json
-from dgemma.device import keep_result, kept_entries, kept_result
+from dgemma.device import load_result, store_result, stored_results
 from dgemma.model.gemma import Gemma
 from dgemma.quant.head import Fp8HeadTable
 
 CACHE = "selftest"
 UNTESTED = "cuda, once the self-test has passed when the model is first loaded"
-WEIGHTS = "weights"  # key of the weight format, the one fact that a config does not have
+WEIGHTS = "weights"  # key of the weight format, which a config does not tell
 
 logger = logging.getLogger("dgemma")
 
 
 def choose_backend(model: Gemma) -> Backend:
-    """Return the fastest backend that this model and device have."""
+    """Return the fastest backend for this model on its device."""
     weight = model.embed_tokens.weight
     reason = unsupported_reason(weight.device, weight.dtype)
     if reason is not None:
@@ -62,7 +62,7 @@ def _cuda_backend(model: Gemma) -> Backend:
 
     weight = model.embed_tokens.weight
     key = {**cache_key(model.config, weight.dtype, weight.device), WEIGHTS: _weight_format(model)}
-    wrong: str | None = kept_result(CACHE, key)
+    wrong: str | None = load_result(CACHE, key)
     if wrong is None:
         _precompile(model)
         try:
@@ -70,10 +70,10 @@ def _cuda_backend(model: Gemma) -> Backend:
         except torch.cuda.OutOfMemoryError:  # says nothing about the kernels: not cached
             wrong = "no memory for the self-test"
         except DeviceFault as fault:
-            keep_result(CACHE, key, str(fault))
+            store_result(CACHE, key, str(fault))
             raise
         else:
-            keep_result(CACHE, key, wrong)
+            store_result(CACHE, key, wrong)
     if wrong and not ignores_selftest():
         logger.warning(
             "the reference backend is used, which is slower, since the self-test failed: %s; "
@@ -100,12 +100,12 @@ def _precompile(model: Gemma) -> None:
 
 
 def _weight_format(model: Gemma) -> str:
-    """Name the weight format by the modules of the layers and the token table."""
-    from dgemma.backends.cuda.selftest import experts_form
+    """Name the weight format by the modules of layers and token table."""
+    from dgemma.backends.cuda.selftest import experts_format
 
     modules = [*next(iter(model.layers)).modules(), model.embed_tokens]
     names = {type(module).__name__ for module in modules}
-    names |= {experts_form(layer) for layer in layers_of(model)}
+    names |= {experts_format(layer) for layer in layers_of(model)}
     table = model.embed_tokens
     if isinstance(table, Fp8HeadTable) and table.soft is not None:
         names.add("soft")
@@ -116,14 +116,14 @@ def _weight_format(model: Gemma) -> str:
 
 
 def report(config: ModelConfig | None, dtype: torch.dtype, device: torch.device) -> str:
-    """Name the backend that a model would get and, if it is the reference, why."""
+    """Name the backend a model would get and, for the reference, the reason."""
     reason = unsupported_reason(device, dtype)
     if reason is not None:
         return f"reference: {reason}"
     if config is None:
         return UNTESTED
     key = {**cache_key(config, dtype, device), WEIGHTS: ""}
-    entries = kept_entries(CACHE)
+    entries = stored_results(CACHE)
     results = {entry["value"] for entry in entries if {**entry["key"], WEIGHTS: ""} == key}
     if wrong := results - {""}:
         backend = "cuda, although the self-test failed" if ignores_selftest() else "reference"
@@ -132,7 +132,7 @@ def report(config: ModelConfig | None, dtype: torch.dtype, device: torch.device)
 
 
 def cache_key(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-    """All that a result depends on, but for the weight format."""
+    """Everything that a result depends on, except the weight format."""
     return {
         "device": _device_name(device),
         "torch": torch.__version__,
@@ -159,7 +159,7 @@ def _triton_version() -> str:
 
 
 def _source_digest() -> str:
-    """Digest of the CUDA backend's code: its version does not change during development."""
+    """Digest the CUDA backend's source: its version does not change during development."""
     package = Path(__file__).parent / "cuda"
     return _digest(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py"))))
 

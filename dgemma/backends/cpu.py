@@ -38,22 +38,22 @@ from dgemma.model.norm_rope import CosSin, apply_rope, rms_norm
 from dgemma.quant.qtensor import QTensor, quantize_int8
 
 TYPICAL_ROWS = 256  # a canvas; oneDNN picks the blocking for this many rows
-# As tensors, which small ops take several times as fast as Python numbers.
+# Tensors: small ops are several times faster with them than with Python numbers.
 INV_INT8_MAX = torch.tensor(1 / 127)
-MIN_AMAX = torch.tensor(1e-12)  # a row of zeros has a scale too
+MIN_AMAX = torch.tensor(1e-12)  # keeps the scale of a zero row positive
 # gelu_tanh(x) = x * sigmoid(SLOPE * x + CUBIC * x^3); SLOPE as a tensor, to start an addcmul with.
 SLOPE = torch.tensor(2 * (2 / pi) ** 0.5)
 CUBIC = 0.044715 * SLOPE.item()
-# Relative error of a mean over the vocabulary by rounding.
+# Relative rounding error of a mean over the vocabulary.
 SOFT_EMBED_ERROR = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.int8: 2e-3}
 
-# Maps quantized rows sorted by expert, and the expert of each, to each row's expert output.
+# (quantized rows sorted by expert, expert of each) -> expert output of each row
 Int8Grouped = Callable[[QTensor, Tensor], Tensor]
-MakeLinear = Callable[[Tensor], Linear]  # from a weight [O, I]
+MakeLinear = Callable[[Tensor], Linear]  # makes a linear of a weight [O, I]
 
 
 def gelu_and_mul_cpu(gate_up: Tensor) -> Tensor:
-    """Compute `gelu_and_mul` in float32 without a gradient, in about half the time of `tanh`."""
+    """Compute `gelu_and_mul` in float32 without gradients, twice as fast as with `tanh`."""
     gate_up = gate_up.float()
     gate, up = gate_up.chunk(2, dim=-1)
     # Strided like the gate, so that each row is a loop of its own: torch rounds the last elements
@@ -64,18 +64,18 @@ def gelu_and_mul_cpu(gate_up: Tensor) -> Tensor:
 
 
 def can_pack(weight_OI: Tensor) -> bool:
-    """True if this build can pack such a weight."""
+    """True if this build of torch can pack such a weight."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if weight_OI.device.type != "cpu" or not has_onednn:
         return False
     if weight_OI.dtype == torch.bfloat16:
-        # Without AVX-512 there is no such kernel, and packing fails.
+        # Packing fails where there is no kernel, such as without AVX-512.
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight_OI.dtype == torch.float32
 
 
 def packed_linear(weight_OI: Tensor) -> Linear:
-    """Return x -> x @ weight.T with a packed copy of the weight."""
+    """Return x -> x @ weight.T with a copy of the weight packed by oneDNN."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), TYPICAL_ROWS)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
@@ -106,7 +106,7 @@ def int8_linear(weight: QTensor) -> Linear:
 
 
 def int8_grouped(weight_EOI: QTensor) -> Int8Grouped:
-    """Multiply stacked experts by rows that are sorted and quantized already."""
+    """Multiply stacked experts by sorted, quantized rows."""
     values_IO_by_expert = [values_OI.t() for values_OI in weight_EOI.values]
     num_experts, outputs = weight_EOI.values.shape[:2]
 
@@ -129,9 +129,9 @@ def int8_experts(
     gate_up: Int8Grouped,
     down: Int8Grouped,
 ) -> Tensor:
-    """Compute `moe_forward` with tokens quantized once, not once for each expert.
+    """Compute `moe_forward` with tokens quantized once, not once per expert.
 
-    The router's weights are multiplied into the scales of the second GEMM: one number for a row.
+    The router's weights are folded into the scales of the second GEMM, one number per row.
     """
     expert_A, order_A = topk_ids_TK.flatten().sort(stable=True)
     token_A = order_A // topk_ids_TK.shape[1]
@@ -139,13 +139,13 @@ def int8_experts(
     hidden = quantize_rows(gelu_and_mul_cpu(gate_up(rows, expert_A)))
     weight_A = topk_weights_TK.flatten().index_select(0, order_A)
     out_AD = down(QTensor(hidden.values, hidden.scale * weight_A), expert_A)
-    # In the order of each token's assignments, so that sums do not depend on other tokens.
+    # In the order of each token's assignments: sums do not depend on other tokens.
     out_TKD = out_AD.index_select(0, order_A.argsort()).view(*topk_ids_TK.shape, -1)
     return out_TKD.sum(1).to(x_TD.dtype)
 
 
 def int8_reference(x_TI: Tensor, weight: QTensor) -> Tensor:
-    """Define `int8_linear`, with sums in float64, which are exact."""
+    """Define `int8_linear`, with exact sums in float64."""
     values_TI, scale_T = quantize_rows(x_TI)
     sums_TO = values_TI.double() @ weight.values.double().T
     return (sums_TO.float() * weight.scale * scale_T[:, None]).to(x_TI.dtype)
@@ -163,8 +163,8 @@ def _dequantize_(sums_TO: Tensor, output_scale: Tensor, row_scale_T: Tensor) -> 
 def soft_embed(p_TV: Tensor, weight_VD: Tensor, gemm: Linear, error: float) -> Tensor:
     """Return the mean of the weight's rows; `gemm`: p @ weight, for positions that need it.
 
-    A position whose likeliest token has all the probability but `error` takes that token's vector
-    alone. Each is decided by itself, so that its result never depends on other positions.
+    A position whose argmax has all but `error` of the probability takes that token's vector. Each
+    position is decided independently, so results do not depend on other positions.
     """
     dtype = weight_VD.dtype
     is_sure_T = p_TV.amax(-1) >= 1 - error  # False for NaN
@@ -188,7 +188,7 @@ def soft_embed_reference(p_TV: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def pack(model: Gemma) -> Gemma:
-    """Pack all weights, in place; does nothing where this build of torch cannot."""
+    """Pack all weights in place; does nothing if this build of torch cannot."""
     if not can_pack(model.embed_tokens.weight):
         return model
     model.requires_grad_(False)
@@ -199,10 +199,10 @@ def pack(model: Gemma) -> Gemma:
 
 @torch.no_grad()
 def pack_int8(model: Gemma) -> Gemma:
-    """Quantize all GEMMs to int8, in place; adapters stay.
+    """Quantize GEMM weights to int8 in place; adapters stay.
 
-    Not the router's, which is small and decides the experts, and not soft embeddings, whose
-    probabilities need more than eight bits.
+    Except the router, which is small and selects experts, and soft embeddings, whose probabilities
+    need more than eight bits.
     """
     model.requires_grad_(False)
     model.embed_tokens = Int8Table(model.embed_tokens)
@@ -211,7 +211,7 @@ def pack_int8(model: Gemma) -> Gemma:
 
 
 def pack_layers_int8(module: nn.Module) -> None:
-    """Quantize all GEMMs below a module to int8, in place."""
+    """Quantize all GEMM weights below a module to int8, in place."""
     replace_modules(module, _int8)
 
 
@@ -221,8 +221,8 @@ def make_int8(weight_OI: Tensor) -> Linear:
 
 @torch.no_grad()
 def replace_modules(module: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace all modules below one by what `make` returns; None: look at its children."""
-    # Names, not modules: each weight must be freed once its replacement is made.
+    """Replace modules below one by what `make` returns; None descends into the children."""
+    # Names, not modules: each weight must be freed when its replacement is made.
     for name in [name for name, _ in module.named_children()]:
         child = module.get_submodule(name)
         replacement = make(child)
@@ -233,10 +233,10 @@ def replace_modules(module: nn.Module, make: Callable[[nn.Module], nn.Module | N
 
 
 def merged_module(module: nn.Module, make: MakeLinear) -> nn.Module | None:
-    """Return the merged form of a linear, MLP or attention; None for other modules."""
+    """Return the merged version of a linear, MLP or attention; None for other modules."""
     if isinstance(module, nn.Linear):
         return MergedLinear(make, module)
-    # A linear with an adapter is a module of its own.
+    # A linear with an adapter is another module.
     is_plain = all(isinstance(child, nn.Linear | Norm) for child in module.children())
     if type(module) is FeedForward and is_plain:
         return MergedFeedForward(module, make)
@@ -260,7 +260,7 @@ def _int8(module: nn.Module) -> nn.Module | None:
 
 
 class MergedLinear(nn.Module):
-    """One linear, or several that read the same rows, their outputs concatenated."""
+    """One or several linears with the same input, outputs concatenated."""
 
     def __init__(self, make: MakeLinear, *sources: nn.Linear) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class MergedFeedForward(FeedForward):
 
 
 class MergedAttention(Attention):
-    """Queries, keys and values as one GEMM, one norm and, but for values, one rotation."""
+    """QKV as one GEMM, one norm and one rotation (values are not rotated)."""
 
     def __init__(self, source: Attention, make: MakeLinear) -> None:
         nn.Module.__init__(self)
@@ -304,7 +304,7 @@ class MergedAttention(Attention):
         normed_TXH = rms_norm(heads_TXH.float(), None, self.eps)
         qk_TXH = (normed_TXH[:, : len(self.scale_XH)] * self.scale_XH).to(x_TD.dtype)
         qk_TXH = apply_rope(qk_TXH, *cos_sin[self.layer_type])
-        # The last heads: those of the values or, where these are read off the raw keys, the keys'.
+        # The last heads are the values or, if the raw keys serve as values, the keys.
         v_TMH = normed_TXH[:, -self.shape.num_kv_heads :].to(x_TD.dtype)
         return qk_TXH[:, : self.queries], qk_TXH[:, self.queries :], v_TMH
 
@@ -330,7 +330,7 @@ class Int8Experts(nn.Module):
 
 
 class CpuTable(TokenTable):
-    """A token table with its own GEMMs for logits and soft embeddings."""
+    """A token table with separate GEMMs for logits and soft embeddings."""
 
     def __init__(self, source: TokenTable, head: Linear, gemm: Linear, error: float) -> None:
         super().__init__(*source.weight.shape)
@@ -353,13 +353,13 @@ class PackedTable(CpuTable):
 
 class Int8Table(CpuTable):
     def __init__(self, source: TokenTable) -> None:
-        # Soft embeddings are quantized to int8 next: more precision would be lost there.
+        # Soft embeddings are quantized to int8 next, so more precision would be wasted.
         error = SOFT_EMBED_ERROR[torch.int8]
         super().__init__(source, make_int8(source.weight), _soft_embed_gemm(source.weight), error)
 
 
 def _soft_embed_gemm(weight_VD: Tensor) -> Linear:
-    """Return p -> p @ weight, in bfloat16 where the CPU multiplies it twice as fast."""
+    """Return p -> p @ weight, in bfloat16 where this CPU is twice as fast with it."""
     if has_bfloat16(weight_VD.device) and can_pack(weight_VD[:1].to(torch.bfloat16)):
         gemm = packed_linear(weight_VD.T.to(torch.bfloat16))
         return lambda p_TV: gemm(p_TV.to(torch.bfloat16)).to(weight_VD.dtype)

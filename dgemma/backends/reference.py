@@ -1,4 +1,4 @@
-"""Passes by the model's own modules: the definition, used on a CPU and where kernels do not run.
+"""The reference backend: passes by the model's modules, on CPUs and where kernels do not run.
 
 T tokens of a pass, N targets, S soft tokens of a picture, D width, V vocabulary.
 """
@@ -26,7 +26,7 @@ SCORED_POSITIONS = 512
 
 
 class ReferenceBackend:
-    """Executes passes by the model's own modules."""
+    """Executes passes with the model's modules."""
 
     name = "reference"
     max_batch_size = 1 << 16
@@ -88,14 +88,14 @@ class ReferenceBackend:
 
 
 def commit_segment(item: ForwardInput) -> Segment:
-    """Return the segment of the tokens to commit, with the positions of their pictures."""
+    """Return the segment of the tokens to commit, with the positions of pictures."""
     begin = item.cache.length
     images = tuple((begin + image.begin, begin + image.end) for image in item.images)
     return Segment(item.cache, len(item.tokens), commit=True, images=images)
 
 
 def embed_commits(model: Gemma, commits: Sequence[ForwardInput]) -> Tensor:
-    """Embed the tokens to commit; soft tokens are replaced by the features of their pictures."""
+    """Embed the tokens to commit; picture features replace their soft tokens."""
     ids = [token for item in commits for token in item.tokens]
     embeds_TD = model.embed(torch.tensor(ids, device=model.embed_tokens.weight.device))
     begin = 0
@@ -107,9 +107,9 @@ def embed_commits(model: Gemma, commits: Sequence[ForwardInput]) -> Tensor:
 
 
 def score(model: Gemma, hidden_ND: Tensor, item: ForwardInput) -> ForwardOutput:
-    """Log-probability of each target, and of the likeliest token or one drawn in its place.
+    """Score targets, and return the argmax or a drawn token at each position.
 
-    A bounded number of positions at a time.
+    Works on a limited number of positions at a time.
     """
     target_N1 = torch.tensor(item.targets, device=hidden_ND.device)[:, None]
     split = (torch.split(x, SCORED_POSITIONS) for x in (hidden_ND, target_N1))
@@ -137,5 +137,5 @@ def _drawn(logits_V: Tensor, draw: TokenDraw, *, needs_logits: bool) -> ForwardO
 
 
 def commit(model: Gemma, cache: KVCache, tokens_T: Tensor, chunk: int) -> Tensor:
-    """Commit tokens by definition, `chunk` at a time; returns the last hidden state."""
+    """Commit tokens with the reference backend, in chunks; return the last hidden state."""
     return prefill(ReferenceBackend(model), cache, tokens_T, chunk)

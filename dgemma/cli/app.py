@@ -236,9 +236,9 @@ def _test_rule(rule: "Rule") -> None:
         generator = torch.Generator().manual_seed(step)
         p_LV = torch.rand(TEST_LENGTH, TEST_VOCAB, generator=generator).softmax(-1)
         top_p_L, top_L = p_LV.max(-1)
-        held_p_L = p_LV.gather(-1, canvas.tokens_L[:, None])[:, 0]
+        current_p_L = p_LV.gather(-1, canvas.tokens_L[:, None])[:, 0]
         entropy_L = torch.special.entr(p_LV).sum(-1)
         stats = PositionStats(
-            draw_T=top_L, top_T=top_L, entropy_T=entropy_L, top_p_T=top_p_L, held_p_T=held_p_L
+            draw_T=top_L, top_T=top_L, entropy_T=entropy_L, top_p_T=top_p_L, current_p_T=current_p_L
         )
         canvas = advance(canvas, stats, noise_L, rule)

@@ -113,7 +113,7 @@ def _report(filled: "FillResult", model: str) -> dict[str, object]:
         "canvases": filled.canvases,
         "seconds": round(filled.seconds, 4),
         "seed": filled.seed,
-        "form": filled.prompt_style,
+        "prompt_style": filled.prompt_style,
         "model": model,
     }
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dgemma.config import ModelConfig
     from dgemma.roofline import Device, Prediction
-    from dgemma.weights.gguf_memory import GGUFForm
+    from dgemma.weights.gguf_memory import GGUFWeights
 
 RELEASED_NAME, DEFAULT_GGUF = "released", "Q4_K_M"
 # Hub repositories of the released model, in any format: OWNER/diffusiongemma-26B-A4B-it...
@@ -82,13 +82,13 @@ def fit(
         raise UsageError(f"the model is {name!r} and --model is {model!r}; give one of them")
     model = name or model or RELEASED_NAME
     config, devices = _config(model), _devices(device)
-    form = _gguf_form(model, config, gguf)
+    file = _gguf_weights(model, config, gguf)
     predictions = {
         name: [predict(config, context, fmt, known) for fmt in FORMATS]
         for name, known in devices.items()
     }
     for name, known in devices.items():
-        predictions[name] += [predict_gguf(config, context, form, known)] if form else []
+        predictions[name] += [predict_gguf(config, context, file, known)] if file else []
     if as_json:
         print(json.dumps(_report(model, config, context, predictions), ensure_ascii=False))
         return
@@ -109,21 +109,21 @@ def _config(model: str) -> "ModelConfig":
     return RELEASED if _is_released(model) else model_config(find_checkpoint(model))
 
 
-def _gguf_form(model: str, config: "ModelConfig", file_type: str | None) -> "GGUFForm | None":
+def _gguf_weights(model: str, config: "ModelConfig", file_type: str | None) -> "GGUFWeights | None":
     """Describe a GGUF file by its header, or one that the model could be written as."""
     from dgemma.weights.gguf_checkpoint import is_gguf, open_gguf
-    from dgemma.weights.gguf_memory import blocks_of_type, gguf_form
+    from dgemma.weights.gguf_memory import blocks_of_type, gguf_weights
     from dgemma.weights.hub import find_checkpoint
 
     path = None if _is_released(model) else find_checkpoint(model)
     if path is not None and is_gguf(path):
         if file_type is not None:
             raise UsageError(f"{model} has types of its own; leave out --gguf {file_type}")
-        return gguf_form("GGUF", config, open_gguf(path).tensors.blocks)
+        return gguf_weights("GGUF", config, open_gguf(path).tensors.blocks)
     file_type = file_type or (None if path else DEFAULT_GGUF)
     if file_type is None:
         return None
-    return gguf_form(file_type, config, blocks_of_type(config, file_type))
+    return gguf_weights(file_type, config, blocks_of_type(config, file_type))
 
 
 def _devices(name: str) -> "dict[str, Device]":

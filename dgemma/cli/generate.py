@@ -79,7 +79,7 @@ def generate(
         stop=tuple(options.stop or ()),
     )
     check_params(params)  # before a long load
-    drafting = _drafting(params, options)
+    speculation = _speculation(params, options)
     constraint = _read_constraint(options)
     if constraint and options.stop:
         raise UsageError("--stop would cut constrained text; leave it out")
@@ -93,12 +93,12 @@ def generate(
     request = engine.plain_prompt(text) if options.plain else _chat(engine, content, options)
     for note in request.notes if isinstance(request, Prompt) else ():
         print(f"dgemma: {note}", file=sys.stderr)
-    if drafting is not None and drafting.drafter == "assistant":
+    if speculation is not None and speculation.drafter == "assistant":
         from dgemma.weights.source import load_assistant
 
         assistant = load_assistant(Path(options.draft or ""), engine.model)
-        drafting = replace(drafting, assistant=assistant)
-    done = _run(_events(engine, request, params, drafting), show=options.show, is_quiet=as_json)
+        speculation = replace(speculation, assistant=assistant)
+    done = _run(_events(engine, request, params, speculation), show=options.show, is_quiet=as_json)
     if as_json:
         print(json.dumps(_report(done, model.model), ensure_ascii=False))
     if compiled is not None:
@@ -196,7 +196,7 @@ def _drafter(draft: str) -> "Drafter":
     return draft  # type: ignore[return-value]  # checked by SpeculativeParams
 
 
-def _drafting(params: "SamplingParams", options: GenerateOptions) -> "SpeculativeParams | None":
+def _speculation(params: "SamplingParams", options: GenerateOptions) -> "SpeculativeParams | None":
     """Read --draft and --verify; refuse what they cannot be combined with."""
     from dgemma.engine.speculation import SpeculativeParams
 
@@ -214,7 +214,7 @@ def _drafting(params: "SamplingParams", options: GenerateOptions) -> "Speculativ
     return SpeculativeParams(
         drafter=_drafter(draft or "canvas"),
         accept=verify or "strict",  # type: ignore[arg-type]
-        length=params.canvas_length or 0,
+        num_draft_tokens=params.canvas_length or 0,
     )
 
 
@@ -222,15 +222,15 @@ def _events(
     engine: "Engine",
     request: "Prompt | str",
     params: "SamplingParams",
-    drafting: "SpeculativeParams | None",
+    speculation: "SpeculativeParams | None",
 ) -> "Generator[Event, None, None]":
     """Start the request; with drafts, as AR that is verified."""
     from dgemma.engine.speculation import speculative_task
 
-    if drafting is None:
+    if speculation is None:
         return engine.stream(request, params)
     plain = replace(params, mode="ar", canvas_length=None, sampler=None, preset=None)
-    return engine.follow(speculative_task(engine, request, plain, drafting))
+    return engine.follow(speculative_task(engine, request, plain, speculation))
 
 
 def _run(events: "Generator[Event, None, None]", *, show: bool, is_quiet: bool) -> "Done":

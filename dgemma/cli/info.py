@@ -84,14 +84,14 @@ def _backend(options: ModelOptions) -> str:
 
 def _break_even(options: ModelOptions) -> str:
     """Describe what both modes cost here, if that was measured."""
-    from dgemma.engine.auto import identity, kept
+    from dgemma.engine.auto import identity, load_break_even
     from dgemma.weights.hub import find_checkpoint
 
     try:
         path = find_checkpoint(options.model)
     except UsageError as error:
         return f"not measured: {error}"
-    costs = kept(identity(path, options))
+    costs = load_break_even(identity(path, options))
     return "not measured: dgemma bench break-even" if costs is None else costs.describe()
 
 

@@ -178,22 +178,22 @@ class ProgressLine:
 
 def paint(draft: Draft) -> Text:
     """Return the canvas as styled text, under a line with its progress."""
-    accepted = sum(draft.kept) / len(draft.kept)
+    accepted = sum(draft.accepted) / len(draft.accepted)
     heading = f"block {draft.block + 1} · step {draft.step} · {accepted:.0%} accepted\n"
     text = Text(heading, style="dim")
-    for token, entropy, kept, pinned in zip(
-        draft.tokens, draft.entropy, draft.kept, draft.pinned, strict=True
+    for token, entropy, is_accepted, pinned in zip(
+        draft.tokens, draft.entropy, draft.accepted, draft.pinned, strict=True
     ):
         # A line break that is only noise would tear the canvas apart.
-        shown = printable(token) if kept else printable(token).replace("\n", "·")
-        text.append(shown, style=style(entropy, kept=kept, pinned=pinned))
+        shown = printable(token) if is_accepted else printable(token).replace("\n", "·")
+        text.append(shown, style=style(entropy, accepted=is_accepted, pinned=pinned))
     return text
 
 
-def style(entropy: float, *, kept: bool, pinned: bool) -> str:
+def style(entropy: float, *, accepted: bool, pinned: bool) -> str:
     if pinned:
         return "bold underline"
-    if not kept:
+    if not accepted:
         return "dim"
     return next((shade for nats, shade in SHADES if entropy < nats), "blue")
 

@@ -323,7 +323,7 @@ class ConstrainedCanvas:
         return replace(
             canvas,
             tokens_L=torch.where(open_L, view.noise_L, canvas.tokens_L),
-            kept_L=canvas.kept_L & ~open_L,
+            accepted_L=canvas.accepted_L & ~open_L,
             reopened_L=open_L,
         )
 
@@ -343,7 +343,7 @@ class ConstrainedCanvas:
             canvas,
             tokens_L=tokens_L,
             pinned_L=canvas.pinned_L | in_block_L,
-            kept_L=canvas.kept_L | in_block_L,
+            accepted_L=canvas.accepted_L | in_block_L,
             guess_L=torch.where(in_block_L, tokens_L, canvas.guess_L),
             entropy_L=canvas.entropy_L.masked_fill(in_block_L, 0.0),
             converged=torch.full_like(canvas.converged, has_converged),

@@ -34,13 +34,13 @@ class Canvas:
 
     tokens_L: Tensor  # what the model sees next
     pinned_L: Tensor  # positions that keep their token
-    kept_L: Tensor  # positions whose token was accepted, not renoised, in the last step
-    guess_L: Tensor  # what would be committed now; -1 before the first step
+    accepted_L: Tensor  # positions whose token was accepted, not renoised, in the last step
+    guess_L: Tensor  # argmax, committed if the canvas ends now; -1 before the first step
     entropy_L: Tensor  # nats at each position in the last step; infinite before the first
     soft_LD: Tensor | None  # self-conditioning for the next step; None before the first
     converged: Tensor  # bool, 0-d: no more steps needed
     stable_steps: Tensor  # int, 0-d: steps in a row for which the guess has not changed
-    reopened_L: Tensor | None = None  # positions that take no self-conditioning into the next step
+    reopened_L: Tensor | None = None  # positions without self-conditioning in the next step
     num_steps: int = 0
 
     @property
@@ -50,14 +50,14 @@ class Canvas:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Tokens that given positions of a canvas keep."""
+    """Positions of a canvas and the tokens they keep."""
 
     positions: tuple[int, ...]
     tokens: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if len(self.positions) != len(self.tokens) or len(set(self.positions)) < len(self.tokens):
-            raise UsageError("pins need one token for each of their positions, each given once")
+            raise UsageError("pins need exactly one token per position, and each position once")
 
 
 NO_PINS = Pins((), ())
@@ -69,13 +69,13 @@ class BlockNoise:
 
     uniform_NL: Tensor  # decides draws, float64 in [0, 1)
     tokens_NL: Tensor  # replaces tokens that are not accepted; row 0 is the initial canvas
-    host: "BlockNoise | None" = None  # the same in host memory, where this is not
+    host: "BlockNoise | None" = None  # CPU copy, if the tensors are on a GPU
 
-    def on_host(self) -> "BlockNoise":
+    def to_cpu(self) -> "BlockNoise":
         return self if self.host is None else self.host
 
     def starting_from(self, tokens: Sequence[int]) -> "BlockNoise":
-        """Return the noise of a canvas that starts from given tokens; -1 keeps the noise."""
+        """Return this noise with given tokens as the initial canvas; -1 keeps the noise."""
         if not tokens:
             return self
         first_L = self.tokens_NL[0].clone()
@@ -88,7 +88,7 @@ class BlockNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Keys of a request's random numbers."""
+    """The keys of a request's random numbers."""
 
     seed: int = 0
     choice: int = 0  # index among several answers to the same request
@@ -109,22 +109,22 @@ class Noise:
         block_11 = np.full((1, 1), block, dtype=np.uint64)
         branch_11 = np.full((1, 1), self._branch, dtype=np.uint64)
         counter = (position_1L, step_N1, block_11, branch_11)
-        a, b, c, _ = philox_on_host(counter, (self.seed & WORD, self.seed >> 32))
-        # Both in one buffer, which takes one copy to a device.
+        a, b, c, _ = philox_numpy(counter, (self.seed & WORD, self.seed >> 32))
+        # One buffer for both, so that one copy moves them to the device.
         both_2NL = np.empty((2, steps + 1, length), dtype=np.int64)
         # 53 bits of the first two words make the float64; the third is scaled to the vocabulary.
         bits_NL = (a << np.uint64(21)) | (b >> np.uint64(11))
         np.multiply(bits_NL, 2.0**-53, out=both_2NL[0].view(np.float64))
         both_2NL[1] = (c * np.uint64(vocab)) >> np.uint64(32)
         host_2NL = torch.from_numpy(both_2NL)
-        on_host = BlockNoise(host_2NL[0].view(torch.float64), host_2NL[1])
+        on_cpu = BlockNoise(host_2NL[0].view(torch.float64), host_2NL[1])
         if device.type == "cpu":
-            return on_host
+            return on_cpu
         if device.type == "mps":  # has no float64
-            uniform_NL = on_host.uniform_NL.float().clamp(max=1 - 2**-24).to(device)
-            return BlockNoise(uniform_NL, on_host.tokens_NL.to(device), on_host)
+            uniform_NL = on_cpu.uniform_NL.float().clamp(max=1 - 2**-24).to(device)
+            return BlockNoise(uniform_NL, on_cpu.tokens_NL.to(device), on_cpu)
         uniform_NL, tokens_NL = host_2NL.to(device).unbind()
-        return BlockNoise(uniform_NL.view(torch.float64), tokens_NL, on_host)
+        return BlockNoise(uniform_NL.view(torch.float64), tokens_NL, on_cpu)
 
     @property
     def _branch(self) -> int:
@@ -146,7 +146,7 @@ def initial_canvas(noise_L: Tensor, pins: Pins = NO_PINS) -> Canvas:
     return Canvas(
         tokens_L=tokens_L,
         pinned_L=pinned_L,
-        kept_L=pinned_L,
+        accepted_L=pinned_L,
         guess_L=torch.full_like(noise_L, -1),
         entropy_L=torch.full(noise_L.shape, torch.inf, device=device),
         soft_LD=None,
@@ -164,9 +164,9 @@ def corrupt(tokens: Tensor, noise: Tensor, uniform: Tensor, level: Tensor) -> Te
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Return four random 32-bit words for each counter; counters are four words that broadcast.
+    """Return four random 32-bit words per counter; a counter is four words that broadcast.
 
-    Plain tensor arithmetic on 32-bit words in int64, so the same on every device.
+    Integer tensor arithmetic only, so all devices give the same words.
     """
     a, b, c, d = counter
     key_0, key_1 = key
@@ -179,14 +179,14 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the low and the high word of a product, by halves: no 64-bit overflow is needed."""
+    """Return the low and high word of a product, computed by halves to avoid 64-bit overflow."""
     low = word * (multiplier & HALF)
     high = word * (multiplier >> 16) + (low >> 16)
     return (high & HALF) << 16 | low & HALF, high >> 16
 
 
-def philox_on_host(counter: HostWords, key: tuple[int, int]) -> HostWords:
-    """Compute the same with numpy arrays: a device would launch some two hundred tiny kernels."""
+def philox_numpy(counter: HostWords, key: tuple[int, int]) -> HostWords:
+    """Compute `philox` in numpy: on a GPU it would launch some two hundred tiny kernels."""
     a, b, c, d = counter
     key_0, key_1 = key
     word, half = np.uint64(WORD), np.uint64(32)

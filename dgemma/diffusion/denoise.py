@@ -1,11 +1,12 @@
-"""Denoising: the loop, one step of all canvases of a pass, and its operations by definition.
+"""The denoising step, its reference implementation, and the loop over steps.
 
-`denoise_step` is the only step. `ReferenceStep` has its four operations by the model's own modules;
-the CUDA backend has them on static buffers, where a graph is this step captured. There, canvases
-with a constraint, or with a rule of their own, are updated by `update_canvas` on the host.
+`denoise_step` is the only step in this package: four operations in a fixed order. `ReferenceStep`
+implements them with the model's modules; the CUDA backend implements them on static buffers and
+captures the step as a CUDA graph. There, canvases with a constraint or a custom rule are updated on
+the CPU by `update_canvas`.
 
-T positions of all canvases (in `ReferenceStep` after those of the tokens to commit), L of one,
-D width, N steps, V vocabulary.
+T positions of all canvases (in `ReferenceStep` after the tokens to commit), L of one canvas, D
+width, N steps, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ class CanvasConstraint(Protocol):
     """Constrains a canvas after each step: a grammar pins tokens here."""
 
     def apply(self, canvas: Canvas, view: StepView) -> Canvas:
-        """Return the canvas with pins added, and `reopened_L`: positions of rejected guesses."""
+        """Return the canvas with added pins, and `reopened_L` set at rejected guesses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,19 @@ class CanvasState:
 
     @property
     def is_done(self) -> bool:
-        """True if converged or out of steps; reading the flag waits for the device."""
+        """True if converged or out of steps. Reading it synchronizes the device."""
         return self.canvas.num_steps >= self.sampler.max_denoising_steps or bool(
             self.canvas.converged
         )
 
     @property
     def noise_row(self) -> int:
-        """Row of the noise for the next step; row 0 is the initial canvas."""
+        """Return the noise of the next step; row 0 is the initial canvas."""
         return self.canvas.num_steps + 1
 
     @property
     def temperature(self) -> float:
-        """Temperature of the next step's distribution, by the schedule."""
+        """Return the scheduled temperature of the next step."""
         steps_left = self.sampler.max_denoising_steps - self.canvas.num_steps
         return self.sampler.temperature_at(steps_left)
 
@@ -78,9 +79,9 @@ def start(
 def denoise(
     model: Gemma, caches: Sequence[KVCache], states: Sequence[CanvasState]
 ) -> Iterator[list[CanvasState]]:
-    """Yield the states after each step, until each has converged or is out of steps.
+    """Yield the states after each step, until all canvases have converged or are out of steps.
 
-    Canvases that are done leave the pass and stay as they are. The caches' lengths do not change.
+    Finished canvases leave the pass and stay unchanged. The KV caches keep their lengths.
     """
     states = list(states)
     while moving := [index for index, state in enumerate(states) if not state.is_done]:
@@ -92,23 +93,23 @@ def denoise(
 
 
 class StepOps(Protocol[Embeds, OpsStats, Stepped]):
-    """The operations of a step on a backend's memory."""
+    """The four operations of a step, implemented by each backend."""
 
     def embed(self) -> Embeds:
-        """Embed all tokens of the pass; canvases with their self-conditioning."""
+        """Embed the tokens to commit, and the canvases with self-conditioning."""
 
     def forward(self, embeds: Embeds, /) -> Tensor:
-        """Run the stack; returns the hidden states of the pass."""
+        """Run the layer stack; return the hidden states of the pass."""
 
     def logit_stats(self, hidden_TD: Tensor) -> OpsStats:
-        """Compute statistics of each canvas position: the only vocabulary-sized work."""
+        """Compute the statistics of each canvas position: the only vocabulary-sized work."""
 
     def advance(self, stats: OpsStats) -> Stepped:
-        """Let the sampler accept positions, renoise the others and test for convergence."""
+        """Apply each sampler: accept positions, renoise the others, test for convergence."""
 
 
 def denoise_step(ops: StepOps[Embeds, OpsStats, Stepped]) -> Stepped:
-    """Take one step with every canvas of a pass."""
+    """Take one step with each canvas of a pass."""
     return ops.advance(ops.logit_stats(ops.forward(ops.embed())))
 
 
@@ -121,7 +122,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceStep:
-    """The operations of a step (`StepOps`) by the model's own modules."""
+    """Implements `StepOps` with the model's modules."""
 
     model: Gemma
     batch: ForwardBatch  # tokens to commit, then the canvases
@@ -137,7 +138,7 @@ class ReferenceStep:
 
     def logit_stats(self, hidden_TD: Tensor) -> tuple[PositionStats, Tensor, Tensor]:
         query = step_query(self.states)
-        canvases_TD = hidden_TD[-len(query.held_T) :]
+        canvases_TD = hidden_TD[-len(query.current_T) :]
         return (*logit_stats(self.model, canvases_TD, query), hidden_TD)
 
     def advance(self, stats: tuple[PositionStats, Tensor, Tensor]) -> StepOutput:
@@ -154,13 +155,13 @@ class ReferenceStep:
 
 
 def embed_canvases(model: Gemma, states: Sequence[CanvasState]) -> Tensor:
-    """Embed the canvases, one after the other, with their self-conditioning."""
+    """Embed the canvases, concatenated, with their self-conditioning."""
     tokens_T = torch.cat([state.canvas.tokens_L for state in states])
     softs = [state.canvas.soft_LD for state in states]
     if all(soft is None for soft in softs):
         return model.embed_canvas(tokens_T, None)
     table_VD = model.embed_tokens.weight
-    # A canvas before its first step has none, which is exactly zero.
+    # Before its first step a canvas has no soft embeddings: exactly zero.
     filled = [
         table_VD.new_zeros(state.canvas.length, table_VD.shape[1]) if soft is None else soft
         for state, soft in zip(states, softs, strict=True)
@@ -169,19 +170,19 @@ def embed_canvases(model: Gemma, states: Sequence[CanvasState]) -> Tensor:
 
 
 def step_query(states: Sequence[CanvasState]) -> Query:
-    """Return temperature, noise and token of each position, for the statistics of the next step."""
+    """Gather temperature, uniform number and current token of each position."""
     draw_temperatures = [state.sampler.temperature for state in states]
     is_plain = all(temperature == 1 for temperature in draw_temperatures)
     return Query(
         temperature_T=_spread(states, [state.temperature for state in states]),
         uniform_T=torch.cat([state.noise.uniform_NL[state.noise_row] for state in states]),
-        held_T=torch.cat([state.canvas.tokens_L for state in states]),
+        current_T=torch.cat([state.canvas.tokens_L for state in states]),
         draw_temperature_T=None if is_plain else _spread(states, draw_temperatures),
     )
 
 
 def _spread(states: Sequence[CanvasState], values: Sequence[float]) -> Tensor:
-    """Repeat the value of each canvas for its positions, in float32."""
+    """Repeat each canvas's value over its positions, in float32."""
     pairs = zip(states, values, strict=True)
     return torch.cat([torch.full_like(state.canvas.entropy_L, value) for state, value in pairs])
 
@@ -202,12 +203,12 @@ def logit_stats(model: Gemma, hidden_TD: Tensor, query: Query) -> tuple[Position
 
 
 def canvas_logits(model: Gemma, hidden_LD: Tensor, positions: Sequence[int]) -> Tensor:
-    """Return the logits of some positions of a canvas."""
+    """Return the logits of the given positions of a canvas."""
     return model.logits(hidden_LD[list(positions)])
 
 
 def update_canvas(state: CanvasState, stats: PositionStats, logits_at: LogitsAt) -> Canvas:
-    """Apply the sampler's rule, then the constraint if there is one; soft embeddings come later."""
+    """Apply the sampler's rule, then the constraint. Soft embeddings are added later."""
     noise_L = state.noise.tokens_NL[state.noise_row]
     canvas = advance(state.canvas, stats, noise_L, state.sampler.rule)
     if state.constraint is None:
@@ -216,7 +217,7 @@ def update_canvas(state: CanvasState, stats: PositionStats, logits_at: LogitsAt)
 
 
 def self_conditioned(model: Gemma, canvas: Canvas, soft_LD: Tensor) -> Canvas:
-    """Set self-conditioning: that of a pinned position is its own token, as if converged."""
+    """Set self-conditioning; a pinned position is conditioned on its own token, as if converged."""
     if canvas.reopened_L is not None:
         soft_LD = soft_LD.masked_fill(canvas.reopened_L[:, None], 0.0)
     token_LD = model.embed(canvas.tokens_L)

@@ -1,8 +1,8 @@
-"""Statistics of each position for the sampler: the only vocabulary-sized work of a step.
+"""Per-position statistics of the logits: the only vocabulary-sized work of a step.
 
-The LM head's output is turned into probabilities in place; all other results are a few numbers per
-position. Draws are exact inverse-CDF draws from one uniform number: the running sum over chunks
-selects a chunk, then only that chunk is read.
+Probabilities overwrite the LM head's output in place; all other results are a few numbers per
+position. Draws are exact inverse-CDF draws from one uniform number: the cumulative sum over chunks
+selects a chunk, and only that chunk is read again.
 
 T positions, V vocabulary, C chunks of W tokens each.
 """
@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 128  # tokens summed together; the draw re-reads one chunk per position
-MIN_TEMPERATURE = 1e-3  # below it the likeliest token is taken
+MIN_TEMPERATURE = 1e-3  # below it the argmax is taken
 SCRATCH_ELEMENTS = 1 << 20  # logits in a group of positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Per-position inputs of the statistics."""
+    """Inputs of the statistics, per position."""
 
     temperature_T: Tensor  # temperature, float32
-    uniform_T: Tensor  # the number that decides the draw, float64 in [0, 1)
-    held_T: Tensor  # the token on the canvas
-    draw_temperature_T: Tensor | None = None  # of the draw alone; None: 1 everywhere
+    uniform_T: Tensor  # random number of the draw, float64 in [0, 1)
+    current_T: Tensor  # current token of the canvas
+    draw_temperature_T: Tensor | None = None  # divides the logits of the draw only; None: 1
 
     def at(self, positions: slice) -> "Query":
         tempered = self.draw_temperature_T is not None
@@ -36,13 +36,13 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionStats:
-    """Statistics of the soft-capped distribution at its temperature, at each position."""
+    """Statistics of the soft-capped, temperature-scaled distribution at each position."""
 
-    draw_T: Tensor  # a token drawn from it
-    top_T: Tensor  # its likeliest token
+    draw_T: Tensor  # token drawn
+    top_T: Tensor  # argmax
     entropy_T: Tensor  # in nats
-    top_p_T: Tensor  # probability of the likeliest token
-    held_p_T: Tensor  # probability of the token on the canvas
+    top_p_T: Tensor  # probability of the argmax
+    current_p_T: Tensor  # probability of the canvas's current token
 
     def at(self, positions: slice) -> "PositionStats":
         return PositionStats(**{name: getattr(self, name)[positions] for name in self.__slots__})
@@ -55,7 +55,7 @@ class PositionStats:
 
 @dataclass(frozen=True, slots=True)
 class HostStats:
-    """Top token, its probability and the entropy of each position, for work on the host."""
+    """Argmax, its probability and the entropy of each position as Python numbers."""
 
     tops: list[int]
     top_p: list[float]
@@ -71,15 +71,15 @@ class HostStats:
 def position_stats(
     raw_TV: Tensor, softcap: float | None, query: Query
 ) -> tuple[PositionStats, Tensor]:
-    """Compute statistics and probabilities of each position; the latter overwrite `raw_TV`."""
+    """Compute statistics and probabilities; the probabilities overwrite `raw_TV`."""
     stats, p_TV = _by_groups(raw_TV, softcap, query)
     return (stats if query.draw_temperature_T is None else _redraw(stats, p_TV, query)), p_TV
 
 
 def _redraw(stats: PositionStats, p_TV: Tensor, query: Query) -> PositionStats:
-    """Redraw at the temperature of draws; at zero, take the likeliest token."""
+    """Draw again at the temperature of draws; 0 takes the argmax."""
     assert query.draw_temperature_T is not None
-    # Relative to the largest, which does not underflow.
+    # Relative to the peak, so that nothing underflows.
     weight_TV = p_TV.float() / p_TV.amax(-1, keepdim=True).float()
     weight_TV.pow_(1 / query.draw_temperature_T.clamp(min=MIN_TEMPERATURE)[:, None])
     draw_T = draw(weight_TV, query.uniform_T)
@@ -89,7 +89,7 @@ def _redraw(stats: PositionStats, p_TV: Tensor, query: Query) -> PositionStats:
 
 def _by_groups(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[PositionStats, Tensor]:
     p_TV = raw_TV if raw_TV.dtype == torch.float32 else raw_TV.float()
-    # A GPU takes all positions at once; on a CPU a group should stay in the cache between passes.
+    # A GPU takes all positions at once; on a CPU a group should stay in the cache.
     is_cpu = p_TV.device.type == "cpu"
     group = max(1, SCRATCH_ELEMENTS // p_TV.shape[-1]) if is_cpu else len(p_TV)
     parts = []
@@ -100,14 +100,14 @@ def _by_groups(raw_TV: Tensor, softcap: float | None, query: Query) -> tuple[Pos
 
 
 def position_stats_reference(raw_TV: Tensor, softcap: float | None, query: Query) -> PositionStats:
-    """Compute the statistics by definition, in float64."""
+    """Define the statistics, in float64."""
     p_TV = _exact(raw_TV, softcap, query.temperature_T)
     return PositionStats(
         draw_T=_draw_reference(p_TV, query),
         top_T=p_TV.argmax(-1),
         entropy_T=torch.special.entr(p_TV).sum(-1).float(),
         top_p_T=p_TV.amax(-1).float(),
-        held_p_T=p_TV.gather(-1, query.held_T[:, None])[:, 0].float(),
+        current_p_T=p_TV.gather(-1, query.current_T[:, None])[:, 0].float(),
     )
 
 
@@ -118,11 +118,11 @@ def _draw_reference(p_TV: Tensor, query: Query) -> Tensor:
 
 
 def draw_misses(raw_TV: Tensor, softcap: float | None, query: Query, draw_T: Tensor) -> Tensor:
-    """Distance of each position's number from the interval of its draw, in probability; float64.
+    """Distance of each uniform number from the CDF interval of its token, in probability (float64).
 
-    Zero for the draws of the definition. Where tokens are many and alike their intervals are as
-    narrow as the rounding of any sum over them: a neighbour is then no worse a draw, and this tells
-    it from a wrong one.
+    Zero for exact draws. In flat distributions the intervals are as narrow as the rounding of the
+    CDF, so a neighbouring token is a valid draw; this distance separates that case from a wrong
+    one.
     """
     cdf_TV = _exact(raw_TV, softcap, query.temperature_T).cumsum(-1)
     high_T = cdf_TV.gather(-1, draw_T[:, None])[:, 0]
@@ -139,10 +139,10 @@ def _exact(raw_TV: Tensor, softcap: float | None, temperature_T: Tensor) -> Tens
 
 
 def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> PositionStats:
-    """Turn head outputs of a few positions into probabilities in place; return their statistics."""
+    """Turn the raw logits of a few positions into probabilities in place; return the statistics."""
     scale_T = 1 / query.temperature_T
     if softcap is not None:
-        # c tanh(x / c) = 2c sigmoid(2x / c) - c, and no statistic sees the constant.
+        # c tanh(x / c) = 2c sigmoid(2x / c) - c; a constant offset changes no statistic.
         x_TV.mul_(2 / softcap).sigmoid_()
         scale_T = 2 * softcap / query.temperature_T
     width = gcd(x_TV.shape[-1], CHUNK)
@@ -152,7 +152,7 @@ def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> PositionS
     p_TV = x_TV.softmax(-1)
     p_TCW = p_TV.view(len(p_TV), -1, width)
     cdf_TC = wide(p_TCW.sum(-1)).cumsum(-1)
-    # Over a large vocabulary the float32 softmax adds up to 1 only within some 1e-5.
+    # The float32 softmax of a large vocabulary sums to 1 only within about 1e-5.
     total_T = cdf_TC[:, -1].float()
     top_p_T = (p_TV.gather(-1, top_T[:, None])[:, 0] / total_T).clamp(max=1.0)
     # H = log Z - E[x]: with the peak at zero Z is 1 / p(top), and a small H loses no digits.
@@ -163,7 +163,7 @@ def _group_stats(x_TV: Tensor, softcap: float | None, query: Query) -> PositionS
         top_T=top_T,
         entropy_T=entropy_T,
         top_p_T=top_p_T,
-        held_p_T=p_TV.gather(-1, query.held_T[:, None])[:, 0] / total_T,
+        current_p_T=p_TV.gather(-1, query.current_T[:, None])[:, 0] / total_T,
     )
 
 
@@ -180,35 +180,35 @@ def wide(x: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def draw_token(logits_V: Tensor, temperature: float, uniform: float) -> tuple[int, float]:
-    """Draw a token from capped logits; returns its log-probability at temperature 1 too."""
+    """Draw a token from capped logits; return it and its log-probability at temperature 1."""
     logprob_V = logits_V.log_softmax(-1)
     token = logits_V.argmax()
     if temperature > 0:
         query = Query(
             temperature_T=logits_V.new_full((1,), temperature),
             uniform_T=wide(torch.tensor([uniform], dtype=torch.float64), logits_V.device),
-            held_T=token[None],
+            current_T=token[None],
         )
         token = position_stats(logits_V[None].clone(), None, query)[0].draw_T[0]
-    # Read at once: each read waits for the device.
+    # One read for both: each read synchronizes.
     number, logprob = torch.stack([wide(token), wide(logprob_V[token])]).tolist()
     return int(number), logprob
 
 
 def draw(p_TV: Tensor, uniform_T: Tensor) -> Tensor:
-    """Draw a token of each position in proportion to its weight; weights need not add up to 1."""
+    """Draw a token at each position in proportion to weights, which need not be normalized."""
     p_TCW = p_TV.view(len(p_TV), -1, gcd(p_TV.shape[-1], CHUNK))
     return _draw(p_TCW, wide(p_TCW.sum(-1)).cumsum(-1), uniform_T)
 
 
 def _draw(p_TCW: Tensor, cdf_TC: Tensor, uniform_T: Tensor) -> Tensor:
-    """Return the token whose interval of the running sum contains `uniform` times the total."""
+    """Return the token whose CDF interval contains `uniform` times the total."""
     target_T = uniform_T * cdf_TC[:, -1]
     chunk_T = (cdf_TC <= target_T[:, None]).sum(-1).clamp(max=cdf_TC.shape[-1] - 1)
     p_TW = wide(_chunk(p_TCW, chunk_T))
     before_T = F.pad(cdf_TC, (1, 0)).gather(-1, chunk_T[:, None])[:, 0]
     inside_T = (p_TW.cumsum(-1) <= (target_T - before_T)[:, None]).sum(-1)
-    # Rounding may put the target past the chunk's end: then its likeliest token is taken.
+    # Rounding may put the target past the chunk's end; then take the chunk's argmax.
     inside_T = torch.where(inside_T < p_TW.shape[-1], inside_T, p_TW.argmax(-1))
     return chunk_T * p_TCW.shape[-1] + inside_T
 

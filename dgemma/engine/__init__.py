@@ -1,4 +1,4 @@
-"""Requests in, typed events out."""
+"""The engine: requests in, typed events out."""
 
 from dgemma.config import MODES, Mode
 from dgemma.engine.engine import Engine

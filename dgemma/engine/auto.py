@@ -1,9 +1,9 @@
-"""Mode `auto`: AR for short replies, canvases for the others, by the cost of both on this machine.
+"""Mode `auto`: choose between AR and diffusion for each reply, by their measured cost.
 
-`BreakEven` holds measured costs. A free reply begins in AR; after some tokens the first step of a
-canvas predicts how much is left, and the canvas goes on if it is faster than AR for that much. The
-number of tokens is the one with the smallest worst ratio to the better mode, over all lengths that
-the reply may have (decision 041).
+`BreakEven` holds the measured costs on this machine. An unconstrained reply begins in AR. After
+some tokens the first step of a canvas predicts the remaining length, and the reply continues by
+diffusion if that is faster. The number of AR tokens before that step minimizes the worst slowdown
+against the better mode over all possible reply lengths (decision 041).
 """
 
 import time
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from dgemma import __version__
-from dgemma.device import choose_device, describe_device, keep_result, kept_result
+from dgemma.device import choose_device, describe_device, load_result, store_result
 from dgemma.diffusion.canvas import NO_PINS, Canvas
 from dgemma.engine.events import Done, Draft
 from dgemma.weights.hub import ModelOptions
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
     from dgemma.engine.params import SamplingParams
 
-GOAL = 1.2  # ratio to the better mode that no length should exceed
-MAX_LENGTH = 1024  # tokens: longer replies cost both modes the same ratio
-MAX_FIRST = 64  # most tokens in AR before the first canvas
-CONSTRAINED_FACTOR = 2  # length of a constrained text, by the shortest that fits
+GOAL = 1.2  # largest accepted slowdown against the better mode
+MAX_LENGTH = 1024  # tokens; beyond, the ratio of both costs is constant
+MAX_FIRST = 64  # AR tokens before the first canvas
+CONSTRAINED_FACTOR = 2  # assumed length of a constrained text, relative to the shortest one
 
 Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasCost:
-    """Length of a canvas, its steps on average, and seconds of a step."""
+    """Length of a canvas, its mean number of steps, and seconds per step."""
 
     length: int
     steps: float
@@ -51,7 +51,7 @@ class CanvasCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Tokens in AR before a canvas is tried (None: all), and the worst ratio to the better mode."""
+    """Number of AR tokens before a canvas is tried (None: AR only), and the worst slowdown."""
 
     num_first: int | None
     worst: float
@@ -59,14 +59,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """Costs of both modes on one machine with one checkpoint, in seconds."""
+    """Measured costs of both modes for one checkpoint on one machine, in seconds."""
 
-    prompt_seconds: float  # of a short prompt, with the first token after it in AR
-    token_seconds: float  # of a token in AR
-    canvas_seconds: float  # that a canvas's first step adds to the pass of the prompt
-    canvas: CanvasCost  # of a reply that fills its canvases
-    is_restarted: bool  # the first step is on a longer canvas, which is given up
-    constrained_seconds: float  # of a short text under a schema, by diffusion
+    prompt_seconds: float  # prefill of a short prompt and its first AR token
+    token_seconds: float  # one AR token
+    canvas_seconds: float  # added to the prompt's pass by a canvas's first step
+    canvas: CanvasCost  # in a reply that fills its canvases
+    is_restarted: bool  # the first step is on a longer canvas that is discarded
+    constrained_seconds: float  # a short JSON text under a schema, by diffusion
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "BreakEven":
@@ -77,7 +77,7 @@ class BreakEven:
         return self.prompt_seconds + (num_N - 1) * self.token_seconds
 
     def diffusion(self, num_N: Seconds) -> Seconds:
-        """Return them by diffusion."""
+        """Return the seconds of replies of these lengths by diffusion."""
         known = 0.0 if self.is_restarted else self.canvas.step_seconds
         begin = self.prompt_seconds + self.canvas_seconds - known
         return begin + self._canvases(num_N)
@@ -86,7 +86,7 @@ class BreakEven:
         return np.ceil(num_N / self.canvas.length) * self.canvas.seconds
 
     def auto(self, num_N: Seconds, num_first: int | None) -> Seconds:
-        """Return them by a plan, if the first step of a canvas predicts what is left."""
+        """Return the seconds under a plan, if a first step predicts the remaining length."""
         if num_first is None:
             return self.ar(num_N)
         rest_N, first_step = num_N - num_first, self.canvas.step_seconds
@@ -101,7 +101,7 @@ class BreakEven:
         return np.where(rest_N > 0, after_N, self.ar(num_N))
 
     def is_faster(self, rest_N: Seconds) -> NDArray[np.bool_]:
-        """True where a canvas that has taken its first step ends before AR of so many tokens."""
+        """True where a canvas after its first step finishes before AR of that many tokens."""
         rest_N = np.minimum(rest_N, self.canvas.length)
         return rest_N * self.token_seconds > self.canvas.seconds - self.canvas.step_seconds
 
@@ -110,13 +110,13 @@ class BreakEven:
 
     @property
     def tokens(self) -> int | None:
-        """Shortest reply that diffusion writes faster, up to MAX_LENGTH."""
+        """Shortest reply that is faster by diffusion, up to MAX_LENGTH."""
         num_N = lengths(MAX_LENGTH)
         is_faster_N = self.diffusion(num_N) < self.ar(num_N)
         return int(num_N[is_faster_N.argmax()]) if is_faster_N.any() else None
 
     def describe(self) -> str:
-        """Return one sentence for a person."""
+        """Describe the break-even in one sentence."""
         plan, canvas = self.plan(MAX_LENGTH), self.canvas
         first = "all" if plan.num_first is None else f"{plan.num_first} tokens"
         begins = "nowhere" if self.tokens is None else f"from {self.tokens} tokens on"
@@ -128,11 +128,11 @@ class BreakEven:
         )
 
     def plan(self, max_tokens: int) -> Plan:
-        """Choose how a free reply of at most so many tokens is written."""
+        """Plan an unconstrained reply of at most `longest` tokens."""
         return _plan(self, min(max_tokens, MAX_LENGTH))
 
     def diffuses_constrained(self, shortest: int, max_tokens: int) -> bool:
-        """True if a text under a grammar, whose shortest has so many tokens, gets canvases."""
+        """True if a constrained text is written by diffusion, given its shortest length."""
         num = min(CONSTRAINED_FACTOR * shortest, max_tokens)
         return self.constrained_seconds < num * self.token_seconds
 
@@ -143,7 +143,7 @@ def lengths(most: int) -> Seconds:
 
 @lru_cache(maxsize=256)
 def _plan(costs: BreakEven, most: int) -> Plan:
-    """Of the plans within the goal take the fastest on average; if there is none, the nearest."""
+    """Return the fastest plan within the goal or, if there is none, the one nearest to it."""
     num_N = lengths(most)
     better_N = costs.better(num_N)
     ranked = []
@@ -157,17 +157,17 @@ def _plan(costs: BreakEven, most: int) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class AutoSwitch:
-    """The state of one reply in auto mode; what is written gives the next."""
+    """The mode decisions of one reply; a value, replaced as the reply is written."""
 
     costs: BreakEven
-    try_at: int | None  # tokens after which a canvas is tried; None: never
-    has_switched: bool = False  # to canvases, for good
+    try_at: int | None  # number of AR tokens before a canvas; None: AR only
+    has_switched: bool = False  # the rest is written by diffusion
 
     @classmethod
     def of(
         cls, costs: BreakEven | None, params: "SamplingParams", max_tokens: int
     ) -> "AutoSwitch | None":
-        """Plan a reply from what its request says; None in other modes."""
+        """Plan a reply by its request; None in other modes."""
         if params.mode != "auto":
             return None
         assert costs is not None, "Engine.generation has them"
@@ -184,7 +184,7 @@ class AutoSwitch:
         return not self.has_switched and (self.try_at is None or num_written < self.try_at)
 
     def resumed(self, num_written: int, *, is_block: bool) -> "AutoSwitch":
-        """Take over what another engine has written."""
+        """Continue after tokens committed by another engine."""
         try_at = self.try_at
         if try_at is not None:
             try_at = max(try_at, num_written + try_at)
@@ -193,14 +193,14 @@ class AutoSwitch:
     def after_step(
         self, canvas: Canvas, end_ids: Collection[int], num_written: int
     ) -> "AutoSwitch":
-        """Decide after a step; after a first one that predicts a short rest, AR goes on."""
+        """Decide after a canvas's first step: return to AR if it predicts a short rest."""
         if self.has_switched:
             return self
         num_ends = sum(token in end_ids for token in canvas.guess_L.tolist())
         rest = canvas.length - num_ends
         if bool(self.costs.is_faster(np.array([float(rest)]))[0]):
             return replace(self, has_switched=True)
-        # Tried again if the reply becomes much longer than predicted.
+        # Try again if the reply becomes much longer than predicted.
         return replace(self, try_at=num_written + 2 * max(rest, num_written))
 
 
@@ -220,9 +220,9 @@ SEED = 1
 
 
 def measure(engine: "Engine") -> BreakEven:
-    """Time a story in both modes and a JSON object; shapes are run once before they are timed.
+    """Time a story in both modes and a JSON object under a schema, after a warm-up.
 
-    What else the machine does only adds to a time, so that the faster ones count.
+    Other load on the machine can only slow a sample down, so the fastest ones count.
     """
     from dgemma.engine.params import SamplingParams
 
@@ -253,14 +253,14 @@ def measure(engine: "Engine") -> BreakEven:
 def _timed(
     engine: "Engine", prompt: str, params: "SamplingParams"
 ) -> "tuple[Done, list[CanvasCost]]":
-    """Answer a prompt; return the cost of each canvas that was not started again."""
+    """Answer a prompt; return the cost of each canvas that was not restarted."""
     params = replace(params, drafts=params.mode != "ar")
     begun, canvases = time.perf_counter(), list[list[tuple[int, int, float]]]()
     for event in engine.stream(prompt, params):
         now = time.perf_counter()
         if isinstance(event, Draft):
             if event.step == 1 and canvases and canvases[-1][-1][0] == event.block:
-                canvases.pop()  # too short for a long reply, or failed
+                canvases.pop()  # it may be short or failed
             if event.step == 1:
                 canvases.append([])
             canvases[-1].append((event.block, len(event.ids), now - begun))
@@ -270,13 +270,13 @@ def _timed(
 
 
 def _cost(steps: Sequence[tuple[int, int, float]]) -> CanvasCost:
-    """Time a canvas by its faster steps; the first one may have committed a prompt."""
+    """Return a canvas's cost by its faster steps; the first one may include prefill."""
     seconds = sorted([seconds for _, _, seconds in steps][1:] or [steps[0][2]])
     return CanvasCost(length=steps[0][1], steps=len(steps), step_seconds=seconds[len(seconds) // 4])
 
 
 def _mean(costs: Sequence[CanvasCost]) -> CanvasCost:
-    """Average canvases of the most usual length: the last may be shorter."""
+    """Average the canvases of the most frequent length; the last may be shorter."""
     length = mode(cost.length for cost in costs)
     same = [cost for cost in costs if cost.length == length]
     return CanvasCost(
@@ -286,13 +286,13 @@ def _mean(costs: Sequence[CanvasCost]) -> CanvasCost:
     )
 
 
-# --- kept on this machine
+# --- stored on this machine
 
 CACHE = "break-even"
 
 
 def identity(path: Path, options: ModelOptions) -> dict[str, str]:
-    """Return all that measured seconds depend on, of a checkpoint that is loaded in this way."""
+    """Return the cache key of a measurement: checkpoint, options, device and versions."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     newest = max((file.stat().st_mtime_ns for file in files), default=0)
     return {
@@ -306,14 +306,14 @@ def identity(path: Path, options: ModelOptions) -> dict[str, str]:
     }
 
 
-def kept(key: Mapping[str, str]) -> BreakEven | None:
-    """Return what was measured earlier; None if nothing was, or what is kept is damaged."""
-    raw = kept_result(CACHE, key)
+def load_break_even(key: Mapping[str, str]) -> BreakEven | None:
+    """Load an earlier measurement; None if there is none or its file is damaged."""
+    raw = load_result(CACHE, key)
     try:
         return None if raw is None else BreakEven.from_json(raw)
     except (TypeError, KeyError):
         return None
 
 
-def keep(key: Mapping[str, str], costs: BreakEven) -> None:
-    keep_result(CACHE, key, asdict(costs))
+def store_break_even(key: Mapping[str, str], costs: BreakEven) -> None:
+    store_result(CACHE, key, asdict(costs))

@@ -1,9 +1,9 @@
-"""The canvases of a reply: length and sampler, initial tokens, and the check of a finished one.
+"""Canvas policy of a reply: canvas length, sampler, initial tokens, and the output check.
 
-All canvases are alike, unless the checkpoint has a preset for long replies (`long_reply` in its
-config.json, decision 015): shorter canvases with a sampler of their own, or drafts on canvases that
-the causal mode verifies. A reply that ends in its first canvas keeps that one: its parts may depend
-on each other, as the cells of a grid do.
+All canvases of a reply are alike, unless the checkpoint has a preset for long replies (`long_reply`
+in config.json, decision 015): shorter canvases with another sampler, or draft tokens from canvases
+that the causal mode verifies. A reply that ends in its first canvas keeps that canvas, since its
+parts may depend on each other, like the cells of a grid.
 """
 
 import math
@@ -15,13 +15,13 @@ from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.sampler import Rule, Sampler, released_sampler
 from dgemma.engine.params import SamplingParams, with_temperature
 
-LENGTH_MULTIPLE = 8  # of shortened canvases: each length is captured as a CUDA graph by itself
-MIN_END_FRACTION = 1 / 8  # of a first canvas filled with end tokens, if the reply ends in it
-MAX_LAST_RATIO = 1.5  # of the last canvas to a short one; a longer rest takes another canvas
+LENGTH_MULTIPLE = 8  # lengths are rounded to it: each is captured as its own CUDA graph
+MIN_END_FRACTION = 1 / 8  # fraction of end tokens in a first canvas that ends the reply
+MAX_LAST_RATIO = 1.5  # length of the last canvas relative to a short one
 NOT_A_NUMBER = "not a number"
-MAX_LOOP_PERIOD = 8  # tokens in a phrase that is repeated
-MIN_LOOP_LENGTH = 32  # tokens that must repeat before it counts as a loop
-MAX_ALIGNED = 512  # tokens that are compared with an old version to continue from it
+MAX_LOOP_PERIOD = 8  # tokens in a repeated phrase
+MIN_LOOP_LENGTH = 32  # tokens that must repeat to count as a loop
+MAX_ALIGNED = 512  # tokens compared to align with an old version
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class CanvasPreset:
 
 @dataclass(frozen=True, slots=True)
 class CanvasPolicy:
-    """Presets of one reply: the usual one, and one for long replies if there is any."""
+    """Canvas presets of one reply: the usual one, and an optional one for long replies."""
 
     usual: CanvasPreset
     long: CanvasPreset | None = None
-    shortens: bool = False  # canvases are no longer than what may still be written
+    shortens: bool = False  # limit canvases to the tokens left
 
     @property
     def draft_length(self) -> int:
@@ -52,10 +52,10 @@ class CanvasPolicy:
         return replace(self, long=None) if self.draft_length else self
 
     def next_canvas(self, num_left: int, num_free: int, *, is_long: bool = False) -> CanvasPreset:
-        """Return the next canvas's preset.
+        """Return the preset of the next canvas.
 
-        `num_left` tokens may still be written, `num_free` slots are left in the KV cache;
-        `is_long`: the reply is known not to end in its first canvas.
+        `num_left` tokens may still be written and `num_free` KV slots are left; `is_long`: the
+        reply does not end in its first canvas.
         """
         if self.long is None or not is_long:
             if not self.shortens:
@@ -69,11 +69,11 @@ class CanvasPolicy:
         return replace(self.long, length=min(length, num_free))
 
     def restarts(self, canvas: Canvas, end_ids: Collection[int]) -> bool:
-        """True if the first canvas starts again: its first step predicts no end in it."""
+        """True if the first canvas restarts with the long preset: no end is predicted."""
         if self.long is None or canvas.num_steps != 1:
             return False
         num_ends = sum(token in end_ids for token in canvas.guess_L.tolist())
-        # After an end, the rest of a canvas is end tokens; a few at its very end mean little.
+        # After an end, the rest of a canvas is end tokens; a few at the very end prove nothing.
         has_end = num_ends >= MIN_END_FRACTION * canvas.length
         return not (has_end or bool(canvas.pinned_L.any()))
 
@@ -85,10 +85,10 @@ def canvas_policy(
     generation: GenerationConfig,
     rule: Rule | None = None,
 ) -> CanvasPolicy:
-    """Return the policy of a request; one that sets its canvases has no preset for long replies.
+    """Return the policy of a request. A request with its own canvas settings has no long preset.
 
-    `sampler` and `generation` are those of the request's preset; `rule`: instead of the one for
-    long replies.
+    `sampler` and `generation` belong to the request's preset; `rule` replaces the one for long
+    replies.
     """
     length = params.canvas_length or config.canvas_length
     long = generation.long_reply or config.long_reply
@@ -108,9 +108,9 @@ def canvas_policy(
 def output_fault(
     ids: Sequence[int], entropy: Sequence[float], stops: Collection[int], *, is_first: bool
 ) -> str:
-    """Return why a finished canvas should be done again, or nothing.
+    """Return why a finished canvas must be retried, or an empty string.
 
-    A canvas that begins with a stop is the plain end of a reply, unless it is the first.
+    A canvas that begins with a stop token ends the reply, unless it is the first one.
     """
     if any(math.isnan(value) for value in entropy):
         return NOT_A_NUMBER
@@ -121,7 +121,7 @@ def output_fault(
 
 
 def has_loop(ids: Sequence[int]) -> bool:
-    """True if the text ends in a short phrase over and over, for at least half of its length."""
+    """True if at least half of the text is a short phrase repeated at its end."""
     span = max(MIN_LOOP_LENGTH, len(ids) // 2)
     if len(ids) < span + MAX_LOOP_PERIOD:
         return False
@@ -133,14 +133,14 @@ def has_loop(ids: Sequence[int]) -> bool:
 
 
 def resume_index(old: Sequence[int], written: Sequence[int]) -> int:
-    """Index at which an old version continues after what was written, which need not be as long.
+    """Return the index at which to continue in an old version of the text.
 
-    It follows the last tokens that both have in common; without any, the count of tokens. Only the
-    last tokens that were written are compared, and those of the old version around them.
+    Aligns by the last tokens common to both texts; without any, by the token count. Only the last
+    tokens written are compared with the old version around them.
     """
     from difflib import SequenceMatcher
 
-    offset = max(0, len(written) - MAX_ALIGNED)  # of what is compared
+    offset = max(0, len(written) - MAX_ALIGNED)  # of the window
     old_offset = max(0, offset - MAX_ALIGNED)
     tail = written[offset:]
     near = old[old_offset : old_offset + 3 * MAX_ALIGNED]

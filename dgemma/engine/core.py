@@ -1,8 +1,8 @@
-"""The step loop: requests in, passes over their tasks, results out.
+"""The step loop: advance all requests together, one forward pass at a time.
 
-All requests advance together, one pass at a time: the caller that follows one request drives the
-others too. Requests join and leave between passes. An error ends the request that it belongs to and
-no other; a pass that fails is repeated task by task. Text is not known here.
+The caller that follows one request drives the others too. Requests join and leave between passes.
+An error ends only the request that caused it; a failed pass is repeated task by task. This module
+does not know text.
 """
 
 import logging
@@ -30,14 +30,14 @@ from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
 
 MAX_BATCH_SIZE = 16  # tasks in one pass
-MAX_TOKENS = 1 << 24  # KV cache slots of all running tasks: an engine alone is bound by its memory
+MAX_TOKENS = 1 << 24  # KV slots of all running tasks; a library is limited by memory only
 PREFILL_CHUNK = 512  # tokens of a prompt in one pass
-# The same by the memory of a GPU in bytes. In 16 bits it is also what a reused prefix is cut to, so
+# Chunk by the GPU's memory in bytes. In 16 bits a reused prefix is cut to a multiple of it, so
 # that small chunks reuse more and large ones prefill faster.
 GPU_CHUNKS = ((20e9, 1024), (0, PREFILL_CHUNK))
 CPU_CHUNK_16 = 128
-PREFIX_BYTES = 2 << 30  # memory for the KV caches of finished requests, at most...
-PREFIX_FRACTION = 0.05  # ...and of a GPU's memory
+PREFIX_BYTES = 2 << 30  # bytes for KV caches of finished requests, and...
+PREFIX_FRACTION = 0.05  # ...the largest fraction of a GPU's memory
 
 T = TypeVar("T")
 ScheduledTask = tuple[Task, list[ForwardInput]]
@@ -45,14 +45,14 @@ logger = logging.getLogger("dgemma")
 
 
 class EngineLimits(TypedDict, total=False):
-    """Limits of an engine as keyword arguments."""
+    """Keyword arguments that limit an engine."""
 
     max_batch_size: int  # tasks in one pass
     prefix_bytes: int | None  # of the prefix cache; None: by the device
 
 
 class EngineCore:
-    """Runs tasks. The scheduler, the prefix cache and the failure counters are all its state."""
+    """Runs tasks. Holds the scheduler, the prefix cache and the failure counters."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class EngineCore:
         self.backend = choose_backend(model)
         self.scheduler = Scheduler(min(max_batch_size, self.backend.max_batch_size), MAX_TOKENS)
         self.chunk = prefill_chunk(self.device, self.dtype)
-        empty_cache(self.device)  # what loading and the self-test have left
+        empty_cache(self.device)  # release what loading and the self-test allocated
         max_bytes = prefix_capacity(self.device) if prefix_bytes is None else prefix_bytes
-        # In 16 bits a prefix is reused only where a fresh prompt is cut: answers stay the same.
+        # In 16 bits, reuse only prefixes that end where a fresh prompt is cut: equal answers.
         self.prefixes = PrefixStore(max_bytes, 1 if self.dtype == torch.float32 else self.chunk)
         self.images: ImageFeatures | None = None  # set where the checkpoint has an image tower
         self.num_failed_passes = 0
         self.num_consecutive_failures = 0
         # Called in the thread of a host task when the task is done.
-        self.on_host_done: Callable[[], None] = lambda: None
+        self.on_host_task_done: Callable[[], None] = lambda: None
         self._host = ThreadPoolExecutor(MAX_HOST_TASKS, thread_name_prefix="host")
 
     @property
@@ -88,7 +88,7 @@ class EngineCore:
         max_tokens: int | None = None,
         prefix_bytes: int | None = None,
     ) -> None:
-        """Bound the tasks of a pass, the KV cache slots of all tasks, and the prefix cache."""
+        """Set the batch size, the KV slots of all tasks, and the size of the prefix cache."""
         if max_batch_size is not None:
             self.scheduler.max_batch_size = min(max_batch_size, self.backend.max_batch_size)
         if max_tokens is not None:
@@ -100,9 +100,9 @@ class EngineCore:
     # --- KV caches of tasks
 
     def open_cache(self, ids: Sequence[int], num_tokens: int) -> KVCache:
-        """Return a cache of `num_tokens` slots with as much of `ids` as the prefix cache holds.
+        """Return a KV cache of `num_tokens` slots, with the longest cached prefix of `ids`.
 
-        `ids` identify what keys are computed from (`Prompt.cache_ids`).
+        `ids` identify what the keys are computed from (`Prompt.cache_ids`).
         """
         segment = self.chunk + self.model.config.canvas_length
         capacity = Capacity(tokens=num_tokens, segment=segment)
@@ -110,9 +110,9 @@ class EngineCore:
         return cached or KVCache(self.model.config, capacity, self.dtype, self.device)
 
     def keep(self, prefix: Prefix) -> None:
-        """Store a prefix that its program needs no more, for requests that begin with it."""
+        """Hand a program's prefix to the prefix cache."""
         cache = prefix.cache
-        cache.is_shared = len(prefix.forks) > 0  # else it need not be copied
+        cache.is_shared = len(prefix.forks) > 0  # without forks it need not be copied
         with _logged("a shared prefix could not be kept"):
             if cache.is_consistent and cache.length == len(prefix.ids) - 1:
                 self.prefixes.keep(prefix.cache_ids[:-1], cache)
@@ -122,7 +122,7 @@ class EngineCore:
     def submit(
         self, program: Program[Any] | Task, *, owner: str = "", deadline: float = inf
     ) -> Request[Any]:
-        """Queue a program or a task; its events gather in the request as the engine steps."""
+        """Queue a program or a task; its events collect in the returned request."""
         request: Request[Any] = Request(program, owner=owner, deadline=deadline)
         self.add(request)
         return request
@@ -133,33 +133,33 @@ class EngineCore:
         self._advance(request)
 
     def cancel(self, request: Request[Any]) -> None:
-        """Remove a request; what it has committed goes to the prefix cache."""
+        """Remove a request; its committed tokens go to the prefix cache."""
         if not request.is_over:
             request.is_over, request.is_cancelled = True, True
         self._remove(request)
 
     def fail_all(self, error: Exception) -> None:
-        """End all requests: a step failed outside of its pass, and it is not known for whom."""
+        """End all requests after a step that failed outside of a pass."""
         self.num_consecutive_failures += 1
         for request in list(self.scheduler.requests):
             with _logged("the clean-up of a failed request failed"):
                 self._fail(request, error)
 
     def run(self, program: Program[T]) -> T:
-        """Run a program to its end, with whatever else the engine serves; return its result."""
+        """Run a program to its end together with all other requests; return its result."""
         return self.run_all([program])[0]
 
     def run_all(self, programs: "Iterable[Program[T] | Task]") -> list[T]:
-        """Run several together; the first error ends all of them."""
+        """Run several programs together; the first error ends all of them."""
         results = dict(self.as_completed(programs))
         return [results[index] for index in sorted(results)]
 
     def as_completed(
         self, programs: "Iterable[Program[T] | Task]"
     ) -> Generator[tuple[int, T], None, None]:
-        """Run several together; yield index and result of each as it ends.
+        """Run several programs together; yield the index and result of each as it finishes.
 
-        No more are queued than the scheduler could admit: `programs` may be a long iterator.
+        No more are queued than the scheduler could admit, so `programs` may be a long iterator.
         """
         queue = enumerate(programs)
         running: dict[int, Request[Any]] = {}
@@ -183,7 +183,7 @@ class EngineCore:
     def follow(self, program: Program[Any] | Task) -> Generator[Any, None, None]:
         """Run a program and yield its events; closing the iterator cancels it.
 
-        The events of a generation end with Done; those of a program with its result.
+        The events of a generation end with `Done`, those of a program with its result.
         """
         request = self.submit(program)
         try:
@@ -201,31 +201,31 @@ class EngineCore:
     # --- passes
 
     def step(self) -> bool:
-        """Run one pass: admitted tasks move, finished ones leave, waiting ones join.
+        """Run one pass: advance admitted tasks, drop finished ones, admit waiting ones.
 
         Returns False if all requests wait for host tasks.
         """
         self._expire()
         for host_task in self.scheduler.admit_host():
             host_task.future = self._host.submit(host_task.function, *host_task.arguments)
-            host_task.future.add_done_callback(lambda _: self.on_host_done())
+            host_task.future.add_done_callback(lambda _: self.on_host_task_done())
         for task in self.scheduler.admit():
             self._start(task)
         batch = self.scheduler.batch()
         self._run_pass(batch)
         has_moved = bool(batch)
         for request in list(self.scheduler.requests):
-            request.on_host = [task for task in request.on_host if not task.is_done]
+            request.host_tasks = [task for task in request.host_tasks if not task.is_done]
             if request.is_ready:
                 self._advance(request)
                 has_moved = True
         return has_moved
 
     def _step_or_wait(self) -> None:
-        """Run a pass, or wait for a host task if nothing else can be done."""
+        """Run a pass, or wait for a host task if there is nothing to run."""
         if self.step():
             return
-        # Those of cancelled requests too: a host task may wait for their threads.
+        # Include cancelled requests: a host task may wait for their threads.
         futures = [task.future for _, task in self.scheduler.host_tasks]
         deadlines = [request.deadline for request in self.scheduler.requests]
         left = min(deadlines, default=inf) - time.monotonic()
@@ -233,7 +233,7 @@ class EngineCore:
         wait([f for f in futures if f is not None], timeout, return_when=FIRST_COMPLETED)
 
     def _expire(self) -> None:
-        """Fail requests past their deadline; a generation that runs ends itself with its draft."""
+        """Fail requests past their deadline; a running generation ends itself with its draft."""
         now = time.monotonic()
         for request in [r for r in self.scheduler.requests if r.deadline <= now]:
             if request.plain_task is None or not request.running:
@@ -242,16 +242,16 @@ class EngineCore:
 
     def _start(self, task: Task) -> None:
         request = self.scheduler.admitted[task]
-        is_plain = request.plain_task is task  # a program is ended as a whole
+        is_plain = request.plain_task is task  # a program ends as a whole
         with self._failing(request):
             task.start(self, request.deadline if is_plain else inf)
-            if task.is_done:  # a prefix that was cached, a grammar without a text that fits
+            if task.is_done:  # for example a cached prefix, or a grammar with no text that fits
                 self._end_task(task)
 
     def _run_pass(self, batch: Sequence[Task]) -> None:
-        """Run tasks together; if the pass fails, one by one, so that the others do not fail."""
+        """Run tasks together; if the pass fails, one by one, to isolate the failure."""
         inputs = [(task, self._inputs(task)) for task in batch]
-        # A task that fails ends its request, and with it the tasks collected before.
+        # A failing task ends its request, and with it tasks already collected.
         tasks = [scheduled for scheduled in inputs if scheduled[0] in self.scheduler.admitted]
         if not tasks:
             return
@@ -278,7 +278,7 @@ class EngineCore:
         return []
 
     def _try_pass(self, tasks: Sequence[ScheduledTask]) -> Exception | None:
-        """Run a pass and hand out its outputs; return the error if it failed.
+        """Run a pass and distribute its outputs; return the error if it failed.
 
         A failed pass has committed nothing.
         """
@@ -295,7 +295,7 @@ class EngineCore:
         for task, inputs in tasks:
             task_outputs, outputs = outputs[: len(inputs)], outputs[len(inputs) :]
             request = self.scheduler.admitted.get(task)
-            if request is not None:  # it has not failed in this pass
+            if request is not None:  # else it failed in this pass
                 with self._failing(request):
                     task.process(inputs, task_outputs)
                     request.collect(task)
@@ -307,7 +307,7 @@ class EngineCore:
 
     @contextmanager
     def _failing(self, request: Request[Any]) -> Iterator[None]:
-        """Let an error end the request that it belongs to."""
+        """End the request that raised an error inside this context."""
         try:
             yield
         except Exception as error:
@@ -337,19 +337,19 @@ class EngineCore:
     def _remove(self, request: Request[Any]) -> None:
         """Remove a request and its tasks; idempotent."""
         running, request.running = request.running, []
-        on_host, request.on_host = request.on_host, []
+        host_tasks, request.host_tasks = request.host_tasks, []
         self.scheduler.remove(request)
         for task in running:
             self._close(task)
-        for host_task in on_host:
+        for host_task in host_tasks:
             if host_task.future is not None:
-                host_task.future.cancel()  # unless it runs
+                host_task.future.cancel()  # no effect if it runs already
         with _logged("a program failed while it was closed"):
             request.close()
 
 
 def without_frames(error: Exception) -> Exception:
-    """Replace an error's traceback by a note: its frames would keep the tensors of a pass alive."""
+    """Replace an error's traceback by a note: its frames would keep a pass's tensors alive."""
     if error.__traceback__ is not None and not isinstance(error, DgemmaError):
         error.add_note("".join(format_exception(error)))
     error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -358,7 +358,7 @@ def without_frames(error: Exception) -> Exception:
 
 @contextmanager
 def _logged(message: str) -> Iterator[None]:
-    """Log an error that fails no request."""
+    """Log an error without failing a request."""
     try:
         yield
     except Exception as error:
@@ -366,14 +366,14 @@ def _logged(message: str) -> Iterator[None]:
 
 
 def prefix_capacity(device: torch.device) -> int:
-    """Bytes of the prefix cache, where none are given."""
+    """Default size of the prefix cache in bytes."""
     if device.type != "cuda":
         return PREFIX_BYTES
     return min(PREFIX_BYTES, int(PREFIX_FRACTION * usable_memory(device)))
 
 
 def prefill_chunk(device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens of one prompt that a pass commits; prompts are always cut at its multiples."""
+    """Prompt tokens committed per pass; prompts are always cut at multiples of it."""
     if device.type != "cuda":
         return PREFILL_CHUNK if dtype == torch.float32 else CPU_CHUNK_16
     memory = usable_memory(device)

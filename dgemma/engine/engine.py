@@ -1,7 +1,7 @@
 """The engine: a loaded checkpoint that answers prompts.
 
-Prompts, constraints and sampling parameters become tasks here; `core` runs them. HTTP, terminals
-and programs are not known here.
+Turns prompts, constraints and sampling parameters into tasks, which `core` runs. It does not know
+HTTP, terminals or programs.
 """
 
 import logging
@@ -58,9 +58,9 @@ class Engine(EngineCore):
         preset: str | None = None,
         **limits: Unpack[EngineLimits],
     ) -> None:
-        """Make an engine; rule and preset are of all requests without a sampler of their own.
+        """Make an engine. `rule` and `preset` are defaults for requests without their own sampler.
 
-        None is the checkpoint's own rule, and generation_config as it is.
+        None: the reference rule, and generation_config unchanged.
         """
         check_preset(preset)
         if tokenizer.vocab_size != model.config.vocab_size:
@@ -70,12 +70,12 @@ class Engine(EngineCore):
             )
         super().__init__(model, **limits)
         self.tokenizer, self.template = tokenizer, template
-        self.generation_config = generation  # as the checkpoint has it
+        self.generation_config = generation  # of the checkpoint, without a preset
         self.rule, self.preset = rule, preset
         self.sampler = self._new_sampler(None)
-        self.break_even: BreakEven | None = None  # costs of both modes, for mode auto
-        self.identity: dict[str, str] | None = None  # under which they are kept
-        # Called when a request needs costs that are not known; None: they are measured at once.
+        self.break_even: BreakEven | None = None  # measured costs of both modes, for mode auto
+        self.identity: dict[str, str] | None = None  # cache key of the costs
+        # Called if a request needs costs that are not measured; None: measure them at once.
         self.on_missing_costs: Callable[[], None] | None = None
         self.stop_ids = StopIds.read(generation.stop_ids)
 
@@ -91,12 +91,12 @@ class Engine(EngineCore):
         progress: OnProgress | None = None,
         **where: Unpack[LoadArgs],
     ) -> "Engine":
-        """Load a checkpoint: a directory, a GGUF file, a downloaded hub id, or `nano`, built in.
+        """Load a checkpoint: a directory, a GGUF file, a downloaded hub id, or the built-in `nano`.
 
-        `device`, `dtype` and `quant` (the form of its weights in memory) are `auto` or as given.
-        `template` is `file` to use the chat template of a GGUF file in any case, `vision` the
-        image tower of one. An adapter's directory may have a generation_config.json of its own.
-        `rule` and `preset` are of all requests without a sampler of their own.
+        `device`, `dtype` and `quant` (weight format in memory) default to `auto`. `template="file"`
+        uses the chat template of a GGUF file; `vision` selects its image tower. The directory of an
+        adapter may have its own generation_config.json. `rule` and `preset` are defaults for
+        requests without their own sampler.
         """
         check_preset(preset)
         adapter = None if adapter is None else Path(adapter)
@@ -115,18 +115,18 @@ class Engine(EngineCore):
         engine.images = image_features(checkpoint)
         spin_control().end_pool()  # passes may run in another thread
         engine.identity = auto.identity(path, options)
-        engine.break_even = auto.kept(engine.identity)
+        engine.break_even = auto.load_break_even(engine.identity)
         return engine
 
     def measure_break_even(self) -> BreakEven:
-        """Time both modes on this machine, some seconds, and keep the result for later loads."""
+        """Time both modes on this machine for some seconds, and cache the result on disk."""
         self.break_even = auto.measure(self)
         if self.identity is not None:
-            auto.keep(self.identity, self.break_even)
+            auto.store_break_even(self.identity, self.break_even)
         return self.break_even
 
     def sampler_of(self, preset: str | None) -> Sampler:
-        """Return the sampler of a preset with the engine's rule; None: the engine's own."""
+        """Return the sampler of a preset with the engine's rule; None: the engine's sampler."""
         check_preset(preset)
         return self.sampler if preset is None else self._new_sampler(preset)
 
@@ -135,7 +135,7 @@ class Engine(EngineCore):
         return sampler if self.rule is None else replace(sampler, rule=self.rule)
 
     def defaults_of(self, preset: str | None) -> GenerationConfig:
-        """Return the checkpoint's defaults with a preset; None: with the engine's, if any."""
+        """Return the checkpoint's defaults under a preset; None: under the engine's preset."""
         name = preset or self.preset
         if name is None:
             return self.generation_config
@@ -146,7 +146,7 @@ class Engine(EngineCore):
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, thinking: bool = False
     ) -> Prompt:
-        """Render a conversation with the checkpoint's chat template; pictures are decoded here."""
+        """Render a conversation with the checkpoint's chat template; decodes pictures."""
         if self.template is None:
             raise UsageError("this checkpoint has no chat template; give it plain text instead")
         media = [part for message in messages for part in message.media]
@@ -161,7 +161,7 @@ class Engine(EngineCore):
         return insert_images(prompt, list(chain.from_iterable(pictures)), self.tokenizer)
 
     def tower(self) -> ImageFeatures:
-        """Return the image tower; a checkpoint without one refuses pictures here."""
+        """Return the image tower; refuses pictures if the checkpoint has none."""
         if self.images is None:
             raise UsageError(
                 "this checkpoint has no image tower, so it cannot read pictures; send text, or "
@@ -170,12 +170,12 @@ class Engine(EngineCore):
         return self.images
 
     def plain_prompt(self, text: str) -> Prompt:
-        """Return a prompt of plain text, for the model to continue."""
+        """Return plain text as a prompt, to be continued."""
         ids = (self.model.config.bos_token_id, *self.tokenizer.encode(text))
         return Prompt(text=text, ids=ids)
 
     def user_prompt(self, text: str | Prompt) -> Prompt:
-        """Return a user's message as a prompt, or plain text where there is no chat template."""
+        """Return a user message as a prompt, or plain text if there is no chat template."""
         if isinstance(text, Prompt):
             return text
         if self.template is None:
@@ -185,10 +185,10 @@ class Engine(EngineCore):
     def constraint(self, **constraint: Unpack[ConstraintArgs]) -> Constraint:
         """Compile a constraint: one of schema, regex, grammar, choices and tools.
 
-        It may be used for any number of requests, as `SamplingParams.constraint`. Its shortest
-        text is searched here: in the step loop all other requests would wait for it. With `tools`,
-        `tool_choice` may be `required` (the default: one call of any of them), the name of the one
-        to call, or `auto`: free text, and calls if the model makes them.
+        It may be shared by any number of requests, as `SamplingParams.constraint`. Its shortest
+        text is searched here, not in the step loop, where all requests would wait for it. With
+        `tools`, `tool_choice` is `required` (default: one call of any tool), the name of the tool
+        to call, or `auto`: free text, with calls where the model makes them.
         """
         grammar = grammar_of(constraint, self.tokenizer)
         compiled = compile_constraint(grammar, vocabulary(self.tokenizer, self.stop_ids.ids))
@@ -204,10 +204,10 @@ class Engine(EngineCore):
         map_draft: DraftMap | None = None,
         fit: bool = False,
     ) -> Generation:
-        """Check a request and make its task; what cannot be done is refused here.
+        """Check a request and make its task; refuses what cannot be honoured.
 
-        `prefix` holds the beginning of the prompt; `map_draft` changes drafts before they are
-        reported. With `fit`, max_tokens is lowered to what the context holds.
+        `prefix` holds the beginning of the prompt; `map_draft` maps drafts before they are
+        reported. With `fit`, max_tokens is lowered to fit the context.
         """
         prompt, config = self.user_prompt(prompt), self.model.config
         check_params(params)
@@ -225,14 +225,14 @@ class Engine(EngineCore):
         return SpeculativeReply(self, reply, SpeculativeParams(drafter="canvas"))
 
     def _known_mode(self) -> Mode:
-        """Return auto once both modes are timed: now, unless `on_missing_costs` defers it."""
+        """Resolve mode auto once both modes are timed: now, unless `on_missing_costs` defers it."""
         if not self.model.config.can_denoise:
             return "ar"
         if self.break_even is None:
             (self.on_missing_costs or self.measure_break_even)()
         return "diffusion" if self.break_even is None else "auto"
 
-    # --- the calls of a library
+    # --- library calls
 
     def generate(
         self,
@@ -240,7 +240,7 @@ class Engine(EngineCore):
         params: SamplingParams = DEFAULTS,
         **constraint: Unpack[ConstraintArgs],
     ) -> Done:
-        """Answer a prompt. A string is a user's message; a constraint is one of `constraint`."""
+        """Answer a prompt. A string is a user message; for constraints see `constraint`."""
         for event in self.stream(prompt, params, **constraint):
             if isinstance(event, Done):
                 return event
@@ -252,7 +252,7 @@ class Engine(EngineCore):
         params: SamplingParams = DEFAULTS,
         **constraint: Unpack[ConstraintArgs],
     ) -> Generator[Event, None, None]:
-        """Answer a prompt event by event; refused at once if it cannot be answered."""
+        """Answer a prompt and yield its events; refusals are raised at the call."""
         if any(value is not None for value in constraint.values()):
             if params.constraint is not None:
                 raise UsageError("a constraint is given twice; give it once")
@@ -262,24 +262,24 @@ class Engine(EngineCore):
     def generate_all(
         self, prompts: Sequence[str | Prompt], params: Sequence[SamplingParams]
     ) -> list[Done]:
-        """Answer several prompts together, each with its parameters."""
+        """Answer several prompts together, each with its own parameters."""
         if len(prompts) != len(params):
             raise UsageError(f"{len(prompts)} prompts have {len(params)} params; give each one")
         pairs = zip(prompts, params, strict=True)
         return self.run_all([self.generation(*pair) for pair in pairs])
 
     def score(self, prompt: str | Prompt, texts: Sequence[str]) -> list[Score]:
-        """Causal log-probability of each text as the continuation of the prompt."""
+        """Return the causal log-probability of each text as a continuation of the prompt."""
         encoded = [self.tokenizer.encode(text) for text in texts]
         return self.run(self.score_program(self.user_prompt(prompt), encoded))
 
     def rank(self, prompt: str | Prompt, texts: Sequence[str]) -> list[tuple[str, Score]]:
-        """Return the texts with their scores, the likeliest as a whole first."""
+        """Return the texts with their scores, sorted by the log-probability of the whole text."""
         ranked = zip(texts, self.score(prompt, texts), strict=True)
         return sorted(ranked, key=lambda pair: pair[1].total, reverse=True)
 
     def classify(self, prompt: str | Prompt, labels: Sequence[str]) -> list[tuple[str, float]]:
-        """Return the probability of each label as the whole answer, likeliest first; sum 1."""
+        """Return the probability of each label as the whole answer, sorted; they sum to 1."""
         if not labels or not all(labels):
             raise UsageError("there are no labels, or an empty one; give texts to choose from")
         if len(set(labels)) < len(labels):
@@ -294,7 +294,7 @@ class Engine(EngineCore):
     def score_program(
         self, prompt: Prompt | Sequence[int], texts: Sequence[Sequence[int]]
     ) -> Program[list[Score]]:
-        """Score texts that continue the same prompt: it is encoded once and shared."""
+        """Score continuations of one prompt, which is encoded once."""
         (prefix,) = yield [Prefill(prompt)]
         try:
             (scores,) = yield [Scoring(prefix, texts)]

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class Draft:
     """The canvas after a step. Nothing in it is final."""
 
-    ids: tuple[int, ...]  # on the canvas: accepted tokens, and noise
-    tokens: tuple[str, ...]  # each id's own text; a control token has none
-    guess: tuple[int, ...]  # would be committed now
+    ids: tuple[int, ...]  # tokens of the canvas: accepted ones and noise
+    tokens: tuple[str, ...]  # text of each id; empty for control tokens
+    guess: tuple[int, ...]  # argmax, committed if the canvas ends now
     guess_tokens: tuple[str, ...]
     entropy: tuple[float, ...]  # nats
-    kept: tuple[bool, ...]  # accepted in this step, not renoised
+    accepted: tuple[bool, ...]  # in this step; the others were renoised
     pinned: tuple[bool, ...]
     block: int
     step: int
@@ -34,7 +34,7 @@ class Draft:
             guess=tuple(guess),
             guess_tokens=tuple(map(text, guess)),
             entropy=tuple(canvas.entropy_L.tolist()),
-            kept=tuple(canvas.kept_L.tolist()),
+            accepted=tuple(canvas.accepted_L.tolist()),
             pinned=tuple(canvas.pinned_L.tolist()),
             block=block,
             step=canvas.num_steps,
@@ -43,23 +43,23 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """Tokens that a reply has committed: those of a finished canvas, or one AR token.
+    """Tokens committed to a reply: those of a finished canvas, or one AR token.
 
-    Reported before their text, if `SamplingParams.commits` asks for it. Given back as
-    `SamplingParams.committed`, all of them continue the reply in another engine.
+    Reported before their text if `SamplingParams.commits` is set. Passed back as
+    `SamplingParams.committed`, they let another engine continue the reply.
     """
 
-    ids: tuple[int, ...]  # of a canvas, with what follows a stop
-    logprob: float | None = None  # of an AR token
-    steps: int = 1  # that it took, and...
+    ids: tuple[int, ...]  # all tokens of a canvas, also those after a stop
+    logprob: float | None = None  # AR only
+    steps: int = 1  # steps it took, and...
     retries: int = 0
     is_converged: bool = True
-    fault: str = ""  # of the canvas, after all retries
+    fault: str = ""  # output check of the canvas after all retries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """A canvas failed the output check and is done again with the next noise."""
+    """A canvas failed the output check and is denoised again with new noise."""
 
     block: int
     reason: str
@@ -68,7 +68,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The end of a generation: its reply and its cost."""
+    """The end of a generation: reply and cost."""
 
     reply: Reply
     ids: tuple[int, ...]  # the reply's tokens
@@ -79,20 +79,20 @@ class Done:
     seed: int
     mode: str = "diffusion"
     finish: str = "stop"  # or stop_string, length, budget (time or steps ran out), fault
-    stop_string: str = ""  # that ended it
-    reused_tokens: int = 0  # of the prompt, found in the prefix cache
-    image_tokens: int = 0  # of the prompt, soft tokens of pictures
-    notes: tuple[str, ...] = ()  # pictures that were shrunk so much that small text is lost
+    stop_string: str = ""  # the stop string that was found
+    reused_tokens: int = 0  # prompt tokens found in the prefix cache
+    image_tokens: int = 0  # soft tokens of pictures in the prompt
+    notes: tuple[str, ...] = ()  # warnings, such as pictures shrunk until small text is lost
     unconverged_blocks: int = 0  # blocks that ran out of steps
     retries: int = 0
-    fault: str = ""  # of the last canvas after all retries; empty: none
-    # Character of the text from which on a limit decided and not the model: constrained text
-    # was brought to its shortest end. None: nowhere.
+    fault: str = ""  # output check of the last canvas after all retries
+    # Character from which tokens were forced by a limit, not chosen by the model: constrained text
+    # is closed by its shortest completion. None: nowhere.
     forced_from: int | None = None
-    remaining_entropy: float = 0.0  # nats left on a canvas that the budget cut short
-    logprobs: tuple[float, ...] = ()  # causal log-probability of each token written in AR
+    remaining_entropy: float = 0.0  # in nats, of a canvas cut short by the budget
+    logprobs: tuple[float, ...] = ()  # causal log-probability of each AR token
     prefill_seconds: float = 0.0
-    result: Any = None  # of a program that ends with this
+    result: Any = None  # result of the program
 
     @property
     def text(self) -> str:

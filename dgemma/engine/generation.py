@@ -1,8 +1,9 @@
 """One generated reply: prefill, then denoising steps or AR tokens, until it ends.
 
-The prompt is committed in chunks; then canvases are denoised (diffusion), or one token is appended
-per pass (AR), or the thought is written in AR and the answer by diffusion (hybrid), or each by what
-is faster (auto). A converged block is committed in the pass of the next canvas's first step.
+The prompt is committed in chunks. Then, by mode, canvases are denoised (diffusion), one token is
+appended per pass (ar), the thought is written in AR and the answer by diffusion (hybrid), or the
+faster of both is chosen (auto). A converged block is committed in the same pass as the next
+canvas's first step.
 """
 
 import math
@@ -36,18 +37,18 @@ if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
 
 DraftMap = Callable[[Draft], Draft]
-AR_BLOCK = 1 << 31  # noise blocks from here on serve AR tokens, in blocks of...
+AR_BLOCK = 1 << 31  # noise blocks from this index on are for AR tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
 FAULT = "fault"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The next block of a reply between two passes: AR tokens, or a canvas and its attempts."""
+    """The block in progress between two passes: AR tokens, or a canvas and its attempts."""
 
-    in_thought: bool  # AR tokens are those of a thought
-    is_long: bool = False  # the reply is known not to end in its first canvas
-    retry: int = 0  # attempts that failed
+    in_thought: bool  # the AR tokens belong to a thought
+    is_long: bool = False  # the reply does not end in its first canvas
+    retry: int = 0  # failed attempts
     state: CanvasState | None = None  # None: before the first step
 
     def after_commit(self) -> "Block":
@@ -56,7 +57,7 @@ class Block:
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a reply that is being written, named as in `Done`, and its clock."""
+    """Counters and clock of a reply in progress, named as in `Done`."""
 
     started: float = 0.0
     prefilled_at: float = 0.0
@@ -67,13 +68,13 @@ class Progress:
     retries: int = 0
     reused_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
-    fault: str = ""  # of the last canvas, after all retries
-    reported: tuple[int, int] = (0, 0)  # steps and retries of what was committed
-    last_canvas: Canvas | None = None  # that came to its end
+    fault: str = ""  # of the last canvas after all retries
+    reported: tuple[int, int] = (0, 0)  # steps and retries already reported as committed
+    last_canvas: Canvas | None = None  # the last finished canvas
 
 
 class Generation(Task):
-    """Writes one reply. Made by `Engine.generation`, which checks it."""
+    """Writes one reply. Created and checked by `Engine.generation`."""
 
     result: Done | None
 
@@ -100,7 +101,7 @@ class Generation(Task):
         seed = secrets.randbits(32) if params.seed is None else params.seed
         self.noise = Noise(seed=seed, choice=params.choice)
         self.reader, self.sequence = self._new_reader(), TokenSequence(prompt)
-        self.constrained: ConstrainedReply | None = None  # from `start` on
+        self.constrained: ConstrainedReply | None = None  # set by `start`
         self.block = Block(in_thought=prompt.in_thought, is_long=begins_in_ar)
         self.progress = Progress()
 
@@ -117,7 +118,7 @@ class Generation(Task):
 
     @property
     def is_ar(self) -> bool:
-        """True if the next token is drawn in AR; in hybrid mode the first, and a thought's."""
+        """True if the next token is drawn in AR, as hybrid mode's first token and thoughts are."""
         if self.auto is not None:
             return self.auto.is_ar(len(self.sequence.written))
         if self.params.mode != "hybrid":
@@ -140,12 +141,12 @@ class Generation(Task):
         self.progress = Progress(started=now, prefilled_at=now, deadline=deadline)
         if self.params.constraint is not None:
             self.constrained = ConstrainedReply(self, self.params.constraint, self.tokenizer)
-            if self.constrained.fault:  # no text of the grammar fits
+            if self.constrained.fault:  # no text of the language fits
                 self._fail(self.constrained.fault, "length")
                 return
         for commit in self.params.committed:
             self._resume(commit)
-        if self.is_done:  # its last tokens were committed already
+        if self.is_done:  # its last tokens were already committed
             return
         if self.prefix is not None:
             cache = self.prefix.fork(self.num_tokens)
@@ -155,14 +156,14 @@ class Generation(Task):
         self.sequence.open(cache, engine)
 
     def _resume(self, commit: Committed) -> None:
-        """Take over what another engine has committed; its events are reported again."""
+        """Continue after tokens committed by another engine, and report their events again."""
         if self.is_done:
-            raise UsageError("tokens are committed after the end of a reply; leave them out")
+            raise UsageError("`committed` has tokens after the end of the reply; leave them out")
         if self.auto is not None:
             is_block = commit.logprob is None
             self.auto = self.auto.resumed(len(self.sequence.written), is_block=is_block)
         elif (commit.logprob is not None) != self.is_ar:
-            raise UsageError("what is committed was written in another mode; use the same")
+            raise UsageError("the committed tokens were written in another mode; use that mode")
         self.progress.steps += commit.steps
         self.progress.retries += commit.retries
         if commit.logprob is None:
@@ -176,7 +177,7 @@ class Generation(Task):
         if self.sequence.has_long_commit:
             return [given]
         if self.is_ar:
-            if not given.tokens:  # committed with a canvas that was given up
+            if not given.tokens:  # committed with a discarded canvas
                 self.sequence.reopen_last()
                 given = replace(given, tokens=self.sequence.next_tokens())
             needs_logits = self.constrained is not None
@@ -198,7 +199,7 @@ class Generation(Task):
             self._stop_early()
 
     def close(self, engine: "EngineCore") -> None:
-        """Give the KV cache to the prefix cache, unless it continues a program's prefix."""
+        """Move the KV cache to the prefix cache, unless it continues a program's prefix."""
         self.block = replace(self.block, state=None)
         self.sequence.close(keep=self.prefix is None)
 
@@ -220,9 +221,10 @@ class Generation(Task):
         return start(sampler, noise, pins, constraint)
 
     def _initial_tokens(self, length: int) -> tuple[int, ...]:
-        """Tokens of the initial canvas that follow what was written, aligned by common tokens.
+        """Return the initial canvas, taken from an old version of the text and aligned by its
+        tokens.
 
-        A canvas that failed is done again from noise.
+        A retry starts from noise.
         """
         old = self.params.initial_canvas
         if not old or self.block.retry:
@@ -281,7 +283,7 @@ class Generation(Task):
             self._end("length")
 
     def _first_stop_position(self) -> int:
-        """Position from which on a stop ends the current canvas: after all pinned text."""
+        """Return the first position at which a stop token ends the canvas: after all pins."""
         pins, stops = self._pins(), self.stops.ids
         text = [p for p, t in zip(pins.positions, pins.tokens, strict=True) if t not in stops]
         return max(text, default=-1) + 1
@@ -289,9 +291,9 @@ class Generation(Task):
     # --- AR tokens
 
     def _token_draw(self, offset: int = 0) -> TokenDraw:
-        """Return temperature and noise of the next draw, or of one `offset` draws later.
+        """Return temperature and random number of a draw, `offset` draws after the next one.
 
-        Noise is keyed by the token's index.
+        Random numbers are keyed by the token's index.
         """
         temperature = self.ar_temperature
         if temperature == 0:
@@ -304,14 +306,14 @@ class Generation(Task):
     def _take_token(self, output: ForwardOutput) -> None:
         self.progress.steps += 1
         if output.logits_V is not None and bool(output.logits_V.isnan().any()):
-            self._fail(NOT_A_NUMBER, FAULT)  # before the grammar moves on
+            self._fail(NOT_A_NUMBER, FAULT)  # before the grammar consumes the token
             return
         try:
             token, logprob = self._choose(output)
         except ConstraintFault as fault:
             self._fail(str(fault), FAULT)
             return
-        if math.isnan(logprob):  # as it is if any logit is
+        if math.isnan(logprob):  # NaN if any logit is NaN
             self._fail(NOT_A_NUMBER, FAULT)
             return
         self._commit_token(self._new_commit([token], logprob=logprob))
@@ -344,13 +346,13 @@ class Generation(Task):
     # --- text and its end
 
     def _new_commit(self, ids: list[int], **fields: Any) -> Committed:
-        """Describe tokens that are committed now, with the steps since the last ones."""
+        """Describe newly committed tokens, with the steps since the previous ones."""
         steps, retries = self.progress.reported
         steps, retries = self.progress.steps - steps, self.progress.retries - retries
         return Committed(ids=tuple(ids), steps=steps, retries=retries, **fields)
 
     def _commit(self, commit: Committed, first_stop: int = 0) -> None:
-        """Hand ids to the reader, and to the next pass unless the reply ends with them."""
+        """Pass ids to the reader, and to the next pass unless they end the reply."""
         ids, progress = list(commit.ids), self.progress
         progress.reported = (progress.steps, progress.retries)
         if self.params.commits:
@@ -361,7 +363,7 @@ class Generation(Task):
             self.sequence.ids.extend(ids)
 
     def _read(self, ids: list[int], first_stop: int) -> str:
-        """Hand ids to the reader up to a stop at `first_stop` or later; why the reply ends, if so.
+        """Pass ids to the reader up to a stop at `first_stop` or later; return why the reply ends.
 
         Pinned text is part of the reply: a stop before it is dropped.
         """
@@ -377,7 +379,7 @@ class Generation(Task):
         count, written, goal = len(before) + len(after), self.reader.ids, self.params.stop_sequence
         if self.reader.has_stopped or (goal and tuple(written[-len(goal) :]) == goal):
             return "stop_string"
-        # A closing token ends the reply, whether or not it is listed as a stop.
+        # The closing token always ends the reply, listed as a stop id or not.
         if self.reader.parser.has_ended or (stop is not None and count <= num_left):
             return "stop"
         return "length" if count >= num_left else ""
@@ -388,11 +390,11 @@ class Generation(Task):
         return is_late or (max_steps is not None and self.progress.steps >= max_steps)
 
     def _stop_early(self) -> None:
-        """End now with the unconverged canvas, and report its entropy."""
+        """End with the unconverged canvas, and report its entropy."""
         state = self.block.state
         canvas = state.canvas if state is not None and state.canvas.num_steps else None
         remaining = 0.0 if canvas is None else float(canvas.entropy_L.sum())
-        if self.constrained is not None:  # brought to its end, so that it is a text of the grammar
+        if self.constrained is not None:  # close it, so that the text is in the language
             ids = [] if canvas is None else canvas.guess_L.tolist()
             try:
                 closed = self.constrained.close(ids, len(self.reader.ids))
@@ -405,14 +407,14 @@ class Generation(Task):
         self._end("budget", remaining)
 
     def _fail(self, reason: str, finish: str) -> None:
-        """End without any text of this canvas; part of a constrained text is no text."""
+        """End without the text of this canvas; a partial constrained text is dropped."""
         self.progress.fault = reason
         self._end(finish, reader=self.reader if self.constrained is None else self._new_reader())
 
     def _end(
         self, reason: str, remaining: float = 0.0, *, reader: ReplyReader | None = None
     ) -> None:
-        """End with what was read; `remaining`: the entropy of a canvas that the budget has cut."""
+        """End with the text read so far; `remaining`: entropy of a canvas cut by the budget."""
         reader = reader or self.reader
         self.events.extend(reader.close())
         self.block = replace(self.block, state=None)

@@ -1,7 +1,7 @@
-"""Features of the pictures in prompts, and chunks of prompts that keep every picture whole.
+"""Image features of prompts, and prefill chunks that never split a picture.
 
-The tower is loaded for the first picture, and runs once for each: features are kept by the digest
-of the pixels. Only the thread that steps the engine comes here.
+The tower is loaded for the first picture and runs once per picture; features are cached by the
+digest of the pixels. Used only by the thread that steps the engine.
 
 S soft tokens of a picture, D width of the language model.
 """
@@ -24,7 +24,7 @@ FEATURE_BYTES = 256 << 20  # about 160 pictures of 280 tokens of the released mo
 
 
 class ImageFeatures:
-    """An image tower, loaded on first use, and the features of the pictures seen last."""
+    """An image tower, loaded on first use, and a cache of the latest features."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ImageFeatures:
         max_bytes: int = FEATURE_BYTES,
     ) -> None:
         self.vision, self.max_bytes = vision, max_bytes
-        self.num_encoded = 0  # pictures that went through the tower
+        self.num_encoded = 0  # pictures encoded so far
         self._load = load
         self._encoder: ImageEncoder | None = None
         self._features: OrderedDict[bytes, Tensor] = OrderedDict()
@@ -68,7 +68,7 @@ class ImageFeatures:
         return features_1SD[0]
 
     def rows(self, images: Sequence[PromptImage], begin: int, end: int) -> tuple[ImageRows, ...]:
-        """Return the pictures among the tokens [begin, end) of a prompt, with their features."""
+        """Return the pictures in [begin, end) of a prompt with their features."""
         inside = [image for image in images if begin <= image.begin < end]
         assert all(image.end <= end for image in inside), "a chunk cuts a picture"
         return tuple(
@@ -77,11 +77,10 @@ class ImageFeatures:
 
 
 def chunk_end(begin: int, chunk: int, images: Sequence[PromptImage]) -> int:
-    """Return the position at which the chunk of a prompt ends that begins at `begin`.
+    """Return the end of the prefill chunk that starts at `begin`.
 
-    Prompts are cut at multiples of `chunk`; one inside a picture is replaced by the beginning of
-    the picture, or by its end if the chunk begins there. So every multiple outside of pictures is
-    a cut, wherever a prompt resumes.
+    Prompts are cut at multiples of `chunk`. A cut inside a picture moves to the picture's start, or
+    to its end if the chunk starts there. So a prompt is cut at the same places wherever it resumes.
     """
     end = begin - begin % chunk + chunk
     for image in images:
@@ -91,9 +90,9 @@ def chunk_end(begin: int, chunk: int, images: Sequence[PromptImage]) -> int:
 
 
 def image_features(checkpoint: Checkpoint) -> ImageFeatures | None:
-    """Return the features of a checkpoint's tower, on its model's device; None if it has none.
+    """Return the features of a checkpoint's tower on the model's device; None without a tower.
 
-    The tower runs in bfloat16 where the model does, else in float32: never in float16.
+    The tower runs in bfloat16 if the model does, else in float32, never in float16.
     """
     vision, weight = checkpoint.config.vision, checkpoint.model.embed_tokens.weight
     if vision is None or not has_tower(checkpoint):

@@ -18,41 +18,41 @@ from dgemma.text.detokenizer import StopStrings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one generated reply. None means the checkpoint's value, or no limit.
+    """Parameters of one reply. None means the checkpoint's value, or no limit.
 
-    Pins, canvas length, preset, sampler and drafts need a canvas; a mode without one refuses them.
+    Pins, canvas length, preset, sampler and drafts need a canvas; AR mode refuses them.
     """
 
     mode: Mode = "diffusion"  # hybrid: thoughts in AR; auto: AR or canvases by what is faster here
     max_tokens: int | None = None
     seed: int | None = None  # None draws one, reported in Done
-    choice: int = 0  # index among several replies to the same prompt and seed
-    preset: Preset | None = None  # sampler values by name; `sampler` goes before them
+    choice: int = 0  # index among several replies with the same prompt and seed
+    preset: Preset | None = None  # named sampler values; `sampler` overrides them
     sampler: Sampler | None = None
-    # Of draws, in every mode. None: 0 for AR tokens (greedy), the sampler's own on canvases.
+    # Temperature of draws, in all modes. None: 0 (greedy) in AR, the sampler's on canvases.
     temperature: float | None = None
-    canvas_length: int | None = None  # up to the model's own
+    canvas_length: int | None = None  # up to the model's canvas length
     stop: tuple[str, ...] = ()
-    stop_sequence: tuple[int, ...] = ()  # AR: tokens that end the reply, which keeps them
-    pins: Pins = NO_PINS  # of the first canvas
+    stop_sequence: tuple[int, ...] = ()  # AR: tokens that end the reply and stay in it
+    pins: Pins = NO_PINS  # on the first canvas
     initial_canvas: tuple[int, ...] = ()  # tokens to start from instead of noise; -1: noise
     constraint: Constraint | None = None  # compiled by Engine.constraint
     drafts: bool = False  # report the canvas after each step
-    commits: bool = False  # report what is committed, for another engine to continue from
-    committed: tuple[Committed, ...] = ()  # by another engine, with the same prompt and parameters
-    retries: int = 2  # attempts at a canvas that fails the output check, after the first
+    commits: bool = False  # report committed tokens, so that another engine can continue
+    committed: tuple[Committed, ...] = ()  # reply so far, by another engine
+    retries: int = 2  # further attempts at a canvas that fails the output check
     max_seconds: float | None = None
-    max_steps: int | None = None  # of all canvases together, AR tokens included
+    max_steps: int | None = None  # of all canvases together; an AR token is a step
     max_blocks: int | None = None  # canvases
 
 
 def check_params(params: SamplingParams) -> None:
-    """Refuse what no model could do; can be called before one is loaded."""
+    """Refuse parameters that no model can honour; callable before a model is loaded."""
     _check_mode(params)
     check_preset(params.preset)
     if params.constraint is not None and params.stop:
         raise UsageError("a stop string would cut constrained text; leave it out")
-    StopStrings(params.stop)  # refuses what cannot be a stop string
+    StopStrings(params.stop)  # validates the stop strings
     Noise(seed=params.seed or 0, choice=params.choice)
     limits = {
         "max tokens": params.max_tokens,
@@ -62,14 +62,14 @@ def check_params(params: SamplingParams) -> None:
     }
     for name, limit in limits.items():
         require(limit is None or limit > 0, name, limit, "above 0")
-    with_temperature(Sampler(), params.temperature)  # refuses what cannot be a temperature
+    with_temperature(Sampler(), params.temperature)  # validates the temperature
     require(params.retries >= 0, "retries", params.retries, "0 or more")
     if params.constraint is not None and params.committed:
         raise UsageError("constrained text cannot be continued; write it again")
 
 
 def check_preset(preset: str | None) -> None:
-    """Refuse a preset that no checkpoint has."""
+    """Refuse an unknown preset."""
     if preset not in (None, *PRESETS):
         raise UsageError(f"preset {preset!r} is not known; use {', '.join(PRESETS)}")
 
@@ -80,7 +80,7 @@ def _check_mode(params: SamplingParams) -> None:
         raise UsageError(f"mode {mode!r} is not known; use {', '.join(MODES)}")
     if mode == "hybrid" and (params.pins != NO_PINS or params.initial_canvas):
         raise UsageError(
-            "hybrid mode cannot honour pins or a first canvas: where it begins is not known"
+            "hybrid mode takes no pins or initial canvas: where its canvases begin is not known"
         )
     of_canvases = {
         "pins": params.pins != NO_PINS,
@@ -99,19 +99,19 @@ def _check_mode(params: SamplingParams) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReplyLimits:
-    """Tokens that a reply may have."""
+    """Tokens and KV slots of a reply."""
 
     max_tokens: int
-    max_length: int  # KV cache slots of prompt and reply
+    max_length: int  # KV slots of prompt and reply
 
 
 def reply_limits(
     params: SamplingParams, num_prompt: int, config: ModelConfig, max_new_tokens: int, *, fit: bool
 ) -> ReplyLimits:
-    """Refuse what this model cannot do; return the limits of the reply.
+    """Return the limits of a reply; refuses what this model cannot do.
 
-    `max_new_tokens` is the checkpoint's own limit. With `fit`, max_tokens is lowered to what the
-    context holds; if nothing fits, the request is refused with its numbers.
+    `max_new_tokens` is the checkpoint's limit. With `fit`, max_tokens is lowered to fit the
+    context; if nothing fits, the request is refused with its numbers.
     """
     require_denoiser(config, f"mode {params.mode} is not possible; use ar", params.mode != "ar")
     model_length, limit = config.canvas_length, config.max_position_embeddings
@@ -120,7 +120,7 @@ def reply_limits(
     require(1 <= length <= model_length, "canvas length", length, allowed)
     if num_prompt == 0:
         raise UsageError("the prompt is empty; give at least one token")
-    # A thought in AR, or a grammar that commits part of a canvas, need not end where a canvas does.
+    # An AR thought, or a grammar that commits part of a canvas, may end between canvas boundaries.
     is_open = params.mode in ("hybrid", "auto") or (
         params.mode != "ar" and params.constraint is not None
     )
@@ -150,7 +150,7 @@ def _check_tokens(params: SamplingParams, length: int, vocab: int) -> None:
 
 
 def require_denoiser(config: ModelConfig, consequence: str, is_needed: bool = True) -> None:
-    """Refuse an autoregressive checkpoint where a canvas is needed."""
+    """Refuse an AR-only checkpoint where a canvas is needed."""
     if is_needed and not config.can_denoise:
         raise UsageError(f"this checkpoint has no denoiser, so {consequence}")
 

@@ -1,9 +1,9 @@
 """Requests: a program, its unfinished tasks, its events and its result.
 
-A *task* is work that the engine runs in passes: a generated reply, a prefill, a scoring. A
-*program* is a generator that yields tasks and receives their results; it may yield events too. A
-plain generation is the program of one task. Programs never step the engine: the step loop advances
-them, so all requests share passes, and any of them can be cancelled between two.
+A *task* is work that runs in passes: a generated reply, a prefill, a scoring. A *program* is a
+generator that yields tasks (and events) and receives the tasks' results. A plain generation is the
+program of one task. The step loop advances programs; programs never step the engine. So all
+requests share passes, and each can be cancelled between two passes.
 """
 
 import time
@@ -26,21 +26,20 @@ if TYPE_CHECKING:
     from dgemma.engine.core import EngineCore
 
 T = TypeVar("T")
-MIN_HOST_CHARACTERS = 1 << 15  # of a text that is encoded: about ten milliseconds
+MIN_HOST_CHARACTERS = 1 << 15  # encoding so many takes about ten milliseconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """Tokens that several tasks continue from, and a KV cache of all but the last.
+    """Tokens that several tasks continue from, and a KV cache of all but the last token.
 
-    Each task commits the last token itself, and so gets the hidden state that predicts its first
-    own token.
+    Each task commits the last token itself, which gives it the hidden state for its first token.
     """
 
     ids: tuple[int, ...]
     cache: KVCache
-    cache_ids: tuple[int, ...]  # the same, but soft tokens of pictures are identified by them
-    forks: "WeakSet[KVCache]" = field(default_factory=WeakSet)  # that still exist
+    cache_ids: tuple[int, ...]  # the same, with ids that identify soft tokens of pictures
+    forks: "WeakSet[KVCache]" = field(default_factory=WeakSet)  # forks still in use
 
     def fork(self, num_tokens: int) -> KVCache:
         """Start a sequence with slots for the last token and `num_tokens` more."""
@@ -49,30 +48,30 @@ class Prefix:
         return fork
 
     def clone(self, fork: KVCache) -> KVCache:
-        """Copy a fork, so that it can continue in two ways."""
+        """Copy a fork, so that it can be continued in two ways."""
         twin = fork.clone()
         self.forks.add(twin)
         return twin
 
 
 class Opened(NamedTuple):
-    """A KV cache that a task commits tokens to, and the engine that steps it."""
+    """The KV cache that a sequence commits to, and the engine that steps it."""
 
     cache: KVCache
     engine: "EngineCore"
 
 
 class TokenSequence:
-    """A prompt and what is written after it, committed to a KV cache from left to right."""
+    """A prompt and the tokens after it, committed to a KV cache from left to right."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt, self.ids, self.num_prompt = prompt, list(prompt.ids), len(prompt.ids)
         self.num_committed = 0
-        self.num_prefill = 0  # tokens that were there before the first pass
-        self._opened: Opened | None = None  # from `open` to `close`
+        self.num_prefill = 0  # tokens present before the first pass
+        self._opened: Opened | None = None  # set between `open` and `close`
 
     def open(self, cache: KVCache, engine: "EngineCore") -> None:
-        """Commit to this cache from now on; part of the tokens may be in it already."""
+        """Commit to this cache from now on; it may already hold a prefix of the tokens."""
         self._opened = Opened(cache, engine)
         self.num_committed, self.num_prefill = cache.length, len(self.ids)
 
@@ -106,7 +105,7 @@ class TokenSequence:
         return len(self.ids) > self._next_end()
 
     def _next_end(self) -> int:
-        """Index up to which the next pass commits: prompts are cut at multiples of the chunk."""
+        """Return the index up to which the next pass commits: a chunk multiple, in prompts."""
         if self.is_prefilled:
             return len(self.ids)
         return min(
@@ -118,7 +117,7 @@ class TokenSequence:
         return tuple(self.ids[self.num_committed : self._next_end()])
 
     def next_images(self) -> tuple[ImageRows, ...]:
-        """Return the pictures among those tokens; the tower runs for the ones not seen lately."""
+        """Return the pictures among those tokens; uncached ones go through the tower."""
         begin, images = self.num_committed, self.prompt.images
         if begin >= self.num_prompt or not images:
             return ()
@@ -127,9 +126,9 @@ class TokenSequence:
         return features.rows(images, begin, self._next_end())
 
     def commit(self, count: int) -> None:
-        """Count committed tokens; checkpoint the prompt at a reusable prefix length.
+        """Advance by committed tokens; checkpoint the prompt at a reusable length.
 
-        That is at its end, or in 16 bits at the last boundary before it.
+        That is its end or, in 16 bits, the last chunk boundary before it.
         """
         was_prefilled, prefixes = self.is_prefilled, self.engine.prefixes
         alignment = prefixes.alignment
@@ -143,30 +142,30 @@ class TokenSequence:
             self.cache.checkpoint()
 
     def reopen_last(self) -> None:
-        """Take the last token back: it is to be committed once more, for what it predicts."""
+        """Uncommit the last token, so that the next pass returns its hidden state."""
         self.cache.truncate(len(self.ids) - 1)
         self.num_committed = self.cache.length
 
     def close(self, *, keep: bool) -> None:
-        """Release the cache; if it is to be kept, for requests that begin with the same tokens."""
+        """Release the cache; with `keep`, to the prefix cache."""
         opened, self._opened = self._opened, None
         if opened is None:
             return
         cache, engine = opened
-        # An interrupted pass may have left it torn.
+        # An interrupted pass may have left it inconsistent.
         if keep and cache.is_consistent and cache.length == self.num_committed:
             num_prompt = min(self.num_prompt, cache.length)
             engine.prefixes.keep(self.cache_ids[: cache.length], cache, num_prompt)
 
 
 class Task(ABC):
-    """Work of one request that runs in passes; it is done when it has a result."""
+    """Work of one request that runs in passes. It is done when it has a result."""
 
     def __init__(self, num_tokens: int, prefix: Prefix | None = None) -> None:
-        self.num_tokens = num_tokens  # KV cache slots that it allocates at most, without the prefix
+        self.num_tokens = num_tokens  # upper bound on its KV slots, without the prefix
         self.prefix = prefix
-        self.last_pass = -1  # that it was in, by the scheduler's count
-        self.events: list[Event] = []  # since they were last collected
+        self.last_pass = -1  # number of its last pass, set by the scheduler
+        self.events: list[Event] = []  # events not yet collected
         self.result: Any = None
 
     @property
@@ -179,36 +178,36 @@ class Task(ABC):
 
     @property
     def has_long_commit(self) -> bool:
-        """True while its next input is a long commit, such as a chunk of a prompt."""
+        """True while its next input is a long commit, such as a prefill chunk."""
         return False
 
     @property
     def host_seconds(self) -> float:
-        """Seconds that its constraint takes of a pass, by its last one."""
+        """Host time that its constraint took in the last pass."""
         return 0.0
 
     @abstractmethod
     def start(self, engine: "EngineCore", deadline: float) -> None:
         """Allocate KV caches. Called once, before the first pass.
 
-        `deadline`: on the clock of time.monotonic, if the task can end itself by then.
+        `deadline`: on the clock of time.monotonic, for tasks that can end themselves.
         """
 
     @abstractmethod
     def inputs(self) -> list[ForwardInput]:
-        """Return its inputs of the next pass; the same again if a pass failed."""
+        """Return the inputs of the next pass; the same ones again if a pass failed."""
 
     @abstractmethod
     def process(self, inputs: Sequence[ForwardInput], outputs: Sequence[ForwardOutput]) -> None:
-        """Take the outputs of a pass."""
+        """Process the outputs of a pass."""
 
     @abstractmethod
     def close(self, engine: "EngineCore") -> None:
-        """Release KV caches, finished or not, started or not."""
+        """Release KV caches, in any state."""
 
 
 class HostTask:
-    """A function that runs in a thread, in parallel with passes: encoding, compiling a grammar."""
+    """A function that runs in a thread, in parallel with passes: encoding, compiling grammars."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
@@ -220,12 +219,12 @@ class HostTask:
 
     @property
     def result(self) -> Any:
-        """Return what the function returned, or raise what it raised."""
+        """Return the function's result, or raise its error."""
         assert self.future is not None
         return self.future.result(timeout=0)
 
 
-PASS: tuple[()] = ()  # yielded by a program that lets others have a pass
+PASS: tuple[()] = ()  # a program yields it to let a pass run in between
 Program = Generator["Sequence[Task | HostTask] | Event", list[Any], T]
 
 
@@ -235,26 +234,26 @@ class Request(Generic[T]):
     def __init__(
         self, program: "Program[T] | Task", *, owner: str = "", deadline: float = inf
     ) -> None:
-        # A plain task reports all its events; a program's tasks report drafts alone.
+        # A plain task reports all events; tasks of a program report drafts only.
         self.plain_task = program if isinstance(program, Task) else None
         self.program: Program[Any] = _single(program) if isinstance(program, Task) else program
         self.owner, self.deadline = owner, deadline  # deadline: on the clock of time.monotonic
         self.arrived = time.monotonic()
         self.waiting: deque[Task | HostTask] = deque()
         self.running: list[Task] = []
-        self.on_host: list[HostTask] = []
+        self.host_tasks: list[HostTask] = []
         self.events: deque[Event] = deque()
         self.result: T | None = None
         self.error: Exception | None = None
         self.has_started = self.is_over = self.is_cancelled = False
-        # The batch that the program waits for; None before the program has yielded one.
+        # Tasks the program waits for; None before its first yield.
         self._tasks: Sequence[Task | HostTask] | None = None
-        self._shown = (0, 0)  # canvases, and the last one's step
+        self._shown = (0, 0)  # number of canvases shown, and the last one's step
 
     @property
     def is_ready(self) -> bool:
-        """True if the program can continue: all tasks it waits for are done."""
-        return not (self.is_over or self.waiting or self.running or self.on_host)
+        """True if all tasks that the program waits for are done."""
+        return not (self.is_over or self.waiting or self.running or self.host_tasks)
 
     def raise_error(self) -> None:
         if self.error is not None:
@@ -275,7 +274,7 @@ class Request(Generic[T]):
                     self._tasks = step
                     self.waiting.extend(step)
                     return
-                # A draft of the program itself is a canvas of its own.
+                # A draft yielded by the program counts as a new canvas.
                 own = self._numbered(step, is_new=True) if isinstance(step, Draft) else step
                 self.events.append(own)
                 results = None
@@ -289,7 +288,7 @@ class Request(Generic[T]):
         self.program.close()
 
     def collect(self, task: Task) -> None:
-        """Take the events of a task after a pass."""
+        """Collect the events of a task after a pass."""
         for event in task.events:
             if task is self.plain_task:
                 self.events.append(event)
@@ -298,21 +297,23 @@ class Request(Generic[T]):
         task.events.clear()
 
     def _numbered(self, draft: Draft, *, is_new: bool = False) -> Draft:
-        """Number the canvases of a program in the order in which they are shown."""
+        """Number the canvases of a program in the order they are shown."""
         count, last_step = self._shown
         count += is_new or count == 0 or draft.step <= last_step
         self._shown = count, draft.step
         return replace(draft, block=count - 1)
 
 
-def on_host(size: int, function: Callable[..., T], *arguments: Any) -> "Program[T]":
-    """Call a function: in a host thread if `size` characters would take it long."""
-    if size < MIN_HOST_CHARACTERS:
+def in_thread_if_long(
+    num_characters: int, function: Callable[..., T], *arguments: Any
+) -> "Program[T]":
+    """Call a function on text: directly if the text is short, else in a host thread."""
+    if num_characters < MIN_HOST_CHARACTERS:
         return function(*arguments)
-    return (yield from host_program(function, *arguments))
+    return (yield from in_thread(function, *arguments))
 
 
-def host_program(function: Callable[..., T], *arguments: Any) -> "Program[T]":
+def in_thread(function: Callable[..., T], *arguments: Any) -> "Program[T]":
     """Call a function in a host thread."""
     (result,) = yield [HostTask(function, *arguments)]
     return result  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""The only queue: decides which tasks get memory, and which of them run in the next pass.
+"""The scheduler: one queue, admission to KV memory, and the batch of the next pass.
 
-Passes are shared evenly, first among owners (API keys, or clients), then among an owner's requests.
-The owner with the fewest admitted tasks is served next; among equals, the one who has waited
-longest, then the request that came first. More tasks may be admitted than a pass takes, so that a
-new request never waits for another one to end: passes then take tasks in turn.
+Passes are shared fairly, first among owners (API keys or clients), then among an owner's requests.
+The owner with the fewest admitted tasks is served next; ties go to the owner that has waited
+longest, then to the oldest request. More tasks may be admitted than fit into a pass, so that a new
+request need not wait for another one to finish: tasks then take turns.
 """
 
 from collections import Counter
@@ -13,30 +13,30 @@ from typing import Any
 
 from dgemma.engine.request import HostTask, Request, Task
 
-MAX_PREFILLS = 4  # chunks of prompts in one pass...
-MAX_PREFILLS_WITH_CANVASES = 1  # ...and in one that canvases or AR tokens wait for
+MAX_PREFILLS = 4  # prefill chunks in a pass...
+MAX_PREFILLS_WITH_CANVASES = 1  # ...and in a pass with canvases or AR tokens
 MAX_HOST_TASKS = 4  # threads for encoding and grammars...
-MAX_HOST_TASKS_PER_OWNER = 2  # ...of which one owner may hold so many
-OVERCOMMIT = 2  # tasks admitted per task of a full pass, at most
-MAX_HOST_SECONDS = 0.2  # of a pass for its constraints, unless a single one takes longer
+MAX_HOST_TASKS_PER_OWNER = 2  # ...and the most of one owner
+OVERCOMMIT = 2  # admitted tasks, relative to a full pass
+MAX_HOST_SECONDS = 0.2  # constraint time of a pass, unless a single one exceeds it
 
 
 class Scheduler:
-    """Requests in order of arrival, and the tasks of theirs that were admitted."""
+    """Requests in order of arrival, and their admitted tasks."""
 
     def __init__(self, max_batch_size: int, max_tokens: int) -> None:
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.requests: list[Request[Any]] = []
         self.admitted: dict[Task, Request[Any]] = {}  # in order of admission
         self.num_passes = 0
-        # With their owners; those of a cancelled request too, until their thread is free.
+        # With their owners; a cancelled request's stay until their thread is free.
         self.host_tasks: list[tuple[str, HostTask]] = []
-        self._last_admitted: dict[str, int] = {}  # owner: number of the admission
+        self._last_admitted: dict[str, int] = {}  # by owner: sequence number of the admission
         self._admissions = count(1)
 
     @property
     def num_running(self) -> int:
-        """Requests of which a task was admitted."""
+        """Number of requests with an admitted task."""
         return sum(request.has_started for request in self.requests)
 
     @property
@@ -47,7 +47,7 @@ class Scheduler:
         self.requests.append(request)
 
     def remove(self, request: Request[Any]) -> None:
-        """Forget a request and its tasks, and its owner's turn if it was the owner's last one."""
+        """Remove a request and its tasks, and its owner after the owner's last request."""
         if request in self.requests:
             self.requests.remove(request)
         for task in [task for task, owner in self.admitted.items() if owner is request]:
@@ -56,16 +56,16 @@ class Scheduler:
             self._last_admitted.pop(request.owner, None)
 
     def release(self, task: Task) -> None:
-        """Forget a task that is done."""
+        """Remove a finished task."""
         self.admitted.pop(task).running.remove(task)
 
     # --- admission
 
     def admit(self) -> Iterator[Task]:
-        """Yield tasks to start, fairest first, while the next one fits the batch and memory.
+        """Yield tasks to start, fairest first, while the next one fits batch and memory.
 
-        A task that does not fit is waited for, so that small ones cannot keep it out for ever; if
-        nothing else runs it is admitted whatever its size.
+        A task that does not fit blocks the queue, so that smaller tasks cannot starve it. A task
+        that would run alone is admitted whatever its size.
         """
         num_tokens = self._num_tokens()
         while (request := self._next_request()) is not None:
@@ -90,18 +90,18 @@ class Scheduler:
                     break
                 running[request.owner] += 1
                 self.host_tasks.append((request.owner, task))
-                request.on_host.append(task)
+                request.host_tasks.append(task)
                 self._start_first(request)
                 yield task
 
     def _start_first(self, request: Request[Any]) -> None:
-        """Take the first waiting task of a request out of the queue."""
+        """Remove the first waiting task of a request from the queue."""
         request.waiting.popleft()
         request.has_started = True
         self._last_admitted[request.owner] = next(self._admissions)
 
     def _next_request(self) -> Request[Any] | None:
-        """Return the request whose next task should be admitted, if one can be."""
+        """Return the request whose next task is to be admitted, if there is one."""
         counts = Counter(request.owner for request in self.admitted.values())
         waiting = [r for r in self.requests if r.waiting and isinstance(r.waiting[0], Task)]
         if not waiting or len(self.admitted) >= OVERCOMMIT * self.max_batch_size:
@@ -113,10 +113,10 @@ class Scheduler:
 
         if len(self.admitted) < self.max_batch_size:
             return min(waiting, key=turn)
-        most: Counter[str] = Counter()  # tasks of each owner's largest request
+        most: Counter[str] = Counter()  # by owner: tasks of its largest request
         for request in self.requests:
             most[request.owner] = max(most[request.owner], len(request.running))
-        # More than a pass has: only for a request that would still hold fewer than another.
+        # Beyond a full pass, admit only for a request with fewer tasks than another one.
         poorer = [
             request
             for request in waiting
@@ -126,7 +126,7 @@ class Scheduler:
         return min(poorer, key=turn, default=None)
 
     def _num_tokens(self) -> int:
-        """Count KV cache slots of all admitted tasks and of the prefixes that programs hold."""
+        """Count KV slots of all admitted tasks and of the prefixes held by programs."""
         tasks = [t for r in self.requests for t in (*r.running, *r.waiting) if isinstance(t, Task)]
         prefixes = {id(task.prefix): task.prefix for task in tasks if task.prefix is not None}
         shared = sum(len(prefix.ids) for prefix in prefixes.values())
@@ -137,7 +137,7 @@ class Scheduler:
     def batch(self) -> list[Task]:
         """Return the tasks of the next pass: at most `max_batch_size`, and few slow ones.
 
-        Slow are long commits, and constraints: their time on the host is that of all.
+        Slow are long commits, and constraints, since all others wait for their host time.
         """
         self.num_passes += 1
         num_chunks = sum(task.has_long_commit for task in self.admitted)

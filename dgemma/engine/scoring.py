@@ -1,4 +1,4 @@
-"""Tasks that read probabilities: shared prefixes, causal scores, canvas scores, next tokens.
+"""Tasks that read probabilities: prefill of shared prefixes, causal and canvas scores, next tokens.
 
 V vocabulary.
 """
@@ -22,7 +22,7 @@ from dgemma.text.chat import Prompt
 if TYPE_CHECKING:
     from dgemma.engine.core import EngineCore
 
-MAX_TOKENS_PER_PASS = 512  # of texts to score
+MAX_TOKENS_PER_PASS = 512  # tokens to score in a pass
 ONE_STEP = Sampler(max_denoising_steps=1, t_max=1.0, t_min=1.0)
 
 
@@ -32,7 +32,7 @@ class Score:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    best: tuple[tuple[int, float], ...] = ()  # the likeliest token at each position
+    best: tuple[tuple[int, float], ...] = ()  # argmax at each position, with its log-probability
 
     @property
     def total(self) -> float:
@@ -44,7 +44,7 @@ class Score:
 
 
 class Prefill(Task):
-    """Computes a `Prefix` in chunks; reuses what the prefix cache holds."""
+    """Computes a `Prefix` in chunks, starting from the prefix cache."""
 
     has_long_commit = True
 
@@ -55,7 +55,7 @@ class Prefill(Task):
             raise UsageError("the prompt is empty; give at least one token")
         super().__init__(len(prompt.ids))
         self.prompt, self.ids = prompt, prompt.ids
-        self._opened: Opened | None = None  # from `start` to `close`
+        self._opened: Opened | None = None  # set between `start` and `close`
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
         limit = engine.model.config.max_position_embeddings
@@ -86,7 +86,9 @@ class Prefill(Task):
             given.cache.checkpoint()
 
     def close(self, engine: "EngineCore") -> None:
-        """Keep what a cancelled prefill has computed; a finished one belongs to the program."""
+        """Store what a cancelled prefill has computed; the prefix of a finished one is the
+        program's.
+        """
         opened, self._opened = self._opened, None
         if opened is not None and not self.is_done and opened.cache.is_consistent:
             cache = opened.cache
@@ -94,7 +96,7 @@ class Prefill(Task):
 
 
 class Scoring(Task):
-    """Causal log-probabilities of texts after a prefix; texts share passes, long ones are cut."""
+    """Causal log-probabilities of texts after a prefix. Texts share passes; long ones are split."""
 
     prefix: Prefix
     has_long_commit = True
@@ -112,7 +114,7 @@ class Scoring(Task):
         self.texts = [tuple(text) for text in texts]
         self.logprobs: list[list[float]] = [[] for _ in texts]
         self.best: list[list[tuple[int, float]]] = [[] for _ in texts]
-        self.caches: dict[int, KVCache] = {}  # of the texts that are not done
+        self.caches: dict[int, KVCache] = {}  # of unfinished texts
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
         for index, text in enumerate(self.texts):
@@ -153,7 +155,7 @@ class Scoring(Task):
 
 
 class CanvasScoring(Task):
-    """Log-probabilities of tokens in one denoising pass, without self-conditioning."""
+    """Log-probabilities of canvas tokens in one denoising pass without self-conditioning."""
 
     prefix: Prefix
 
@@ -182,14 +184,14 @@ class CanvasScoring(Task):
 
 
 class NextTokens(Task):
-    """The likeliest tokens after a prefix in the causal mode, the best first."""
+    """The most likely next tokens after a prefix in causal mode, sorted."""
 
     prefix: Prefix
 
     def __init__(self, prefix: Prefix, count: int) -> None:
         super().__init__(1, prefix)
         self.count = count
-        self.caches: list[KVCache] = []  # one, from `start` to `close`
+        self.caches: list[KVCache] = []  # one between `start` and `close`
 
     def start(self, engine: "EngineCore", deadline: float) -> None:
         self.caches.append(self.prefix.fork(0))
@@ -209,6 +211,6 @@ class NextTokens(Task):
 
 
 def label_probabilities(scores: Sequence[Score]) -> list[float]:
-    """Probability of each text, given that one of them is the answer."""
+    """Return the probability of each text, given that one of them is the answer."""
     totals = torch.tensor([score.total for score in scores], dtype=torch.float64)
     return totals.softmax(-1).tolist()

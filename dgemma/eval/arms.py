@@ -144,22 +144,26 @@ class EngineArm:
         self.spec, self.engine = spec, engine
         self.mode: Mode = spec.mode  # type: ignore[assignment]  # parse_arm allows no other
         self.drafts = self.mode != "ar" and spec.settings.get("drafts", "on") != "off"
-        self.drafting, self.preset = self._drafting(), spec.settings.get("preset")
-        self.sampler = None if self.drafting is not None else self._sampler()
+        self.speculation, self.preset = self._speculation(), spec.settings.get("preset")
+        self.sampler = None if self.speculation is not None else self._sampler()
 
-    def _drafting(self) -> SpeculativeParams | None:
+    def _speculation(self) -> SpeculativeParams | None:
         given = self.spec.settings
         if "verify" in given:
             if "steps" in given:
                 raise UsageError(f"arm {self.spec.text!r}: a verified canvas takes one step a pass")
             length = given.get("length", 0)
-            return SpeculativeParams(drafter="canvas", accept=given["verify"], length=length)
+            return SpeculativeParams(
+                drafter="canvas", accept=given["verify"], num_draft_tokens=length
+            )
         if "draft" in given:
             draft, length = given["draft"], given.get("length", 0)
             if draft in ("ngram", "canvas"):
-                return SpeculativeParams(drafter=draft, length=length)
+                return SpeculativeParams(drafter=draft, num_draft_tokens=length)
             assistant = load_assistant(Path(draft), self.engine.model)
-            return SpeculativeParams(drafter="assistant", assistant=assistant, length=length)
+            return SpeculativeParams(
+                drafter="assistant", assistant=assistant, num_draft_tokens=length
+            )
         return None
 
     def _sampler(self) -> Sampler | None:
@@ -240,12 +244,12 @@ class EngineArm:
 
     def _task(self, prompt: Prompt, params: SamplingParams) -> Generation:
         """Return the task of a reply; what drafts cannot do is done without them."""
-        if self.drafting is None or params.constraint is not None:
+        if self.speculation is None or params.constraint is not None:
             return self.engine.generation(prompt, params)
         plain = replace(
             params, mode="ar", sampler=None, preset=None, canvas_length=None, drafts=False
         )
-        return speculative_task(self.engine, prompt, plain, self.drafting)
+        return speculative_task(self.engine, prompt, plain, self.speculation)
 
     def _filled(self, document: InfillDocument, updates: Updates) -> Updates:
         answer = yield from updates

@@ -119,9 +119,9 @@ def _params(mode: Mode, seed: int) -> SamplingParams:
 
 def _verify_stories(engine: Engine, count: int, seed: int) -> list[Done]:
     """Write stories on canvases that the causal mode verifies."""
-    drafting = SpeculativeParams(drafter="canvas")
+    speculation = SpeculativeParams(drafter="canvas")
     tasks = [
-        speculative_task(engine, story_prompt(i), _params("ar", seed + i), drafting)
+        speculative_task(engine, story_prompt(i), _params("ar", seed + i), speculation)
         for i in range(count)
     ]
     return engine.run_all(tasks)

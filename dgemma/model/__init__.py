@@ -1,1 +1,1 @@
-"""The Gemma stack: one set of weights, run causally (commit) or over a canvas (denoise)."""
+"""The Gemma stack: one set of weights, run causally or over a canvas."""

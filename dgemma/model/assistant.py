@@ -1,8 +1,8 @@
 """A Gemma 4 assistant (MTP drafter): drafts from the target's last hidden state and its keys.
 
-Its few dense layers have queries alone: they attend to the keys and values that the target's last
-layer of each type has cached, from one constant position, the last chosen token's. Each draft is
-the input of the next. Parameter names are those of transformers' `gemma4_assistant`; ordered
+Its few dense layers have queries only. They attend to the keys and values cached by the target's
+last layer of each type, all from the position of the last chosen token. Each draft token is the
+input for the next one. Parameter names are those of transformers' `gemma4_assistant`; ordered
 embeddings are not supported.
 
 D width of the assistant, B of the target, N query heads, H head width, S cached keys, V vocabulary.
@@ -26,7 +26,7 @@ from dgemma.model.norm_rope import apply_rope, cos_sin, inverse_frequencies
 
 MODEL_TYPE = "gemma4_assistant"
 SIZES = "vocab_size hidden_size intermediate_size num_attention_heads".split()
-# Keys of the config that must have these values: no other is run here.
+# Config keys with the only values supported here.
 FIXED = {
     "enable_moe_block": False,
     "use_double_wide_mlp": False,
@@ -50,7 +50,7 @@ class AssistantConfig:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], source: str) -> "AssistantConfig":
-        """Read a parsed config.json; what this build cannot run is refused by name."""
+        """Read a parsed config.json; refuses what is not supported."""
         if raw.get("model_type") != MODEL_TYPE:
             found = raw.get("model_type")
             raise ConfigError(f"{source}: model_type is {found!r}; a drafter has {MODEL_TYPE}")
@@ -88,7 +88,7 @@ class AssistantConfig:
 
 
 class AssistantAttention(nn.Module):
-    """Queries over the target's keys."""
+    """Attention of the drafter's queries to the target's keys."""
 
     def __init__(self, config: AssistantConfig, shape: AttentionShape) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class AssistantAttention(nn.Module):
 
 
 class AssistantLayer(nn.Module):
-    """A dense Gemma 4 layer without keys of its own."""
+    """A dense Gemma 4 layer without keys and values of its own."""
 
     def __init__(self, config: AssistantConfig, shape: AttentionShape) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Assistant(nn.Module):
         super().__init__()
         self.config, self.target = config, target
         types = target.layer_types
-        # The target's last layer of each type has the keys that are shared.
+        # The target's last layer of each type provides the keys.
         self.shared = {kind: len(types) - 1 - types[::-1].index(kind) for kind in set(types)}
         width, backbone = config.hidden_size, config.backbone_hidden_size
         shapes = [target.attention(self.shared[kind]) for kind in config.layer_types]
@@ -155,11 +155,11 @@ class Assistant(nn.Module):
         return F.linear(x_1D, self.lm_head.weight), self.post_projection(x_1D)
 
     def keys(self, cache: KVCache) -> SharedKeys:
-        """Return the target's keys that a drafter of the next token sees."""
+        """Return the target's keys that are visible to a drafted token."""
         length, found = cache.length, dict[LayerType, list[KVSegment]]()
         for kind, layer in self.shared.items():
             window = self.target.attention(layer).window
-            begin = 0 if window is None else max(0, length - window - 1)  # inclusive there
+            begin = 0 if window is None else max(0, length - window - 1)  # inclusive
             found[kind] = cache.read(layer, begin, length)
         return found
 
@@ -167,7 +167,7 @@ class Assistant(nn.Module):
     def draft(
         self, model: Gemma, cache: KVCache, token: int, hidden_1B: Tensor, count: int
     ) -> tuple[int, ...]:
-        """Draft tokens after one that is not cached yet, chosen from a hidden state."""
+        """Draft tokens after an uncached one, starting from the hidden state that chose it."""
         keys, position, drafted = self.keys(cache), cache.length, list[int]()
         for _ in range(count):
             embeds_1B = model.embed(torch.tensor([token], device=hidden_1B.device))

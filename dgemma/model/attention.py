@@ -1,9 +1,9 @@
 """Attention of one sequence over keys in several buffers, without concatenating them.
 
-The keys of a sequence are a few segments (a shared prefix, its own committed tokens, the tokens of
-this pass). On a CPU each is attended to in place and the partial results are merged by their
-log-sum-exp; elsewhere, where no public kernel returns one, several segments are concatenated first.
-Query heads that share a key head are folded into the query length, so keys are never repeated.
+The keys are in a few segments (a shared prefix, committed tokens, tokens of this pass). On a CPU
+each segment is attended to in place and the partial results are merged by log-sum-exp. Elsewhere no
+public kernel returns a log-sum-exp, so segments are concatenated. Query heads that share a key head
+are folded into the query length, so keys are never repeated.
 
 L queries, S keys, N query heads, M key heads, G = N / M, H head width.
 """
@@ -34,7 +34,7 @@ def attention(q_LNH: Tensor, segments: list[KVSegment]) -> Tensor:
 
 
 def attention_reference(q_LNH: Tensor, segments: list[KVSegment]) -> Tensor:
-    """Define the op: concatenate the segments, one softmax over all visible keys, in float32."""
+    """Define the op: concatenate the segments, softmax over all visible keys in float32."""
     merged = concat(q_LNH, segments)
     groups = q_LNH.shape[1] // merged.k_SMH.shape[1]
     k_SNH = merged.k_SMH.repeat_interleave(groups, dim=1)
@@ -47,10 +47,10 @@ def attention_reference(q_LNH: Tensor, segments: list[KVSegment]) -> Tensor:
 
 
 def can_merge(q_LNH: Tensor, segments: list[KVSegment]) -> bool:
-    """True if partial results can be merged: on the CPU, whose kernel returns log-sum-exps.
+    """True if partial results can be merged: on a CPU, where the kernel returns log-sum-exps.
 
-    For a query that sees nothing of a segment that kernel returns 0 instead of minus infinity, so
-    only the last segment, where each query sees itself, may have a mask.
+    For a query without visible keys the kernel returns 0, not minus infinity. So only the last
+    segment, where each query sees itself, may have a mask.
     """
     return q_LNH.device.type == "cpu" and all(s.mask_LS is None for s in segments[:-1])
 
@@ -95,7 +95,7 @@ def _attend_with_lse(q_LNH: Tensor, segment: KVSegment) -> tuple[Tensor, Tensor]
 
 
 def _fold(q_LNH: Tensor, segment: KVSegment) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Fold the G query heads of a key head into the length: X = G * L queries, a batch of one."""
+    """Fold the G query heads of a key head into the length: X = G * L queries, batch 1."""
     length, _, width = q_LNH.shape
     kv_heads = segment.k_SMH.shape[1]
     q_MXH = q_LNH.view(length, kv_heads, -1, width).permute(1, 2, 0, 3).reshape(kv_heads, -1, width)

@@ -1,9 +1,9 @@
 """One forward pass over new tokens of several sequences, packed end to end.
 
-A *commit* segment is causal and stays in the cache; a *canvas* segment is bidirectional, written
-after the sequence's last token so that keys need no concatenation, and dropped.
+A *commit* segment is causal and stays in the cache. A *canvas* segment is bidirectional; it is
+written after the sequence's last token, so that keys need no concatenation, and then dropped.
 
-T tokens of a pass, L of them in one segment, S keys, N query heads, M key heads, H head width.
+T tokens of a pass, L of one segment, S keys, N query heads, M key heads, H head width.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ class Segment:
 
     cache: KVCache
     count: int
-    commit: bool  # True: causal, and kept; False: a canvas
-    images: tuple[tuple[int, int], ...] = ()  # positions [begin, end) of pictures, each whole
+    commit: bool  # True: causal, stays in the cache; False: a canvas
+    images: tuple[tuple[int, int], ...] = ()  # positions [begin, end) of whole pictures
 
 
 class ForwardBatch:
-    """Positions of the tokens of one forward pass, and which keys each of them sees.
+    """Positions of a pass's tokens, and the keys each of them sees.
 
-    A batch of canvases alone may be run again and again: nothing in it depends on the step.
+    A batch of canvases only can be run repeatedly: nothing in it depends on the step.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -47,7 +47,7 @@ class ForwardBatch:
         self.masks: dict[tuple[int, int | None], Tensor] = {}
 
     def _reserve(self) -> list[int]:
-        """First position of each segment; a sequence may commit and denoise in the same pass."""
+        """Return each segment's first position; a sequence may commit and denoise in one pass."""
         added: dict[int, int] = {}
         starts = []
         for segment in self.segments:
@@ -59,7 +59,7 @@ class ForwardBatch:
         return starts
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
-        """Write the new keys and values, and attend each query to what its segment allows."""
+        """Write the new keys and values, then run attention per segment."""
         if len(self.segments) == 1:
             return self._attend(0, layer, q_TNH, k_TMH, v_TMH)
         counts = [segment.count for segment in self.segments]
@@ -74,7 +74,7 @@ class ForwardBatch:
         return attention(q_LNH, self._visible(index, layer))
 
     def attend_written(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """Attend as `attend` does, where a kernel has already written the keys and values."""
+        """Run `attend` after a kernel has written the keys and values."""
         queries = torch.split(q_TNH, [segment.count for segment in self.segments])
         return torch.cat(
             [attention(q_LNH, self._visible(i, layer)) for i, q_LNH in enumerate(queries)]
@@ -94,7 +94,7 @@ class ForwardBatch:
         return None if any(table is None for table in tables) else np.stack(tables)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Keep what the commit segments wrote."""
+        """Commit the tokens of the commit segments."""
         for segment in self.segments:
             if segment.commit:
                 segment.cache.length += segment.count
@@ -115,7 +115,7 @@ class ForwardBatch:
         return [KVSegment(s.k_SMH, s.v_SMH, m) for s, m in zip(visible, masks, strict=True)]
 
     def _mask(self, index: int, first: int, window: int | None) -> Tensor:
-        """Causal mask of a segment over keys [first, its end): itself and `window - 1` before."""
+        """Causal mask of a segment over keys [first, end of segment), within the window."""
         if (index, window) not in self.masks:
             start, segment = self.starts[index], self.segments[index]
             device = self.positions_T.device
@@ -131,13 +131,13 @@ class ForwardBatch:
 
 
 def _is_bidirectional(segment: Segment, window: int | None) -> bool:
-    """True if a picture's tokens see each other in such a layer (decision 040)."""
+    """True if tokens of a picture see each other in such a layer (decision 040)."""
     rule = segment.cache.config.image_attention
     return rule == "all" or (rule == "sliding" and window is not None)
 
 
 def _image_mask(segment: Segment, query_L1: Tensor, key_1S: Tensor, window: int | None) -> Tensor:
-    """Pairs of tokens of one picture, within the window."""
+    """Mark pairs of tokens of one picture within the window."""
     mask_LS = torch.zeros(len(query_L1), key_1S.shape[1], dtype=torch.bool, device=key_1S.device)
     for begin, end in segment.images:
         inside_L1 = (query_L1 >= begin) & (query_L1 < end)

@@ -1,12 +1,12 @@
 """The Gemma stack: one set of weights, run causally (prefill, commit) or over a canvas (denoise).
 
-The stack does not know which: a `Context` has the position of each token and the keys it sees. The
-only difference is in the embedding, where a canvas adds the last step's soft embeddings.
-Parameter names are those of the released decoder. Nothing here knows files, devices, caches,
-sampling or quantization.
+The layers do not know which: a `Context` gives each token's position and visible keys. The only
+difference is the embedding, where a canvas adds the previous step's soft embeddings. Parameter
+names are those of the released decoder. Nothing here knows files, devices, caches, sampling or
+quantization.
 
-T tokens of a pass, D width, N/M query/key heads, H head width, E experts, K of them per token,
-I expert width, V vocabulary.
+T tokens of a pass, D width, N/M query/key heads, H head width, E experts, K of them per token, I
+expert width, V vocabulary.
 """
 
 from typing import Protocol
@@ -21,7 +21,7 @@ from dgemma.model.norm_rope import CosSin, apply_rope, rms_norm, rope_cos_sin
 
 
 class Context(Protocol):
-    """Positions of the tokens of a pass, and their attention to each other and the KV cache."""
+    """Positions of a pass's tokens, and their attention to each other and the KV cache."""
 
     positions_T: Tensor
 
@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normed q, k and v; full layers read V off the raw K."""
+    """Grouped-query attention with QKV norms; full layers use the raw keys as values."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return self.o_proj(out_TNH.reshape(len(x_TD), -1))  # type: ignore[no-any-return]
 
     def heads(self, x_TD: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, normalized; queries and keys rotated."""
+        """Return normalized queries, keys and values; queries and keys are rotated."""
         heads = (len(x_TD), -1, self.shape.head_dim)
         q_TNH = self.q_proj(x_TD).view(heads)
         k_TMH = self.k_proj(x_TD).view(heads)
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and their weights."""
+    """Selects each token's experts and their weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Router(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts))
 
     def probs(self, x_TD: Tensor) -> Tensor:
-        """Router probabilities of all experts, before the top-k."""
+        """Return router probabilities of all experts, before the top-k."""
         x_TD = rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
         return self.proj(x_TD).softmax(-1, dtype=torch.float32)  # type: ignore[no-any-return]
 
@@ -107,7 +107,7 @@ class Router(nn.Module):
         p_TE = self.probs(x_TD)
         weights_TK, ids_TK = topk(p_TE, self.top_k)
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        # Gathered row by row: its gradient is then a sum over rows, not atomic additions.
+        # A gather per row: its gradient is a sum over rows, without atomic additions.
         scale_TK = self.per_expert_scale.expand_as(p_TE).gather(-1, ids_TK)
         return ids_TK, weights_TK * scale_TK
 
@@ -151,7 +151,7 @@ class Layer(nn.Module):
         attended_TD = self.self_attn(self.input_layernorm(x_TD), cos_sin, context)
         x_TD = x_TD + self.post_attention_layernorm(attended_TD)
         dense_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
-        # The router reads the residual itself, the experts the normalized one.
+        # The router reads the raw residual, the experts the normalized one.
         mixed_TD = self.experts(self.pre_feedforward_layernorm_2(x_TD), *self.router(x_TD))
         dense_TD = self.post_feedforward_layernorm_1(dense_TD)
         mixed_TD = self.post_feedforward_layernorm_2(mixed_TD)
@@ -160,7 +160,7 @@ class Layer(nn.Module):
 
 
 class SelfConditioning(FeedForward):
-    """Adds an MLP of the last step's soft embeddings to the canvas's embeddings."""
+    """Adds an MLP of the previous step's soft embeddings to the canvas embeddings."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.intermediate_size)
@@ -168,7 +168,7 @@ class SelfConditioning(FeedForward):
         self.eps = config.rms_norm_eps
 
     def condition(self, x_TD: Tensor, soft_TD: Tensor | None) -> Tensor:
-        # Zero soft embeddings contribute exactly zero, but the final norm applies even then.
+        # Zero soft embeddings add exactly zero, but the final norm still applies.
         if soft_TD is not None:
             x_TD = x_TD + self(self.pre_norm(soft_TD))
         return rms_norm(x_TD, None, self.eps)
@@ -179,7 +179,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 class TokenTable(nn.Module):
-    """Token embeddings, which are also the LM head and the table of soft embeddings."""
+    """The tied table: token embeddings, LM head and soft embeddings."""
 
     def __init__(self, vocab: int, width: int) -> None:
         super().__init__()
@@ -187,14 +187,14 @@ class TokenTable(nn.Module):
 
     @property
     def scale(self) -> float:
-        """sqrt(width), rounded to the weights' dtype as in the reference."""
+        """Embedding scale sqrt(width), rounded to the weights' dtype as in the reference."""
         return rounded(self.weight.shape[1] ** 0.5, self.weight.dtype)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.weight) * self.scale
 
     def raw_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Apply the LM head; without the soft cap."""
+        """Return LM head outputs before the soft cap."""
         return F.linear(hidden_TD, self.weight)
 
     def soft_embed(self, p_TV: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class TokenTable(nn.Module):
 
 
 class Gemma(nn.Module):
-    """DiffusionGemma, or its autoregressive sibling when there is no self-conditioning."""
+    """DiffusionGemma, or its AR sibling if there is no self-conditioning."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -214,11 +214,11 @@ class Gemma(nn.Module):
         self.self_conditioning = SelfConditioning(config) if config.can_denoise else None
 
     def encode(self, tokens_T: Tensor, context: Context) -> Tensor:
-        """Return hidden states of prompt or committed tokens (causal)."""
+        """Return hidden states of causal tokens: a prompt, or a block to commit."""
         return self.stack(self.embed(tokens_T), context)
 
     def denoise(self, tokens_T: Tensor, soft_TD: Tensor | None, context: Context) -> Tensor:
-        """Return hidden states of canvases, given the last step's soft embeddings."""
+        """Return hidden states of canvases, given the previous step's soft embeddings."""
         return self.stack(self.embed_canvas(tokens_T, soft_TD), context)
 
     def embed_canvas(self, tokens_T: Tensor, soft_TD: Tensor | None) -> Tensor:
@@ -227,7 +227,7 @@ class Gemma(nn.Module):
         return self.self_conditioning.condition(self.embed(tokens_T), soft_TD)
 
     def stack(self, x_TD: Tensor, context: Context, cos_sin: CosSin | None = None) -> Tensor:
-        """Run all layers; `cos_sin`: of the context's positions, if computed already."""
+        """Run all layers. `cos_sin`: the RoPE tables of the context's positions, if known."""
         cos_sin = self.cos_sin(context.positions_T) if cos_sin is None else cos_sin
         for layer in self.layers:
             x_TD = layer(x_TD, cos_sin, context)
@@ -240,7 +240,7 @@ class Gemma(nn.Module):
         return self.embed_tokens(tokens_T)  # type: ignore[no-any-return]
 
     def soft_embed(self, p_TV: Tensor) -> Tensor:
-        """Return soft embeddings for self-conditioning: the mean embedding at each position."""
+        """Return the mean embedding at each position, for self-conditioning."""
         return self.embed_tokens.soft_embed(p_TV)
 
     def raw_logits(self, hidden_TD: Tensor) -> Tensor:

@@ -25,18 +25,18 @@ from dgemma.errors import UsageError
 from dgemma.model.attention import KVSegment
 
 MAX_CHECKPOINTS = (
-    2  # of a sequence; each may cost the memory of its sliding windows and their slack
+    2  # checkpoints per sequence; each may cost a copy of the sliding windows and their slack
 )
 NO_WINDOW = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Sizes a cache is built for."""
+    """The sizes a cache is allocated for."""
 
-    tokens: int  # committed tokens and one canvas; full layers grow past it by doubling
-    segment: int = 512  # the most tokens one pass brings: a prefill chunk, or commit plus canvas
-    slack: int = 256  # tokens a truncation may go back, from the end or from a checkpoint
+    tokens: int  # committed tokens and one canvas; full layers double beyond it
+    segment: int = 512  # most tokens of a pass: a prefill chunk, or commit plus canvas
+    slack: int = 256  # most tokens to truncate, from the end or from a checkpoint
 
 
 class Buffer:
@@ -61,21 +61,23 @@ class Buffer:
     def slide(self, start: int, stop: int) -> None:
         """Move positions [start, stop) to the front."""
         window = self.read(start, stop)
-        # Clone both before either is written: if memory runs out the buffer is unchanged.
+        # Clone both before writing: if memory runs out, the buffer is unchanged.
         k_SMH, v_SMH = window.k_SMH.clone(), window.v_SMH.clone()
         self.k_SMH[: stop - start], self.v_SMH[: stop - start] = k_SMH, v_SMH
         self.base = start
 
     @torch.inference_mode(False)
     def resize(self, slots: int) -> None:
-        """Reallocate. As ordinary memory, since passes in and out of inference mode write to it."""
+        """Reallocate as ordinary tensors: passes inside and outside of inference mode write to
+        them.
+        """
         common, shape = min(slots, self.slots), (slots, *self.k_SMH.shape[1:])
         k_SMH, v_SMH = self.k_SMH.new_empty(shape), self.v_SMH.new_empty(shape)
         k_SMH[:common], v_SMH[:common] = self.k_SMH[:common], self.v_SMH[:common]
         self.k_SMH, self.v_SMH = k_SMH, v_SMH
 
     def replace(self, length: int, segments: list[KVSegment]) -> None:
-        """Hold the given keys and values, which end before `length`, and nothing else."""
+        """Hold exactly the given keys and values, which end before `length`."""
         count = sum(len(segment.k_SMH) for segment in segments)
         if count > self.slots:
             self.resize(count)
@@ -87,13 +89,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class BufferPointers:
-    """Addresses of all layers' buffers, valid until the cache moves memory."""
+    """Addresses of all layers' buffers, valid until the cache reallocates."""
 
     num_moves: int
     k_X: NDArray[np.int64]
     v_X: NDArray[np.int64]
     base_X: NDArray[np.int64]
-    stride_X: NDArray[np.int64]  # bytes of a slot
+    stride_X: NDArray[np.int64]  # bytes per slot
 
 
 class KVCache:
@@ -108,15 +110,15 @@ class KVCache:
         shared_prefix: "KVCache | None" = None,
     ) -> None:
         self.config, self.capacity, self.dtype, self.device = config, capacity, dtype, device
-        self.shared_prefix = shared_prefix  # shared with other sequences; no longer changes
+        self.shared_prefix = shared_prefix  # shared with other sequences, immutable
         self.prefix_length: int = 0 if shared_prefix is None else shared_prefix.length
         self.length: int = self.prefix_length
         self.is_shared = False
-        self.is_consistent = True  # False while memory is moved: an interrupt may tear it
-        self.num_moves = 0  # buffers keep their addresses and bases while it is unchanged
+        self.is_consistent = True  # False while memory is moved; an interrupt leaves it so
+        self.num_moves = 0  # changes with buffer addresses and bases
         types = enumerate(config.layer_types)
         self.windows = {layer: config.sliding_window for layer, kind in types if kind == SLIDING}
-        # Checkpointed lengths, each with the windows of the layers that have moved on since.
+        # Checkpointed lengths, with saved windows of layers that have since slid past them.
         self.checkpoints: dict[int, dict[int, Buffer]] = {}
         self.buffers = [self._allocate(layer) for layer in range(config.num_hidden_layers)]
         self._pointers: BufferPointers | None = None
@@ -131,7 +133,7 @@ class KVCache:
         return Buffer(k_SMH, v_SMH, self.prefix_length)
 
     def _num_slots(self, layer: int) -> int:
-        """Slots that the capacity asks for."""
+        """Slots required by the capacity."""
         slots = max(self.capacity.tokens - self.prefix_length, 1)
         window = self.windows.get(layer)
         if window is not None:
@@ -140,22 +142,19 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of this sequence's own buffers and checkpoints, without a shared prefix."""
+        """Memory of this sequence's buffers and checkpoints, without a shared prefix."""
         saved = [buffer for windows in self.checkpoints.values() for buffer in windows.values()]
         return sum(2 * b.k_SMH.numel() * b.k_SMH.element_size() for b in (*self.buffers, *saved))
 
     def fork(self, tokens: int) -> "KVCache":
-        """Start a new sequence that continues from here and shares this one as its prefix.
-
-        This one must not change any more.
-        """
+        """Start a new sequence that shares this one as its prefix; this one becomes immutable."""
         self.is_shared = True
         sizes = self.capacity
         capacity = Capacity(tokens=self.length + tokens, segment=sizes.segment, slack=sizes.slack)
         return KVCache(self.config, capacity, self.dtype, self.device, shared_prefix=self)
 
     def clone(self) -> "KVCache":
-        """Copy a fork: a second sequence over the same shared prefix with the same own tokens."""
+        """Copy a fork: a second sequence over the same shared prefix with the same tokens."""
         assert self.shared_prefix is not None, "only a fork has a prefix to share"
         twin = KVCache(
             self.config, self.capacity, self.dtype, self.device, shared_prefix=self.shared_prefix
@@ -166,12 +165,12 @@ class KVCache:
         return twin
 
     def has_slots(self, count: int) -> bool:
-        """True if `reserve` would move nothing."""
+        """True if `reserve` would not reallocate."""
         end = self.length + count
         return all(end - buffer.base <= buffer.slots for buffer in self.buffers)
 
     def reserve(self, count: int) -> None:
-        """Make slots for `count` more tokens; the only place where a pass moves memory."""
+        """Make slots for `count` more tokens. The only place where a pass moves memory."""
         self._require_unshared()
         if self.has_slots(count):
             return
@@ -195,20 +194,20 @@ class KVCache:
         self.is_consistent = True
 
     def trim(self) -> None:
-        """Free the slots after the last token, until the next pass asks for them."""
+        """Free unused slots until the next pass reserves them."""
         self.num_moves += 1
         for buffer in self.buffers:
             buffer.resize(self.length - buffer.base)
 
     def checkpoint(self) -> None:
-        """Keep this length truncatable; only the newest checkpoints stay."""
-        if self.length:  # truncating to nothing needs no window
+        """Keep this length truncatable. Only the newest checkpoints are stored."""
+        if self.length:  # truncating to zero needs no window
             self.checkpoints.setdefault(self.length, {})
         if len(self.checkpoints) > MAX_CHECKPOINTS:
             del self.checkpoints[min(self.checkpoints)]
 
     def max_reusable(self, length: int) -> int:
-        """Return the greatest length up to `length` that the sequence can be truncated to."""
+        """Return the greatest length up to `length` to which the sequence can be truncated."""
         length = min(length, self.length)
         is_available = (
             self._is_buffered(layer, length) or self._saved_window(layer, length)
@@ -222,7 +221,7 @@ class KVCache:
         return max(shorter, default=0)
 
     def can_truncate(self, length: int) -> bool:
-        """True if the sliding windows before `length` are still buffered, or saved."""
+        """True if the sliding windows before `length` are buffered or saved."""
         return 0 <= length <= self.length and self.max_reusable(length) == length
 
     def truncate(self, length: int) -> None:
@@ -241,9 +240,9 @@ class KVCache:
         self.checkpoints = {at: windows for at, windows in saved if at <= length}
 
     def copy(self, length: int, capacity: Capacity | None = None) -> "KVCache":
-        """Copy the first `length` tokens into a sequence that shares no memory with this one.
+        """Copy the first `length` tokens into an independent sequence.
 
-        A shared prefix is copied into it; the checkpoints go along.
+        Includes a shared prefix and the checkpoints.
         """
         self._require_truncatable(length)
         twin = KVCache(self.config, capacity or self.capacity, self.dtype, self.device)
@@ -256,7 +255,7 @@ class KVCache:
         return twin
 
     def read(self, layer: int, start: int, stop: int) -> list[KVSegment]:
-        """Keys and values of positions [start, stop), in one or more buffers."""
+        """Return keys and values of positions [start, stop) in one or more buffers."""
         segments, buffer = [], self.buffers[layer]
         if self.shared_prefix is not None and start < buffer.base:
             segments += self.shared_prefix.read(layer, start, min(stop, buffer.base))
@@ -265,10 +264,11 @@ class KVCache:
         return segments
 
     def kv_table(self, start: int, count: int) -> NDArray[np.int64] | None:
-        """Addresses and counts of the keys that `count` tokens from `start` on may see, [X, 6].
+        """Addresses and counts of keys visible to `count` tokens from `start` on, [X, 6].
 
-        Each layer has (k pointer, v pointer, number of keys) of the shared prefix, then of the own
-        buffer; the attention kernel reads them. None if the shared prefix has a shared prefix.
+        Per layer: k pointer, v pointer and number of keys of the shared prefix, then of the
+        sequence's buffer, as read by the attention kernel. None if the shared prefix has a shared
+        prefix itself.
         """
         own, stop = self._buffer_pointers(), start + count
         first_X = np.maximum(0, start - self._window_X + 1)
@@ -303,7 +303,7 @@ class KVCache:
         return self._pointers
 
     def _checkpoint_lengths(self, length: int) -> list[int]:
-        """Checkpoints up to `length`, of this sequence and its shared prefix."""
+        """Return checkpoints up to `length`, of this sequence and its shared prefix."""
         prefix = self.shared_prefix
         older = (
             [] if prefix is None else prefix._checkpoint_lengths(min(length, self.prefix_length))
@@ -311,13 +311,13 @@ class KVCache:
         return sorted({*older, *(saved for saved in self.checkpoints if saved <= length)})
 
     def _save_window(self, layer: int, start: int) -> None:
-        """Save what checkpoints need of the keys before `start`, which are about to be dropped."""
+        """Save the keys before `start` that checkpoints need; they are about to be dropped."""
         for length, windows in self.checkpoints.items():
             if layer not in windows and self._needs(layer, length, start):
                 windows[layer] = self._window_before(layer, length)
 
     def _needs(self, layer: int, length: int, start: int) -> bool:
-        """True if a checkpoint at `length` needs keys from before `start`."""
+        """True if a checkpoint at `length` needs keys before `start`."""
         return max(0, self._window_start(layer, length) - self.capacity.slack) < start
 
     def _window_start(self, layer: int, length: int) -> int:
@@ -325,18 +325,18 @@ class KVCache:
         return 0 if window is None else max(0, length - (window - 1))
 
     def _is_buffered(self, layer: int, length: int) -> bool:
-        """True if the layer's window before `length` is in a buffer, its own or the prefix's."""
+        """True if the layer's window before `length` is in this buffer or the prefix's."""
         return self._first_buffered(layer) <= self._window_start(layer, length)
 
     def _first_buffered(self, layer: int) -> int:
-        """Return the first position from which on every key of the layer is buffered."""
+        """Return the first position from which all keys of the layer are buffered."""
         base = self.buffers[layer].base
         if self.shared_prefix is None or base > self.prefix_length:
             return base
         return min(base, self.shared_prefix._first_buffered(layer))
 
     def _saved_window(self, layer: int, length: int, slack: int = 0) -> list[KVSegment]:
-        """Read the layer's window before `length` from a checkpoint; empty if none holds it."""
+        """Read the layer's window before `length` from a checkpoint; empty if there is none."""
         start = self._window_start(layer, length)
         for saved, windows in self.checkpoints.items():
             if length <= saved and layer in windows and windows[layer].base <= start:
@@ -345,7 +345,7 @@ class KVCache:
         return []
 
     def _tail(self, layer: int, length: int, slack: int) -> list[KVSegment]:
-        """Read the window before a reusable `length`, and up to `slack` keys more."""
+        """Read the window before a reusable `length`, and up to `slack` earlier keys."""
         if self._is_buffered(layer, length):
             start = self._window_start(layer, length)
             return self.read(layer, max(self._first_buffered(layer), start - slack), length)
@@ -354,7 +354,7 @@ class KVCache:
         return [] if self.shared_prefix is None else self.shared_prefix._tail(layer, length, slack)
 
     def _window_before(self, layer: int, length: int) -> Buffer:
-        """Copy what a checkpoint at `length` needs of the layer."""
+        """Copy the layer's keys that a checkpoint at `length` needs."""
         tail = self._tail(layer, length, self.capacity.slack)
         k_SMH, v_SMH = torch.cat([x.k_SMH for x in tail]), torch.cat([x.v_SMH for x in tail])
         return Buffer(k_SMH, v_SMH, length - len(k_SMH))

@@ -15,7 +15,7 @@ MAX_UNROLLED_TOPK = 4  # a compiled top-k of at most this size is unrolled
 SLOT_ALIGNMENT = 8
 
 Linear = Callable[[Tensor], Tensor]
-# Maps rows sorted by expert, and the expert of each unsorted row, to each row's expert output.
+# (rows sorted by expert, expert of each unsorted row) -> expert output of each row
 GroupedLinear = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -48,7 +48,7 @@ def moe_forward(
     gate_up: GroupedLinear,
     down: GroupedLinear,
 ) -> Tensor:
-    """Run each expert once over all of its tokens and sum the weighted outputs of each token."""
+    """Run each expert once on all of its tokens; sum each token's weighted outputs."""
     out_AD = expert_outputs(x_TD, topk_ids_TK, gate_up, down)
     return weighted_sum(out_AD, topk_weights_TK).to(x_TD.dtype)
 
@@ -56,10 +56,10 @@ def moe_forward(
 def expert_outputs(
     x_TD: Tensor, topk_ids_TK: Tensor, gate_up: GroupedLinear, down: GroupedLinear
 ) -> Tensor:
-    """Compute the output of each assignment, [A, D], not yet weighted.
+    """Compute the output of each assignment, [A, D], unweighted.
 
-    Assignments are sorted by expert, so that an expert's tokens are one slice, and put back in
-    token order before the sum: the order of additions never depends on the routing.
+    Assignments are sorted by expert, so that an expert's tokens are contiguous, and returned in
+    token order: the order of additions never depends on the routing.
     """
     expert_A = topk_ids_TK.flatten()
     order_A = expert_A.argsort(stable=True)
@@ -69,14 +69,14 @@ def expert_outputs(
 
 
 def weighted_sum(out_AD: Tensor, topk_weights_TK: Tensor) -> Tensor:
-    """Sum each token's expert outputs by the router's weights."""
+    """Sum each token's expert outputs, weighted by the router."""
     out_TKD = out_AD.view(*topk_weights_TK.shape, -1).to(topk_weights_TK.dtype)
     return torch.einsum("tk,tkd->td", topk_weights_TK, out_TKD)
 
 
 def grouped_linear(weight_EOD: Tensor) -> GroupedLinear:
-    """Multiply by stacked weights: in one kernel on a GPU, by one call per expert elsewhere."""
-    # The kernel wants rows of a multiple of 16 bytes.
+    """Multiply by stacked weights: one grouped kernel on a GPU, one call per expert elsewhere."""
+    # The kernel needs rows of a multiple of 16 bytes.
     is_aligned = weight_EOD.shape[1] % 8 == 0 and weight_EOD.shape[2] % 8 == 0
     if weight_EOD.device.type == "cuda" and weight_EOD.dtype == torch.bfloat16 and is_aligned:
         return grouped_mm(weight_EOD)
@@ -89,7 +89,7 @@ def linear(weight_OI: Tensor) -> Linear:
 
 
 def per_expert(linears: Sequence[Linear]) -> GroupedLinear:
-    """Call each expert's own linear on its slice of the rows."""
+    """Run each expert's linear on its slice of the rows."""
 
     def apply(x_AD: Tensor, expert_A: Tensor) -> Tensor:
         counts = torch.bincount(expert_A, minlength=len(linears)).tolist()
@@ -100,7 +100,7 @@ def per_expert(linears: Sequence[Linear]) -> GroupedLinear:
 
 
 def grouped_mm(weight_EOD: Tensor) -> GroupedLinear:
-    """Multiply all experts in one kernel; counts stay on the device, so nothing synchronizes."""
+    """Multiply all experts in one kernel; counts stay on the device, without a sync."""
 
     def apply(x_AD: Tensor, expert_A: Tensor) -> Tensor:
         experts_E = torch.arange(len(weight_EOD), device=expert_A.device)
@@ -131,7 +131,7 @@ def moe_reference(
 
 
 class ExpertSlots(NamedTuple):
-    """Slot of each assignment among rows sorted by expert, and back."""
+    """Slot of each assignment among rows sorted by expert, and the inverse."""
 
     slot_TK: Tensor
     assignment_S: Tensor  # of each slot; -1: empty
@@ -145,11 +145,11 @@ def moe_with_grad(
     gate_up_EID: Tensor,
     down_EDI: Tensor,
 ) -> Tensor:
-    """Compute `moe_forward` where gradients of the weights are needed.
+    """Compute `moe_forward` with gradients of the weights.
 
-    Each expert's rows start at a multiple of 8, which the grouped kernel needs for the gradient of
-    the weights, and tokens and slots are mapped by gathers both ways: the gradient of a gather
-    would be a scatter-add, which is slow and, on a GPU, not deterministic.
+    Each expert's rows start at a multiple of 8, which the grouped kernel needs for weight
+    gradients. Tokens and slots are mapped by gathers in both directions: the gradient of a gather
+    would be a scatter-add, slow and, on a GPU, not deterministic.
     """
     slots = assign_slots(topk_ids_TK, len(gate_up_EID))
     x_SD = _ToSlots.apply(x_TD, slots.slot_TK, slots.assignment_S)  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ def moe_with_grad(
 
 
 def assign_slots(topk_ids_TK: Tensor, num_experts: int) -> ExpertSlots:
-    """Give every assignment a slot; empty slots pad each expert's range, and the whole."""
+    """Assign each row a slot; empty slots pad each expert's range and the total."""
     flat_A = topk_ids_TK.flatten()
     num_assignments = len(flat_A)
     experts_E = torch.arange(num_experts, device=flat_A.device)
@@ -168,11 +168,11 @@ def assign_slots(topk_ids_TK: Tensor, num_experts: int) -> ExpertSlots:
     padded_E = (counts_E + SLOT_ALIGNMENT - 1) // SLOT_ALIGNMENT * SLOT_ALIGNMENT
     ends_E = padded_E.cumsum(0)
     order_A = flat_A.argsort(stable=True)
-    # The rank among all assignments, shifted by the empty slots of the experts before.
+    # Rank among all assignments, shifted by the padding of earlier experts.
     gap_E = (ends_E - padded_E) - (counts_E.cumsum(0) - counts_E)
     sorted_slot_A = torch.arange(num_assignments, device=flat_A.device) + gap_E[flat_A[order_A]]
     slot_A = torch.empty_like(order_A).scatter_(0, order_A, sorted_slot_A)
-    # The maximum; slots after the last expert's end are empty.
+    # Upper bound; slots after the last expert's end are empty.
     size = -(-num_assignments // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + SLOT_ALIGNMENT * num_experts
     assignment_S = order_A.new_full((size,), -1).scatter_(0, sorted_slot_A, order_A)
     return ExpertSlots(slot_A.view_as(topk_ids_TK), assignment_S, ends_E.to(torch.int32))

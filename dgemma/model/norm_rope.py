@@ -1,4 +1,4 @@
-"""RMSNorm and rotary position embedding, of the text stack and of the image tower.
+"""RMSNorm and rotary position embedding, for the text stack and the image tower.
 
 RoPE rotates the pairs (i, i + H/2); a layer may leave its last pairs unrotated.
 
@@ -25,9 +25,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def is_cpu_inference(x: Tensor) -> bool:
-    """True on a CPU in inference mode, where neither autograd nor a compiler records the ops.
+    """True on a CPU in inference mode: no autograd and no compiler record the ops.
 
-    False for the no-grad self-conditioning pass of training, which must round as its gradient pass.
+    False in training's no-grad self-conditioning pass, which must round like its gradient pass.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
@@ -35,7 +35,7 @@ def is_cpu_inference(x: Tensor) -> bool:
 
 
 def _rms_norm_cpu(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
-    """Compute the same values in fewer and shorter passes than `F.rms_norm` takes on a CPU."""
+    """Compute the same values with fewer and shorter passes over memory than `F.rms_norm`."""
     y = x.float()
     length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
     y = y * torch.addcmul(scalar(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
@@ -45,17 +45,17 @@ def _rms_norm_cpu(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def scalar(value: float) -> Tensor:
-    """Return a 0-d tensor: small CPU ops take it several times as fast as a Python number."""
+    """Return a 0-d tensor: small CPU ops are several times faster with it than with a number."""
     return torch.tensor(value)
 
 
 @cache
 @torch.inference_mode(False)
 def inverse_frequencies(shape: AttentionShape, device: torch.device) -> Tensor:
-    """Inverse frequencies of all pairs: exponents over the whole head, zero beyond the fraction.
+    """Inverse frequencies of all pairs: exponents over the whole head, zero past the fraction.
 
-    This is "proportional" RoPE; with a fraction of 1 it is the usual one. Cached per device, since
-    a host-to-device copy would stall every pass.
+    This is "proportional" RoPE, the usual RoPE if the fraction is 1. Cached per device: a
+    host-to-device copy would stall every pass.
     """
     rotated = int(shape.rotary_fraction * shape.head_dim // 2)
     exponents = torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / shape.head_dim
@@ -73,13 +73,13 @@ def layer_frequencies(config: ModelConfig, device: torch.device) -> dict[LayerTy
 
 
 def cos_sin(positions_T: Tensor, freq_P: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and pair."""
+    """Return cosine and sine of each position and pair."""
     angles_TP = positions_T.float()[:, None] * freq_P
     return angles_TP.cos(), angles_TP.sin()
 
 
 def rope_cos_sin(config: ModelConfig, positions_T: Tensor) -> CosSin:
-    """Cosine and sine for each layer type, computed once a pass for all layers."""
+    """Return cosine and sine per layer type, computed once per pass."""
     tables = layer_frequencies(config, positions_T.device)
     return {layer_type: cos_sin(positions_T, freq_P) for layer_type, freq_P in tables.items()}
 
@@ -89,7 +89,7 @@ def apply_rope(x_TNH: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
     first, second = x_TNH.chunk(2, dim=-1)
     cos_T1P, sin_T1P = cos_TP[:, None].to(x_TNH.dtype), sin_TP[:, None].to(x_TNH.dtype)
     if x_TNH.dtype == torch.float32 and is_cpu_inference(x_TNH):
-        # Half the time: no concatenation. In 16 bits every op rounds, as on other devices.
+        # Half the time without a concatenation. In 16 bits each op rounds, as on a GPU.
         out_TNH = torch.empty_like(x_TNH)
         first_out, second_out = out_TNH.chunk(2, dim=-1)
         torch.mul(first, cos_T1P, out=first_out).addcmul_(second, sin_T1P, value=-1)

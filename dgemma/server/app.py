@@ -98,9 +98,9 @@ async def model(name: str, service: ServiceDep) -> ModelCard:
 
 @router.post("/tokenize", response_model=TokenList)
 async def tokenize(request: Request, body: TokenizeBody, service: ServiceDep) -> Response:
-    """Encode text, in llama.cpp's form."""
+    """Encode text, in llama.cpp's format."""
     deadline = service.deadline(request)
-    data = await service.on_host(request, deadline, _token_list, service.engine, body)
+    data = await service.run_in_thread(request, deadline, _token_list, service.engine, body)
     return Response(data, media_type="application/json")
 
 
@@ -109,7 +109,7 @@ async def detokenize(request: Request, body: DetokenizeBody, service: ServiceDep
     """Decode token ids."""
     check_ids(service.engine, body.tokens)
     decode, deadline = service.engine.tokenizer.decode, service.deadline(request)
-    return Content(content=await service.on_host(request, deadline, decode, body.tokens))
+    return Content(content=await service.run_in_thread(request, deadline, decode, body.tokens))
 
 
 @router.get("/health")
@@ -302,7 +302,7 @@ def add_middleware(app: Starlette, settings: Settings, drain: Drain, metrics: Me
 
 
 def add_error_handlers(app: Starlette) -> None:
-    """Answer every error in one form."""
+    """Answer every error in the format of its route."""
     to_api_error: dict[type[Exception], Callable[[Any], ApiError]] = {
         ApiError: lambda error: error,
         UsageError: from_usage,

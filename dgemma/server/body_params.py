@@ -145,12 +145,12 @@ def text_constraint(
     if len(constraints) > 1:
         names = " and ".join(sorted(constraints))
         raise ApiError(400, f"{names} are given; hold the text to one of them")
-    compiled = (compile_constraint(engine, form, name) for name, form in constraints.items())
+    compiled = (compile_constraint(engine, text, name) for name, text in constraints.items())
     return next(compiled, None)
 
 
 def check_unconstrained(extension: Extension) -> None:
-    """Refuse constraints where a text has a form of its own."""
+    """Refuse constraints where the route itself fixes the format of the text."""
     for name in _present(extension, *FORMS):
         raise ApiError(400, f"dgemma.{name} is refused: it is not for fills", param="dgemma")
 

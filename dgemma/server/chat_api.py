@@ -139,8 +139,8 @@ class ChatBody(FormattedBody):
         "reasoning_summary": harmless("the thought is sent in full"),
         "reasoning_summary_wait": harmless("the thought comes before the answer"),
         "top_logprobs": refused("only the tokens of the answer are scored", 0),
-        "functions": refused("this form is outdated; use tools", []),
-        "function_call": refused("this form is outdated; use tool_choice", "auto", "none"),
+        "functions": refused("outdated; use tools", []),
+        "function_call": refused("outdated; use tool_choice", "auto", "none"),
         "modalities": refused("answers are text", ["text"], []),
         "audio": refused("answers are text"),
         "web_search_options": refused("the server opens no connections of its own"),
@@ -211,7 +211,7 @@ class ChatBody(FormattedBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatInput:
-    """A conversation to answer, whatever the form in which it was sent."""
+    """A conversation to answer, independent of the API it came by."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
@@ -248,11 +248,11 @@ def parse_chat(engine: "Engine", body: ChatBody) -> "list[Generation]":
 def chat_generations(engine: "Engine", body: Body, chat: ChatInput) -> "list[Generation]":
     """Return one generation for each answer to a conversation."""
     prompt, calls = chat_prompt(engine, chat), _calls_constraint(engine, chat)
-    form = text_constraint(engine, body.dgemma, chat.response_format)
-    if form is not None and chat.tools and chat.tool_choice != "none":
+    constraint = text_constraint(engine, body.dgemma, chat.response_format)
+    if constraint is not None and chat.tools and chat.tool_choice != "none":
         sentence = "a constraint does not go together with tools; use tool_choice none"
         raise ApiError(400, sentence)
-    return generations(engine, body, prompt, chat.max_tokens, calls or form)
+    return generations(engine, body, prompt, chat.max_tokens, calls or constraint)
 
 
 def chat_prompt(engine: "Engine", chat: ChatInput) -> "Prompt":
@@ -325,7 +325,7 @@ class ChatCompletion(ChoicesReply):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat(ChoicesFormat):
-    """The form of chat completions; with `one_call`, calls after the first are left out."""
+    """Write chat completions; with `one_call`, drop tool calls after the first."""
 
     tokenizer: "Tokenizer"
     with_logprobs: bool = False
@@ -389,10 +389,10 @@ router = make_router()
 @router.post("/v1/chat/completions", **whole_or_stream(ChatCompletion))
 async def chat(request: Request, body: ChatBody, service: ServiceDep) -> Response:
     """Answer a conversation."""
-    form = ChatFormat(
+    fmt = ChatFormat(
         envelope=service.envelope(request, "chatcmpl-", body),
         tokenizer=service.engine.tokenizer,
         with_logprobs=body.logprobs,
         one_call=not body.parallel_tool_calls,
     )
-    return await answer(request, service, body, parse_chat, form)
+    return await answer(request, service, body, parse_chat, fmt)

@@ -113,7 +113,7 @@ def parse_completion(engine: "Engine", body: CompletionBody) -> list[Any]:
             plain = _plain_prompt(engine, prompt)
             tasks += generations(engine, body, plain, body.max_tokens, constraint)
         elif constraint is not None:
-            raise ApiError(400, "a hole takes no constraint; leave out the suffix or the form")
+            raise ApiError(400, "a hole takes no constraint; leave one of them out")
         elif body.logprobs is not None:
             raise ApiError(400, "a hole is filled without logprobs; leave them out", param="suffix")
         else:
@@ -214,7 +214,7 @@ class TextCompletion(ChoicesReply):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat(ChoicesFormat):
-    """The form of text completions. Thoughts are no part of a text."""
+    """Write text completions, without thoughts."""
 
     tokenizer: "Tokenizer"
     logprobs: int | None = None
@@ -255,9 +255,9 @@ router = make_router()
 @router.post("/v1/completions", **whole_or_stream(TextCompletion))
 async def completions(request: Request, body: CompletionBody, service: ServiceDep) -> Response:
     """Continue a text."""
-    form = TextFormat(
+    fmt = TextFormat(
         envelope=service.envelope(request, "cmpl-", body),
         tokenizer=service.engine.tokenizer,
         logprobs=body.logprobs,
     )
-    return await answer(request, service, body, parse_completion, form)
+    return await answer(request, service, body, parse_completion, fmt)

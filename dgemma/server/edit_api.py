@@ -86,7 +86,7 @@ class UserMessage(BaseModel):
 
 
 class MercuryBody(Body):
-    """`POST /v1/edit/completions` and `/v1/apply/completions`, in Mercury's form."""
+    """`POST /v1/edit/completions` and `/v1/apply/completions`, in Mercury's format."""
 
     unhonoured: ClassVar[FieldTable] = {
         **COMMON,
@@ -106,7 +106,7 @@ class MercuryBody(Body):
         None, "longest new file; an edit ends where its region ends", ge=1
     )
     messages: list[UserMessage] = honoured(
-        ..., "one user message in Mercury's form", min_length=1, max_length=1
+        ..., "one user message in Mercury's format", min_length=1, max_length=1
     )
 
     @property
@@ -244,21 +244,21 @@ router = make_router()
 async def edit(request: Request, body: EditBody, service: ServiceDep) -> Response:
     """Change a text as instructed, only where it must."""
     envelope = service.envelope(request, "edit-", body)
-    form = ResultFormat(envelope=envelope, kind="dgemma.edit", describe=describe_edit)
-    return await answer(request, service, body, parse_edit, form)
+    fmt = ResultFormat(envelope=envelope, kind="dgemma.edit", describe=describe_edit)
+    return await answer(request, service, body, parse_edit, fmt)
 
 
 @router.post("/v1/edit/completions", **whole_or_stream(ChatCompletion))
 async def next_edit(request: Request, body: MercuryBody, service: ServiceDep) -> Response:
-    """Return the next edit of a region of a file, in Mercury's form."""
+    """Return the next edit of a region of a file, in Mercury's format."""
     envelope, tokenizer = service.envelope(request, "edit-", body), service.engine.tokenizer
-    form = ChatFormat(envelope=envelope, tokenizer=tokenizer)
-    return await answer(request, service, body, parse_next_edit, form)
+    fmt = ChatFormat(envelope=envelope, tokenizer=tokenizer)
+    return await answer(request, service, body, parse_next_edit, fmt)
 
 
 @router.post("/v1/apply/completions", **whole_or_stream(ChatCompletion))
 async def apply(request: Request, body: MercuryBody, service: ServiceDep) -> Response:
-    """Return a file with an update applied, in Mercury's form."""
+    """Return a file with an update applied, in Mercury's format."""
     envelope, tokenizer = service.envelope(request, "apply-", body), service.engine.tokenizer
-    form = ChatFormat(envelope=envelope, tokenizer=tokenizer)
-    return await answer(request, service, body, parse_apply, form)
+    fmt = ChatFormat(envelope=envelope, tokenizer=tokenizer)
+    return await answer(request, service, body, parse_apply, fmt)

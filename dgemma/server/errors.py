@@ -1,4 +1,4 @@
-"""Errors as a client gets them: one sentence, in the error form of the route's API."""
+"""Errors sent to clients: one sentence, in the error format of the route's API."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ INVALID, BUSY, BROKEN = "invalid_request_error", "overloaded_error", "server_err
 # How pydantic names the kinds a value may be of, in the place of an error.
 UNION_BRANCH = re.compile(r"str|int|list\[.*\]")
 CLIENT_GONE = 499  # nobody is left to read it; it is counted, not sent
-MESSAGES_PATH, OLLAMA_PATH = "/v1/messages", "/api/"  # routes with error forms of their own
+MESSAGES_PATH, OLLAMA_PATH = "/v1/messages", "/api/"  # routes with their own error format
 ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -53,7 +53,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """Return the body in the form that clients of this path parse."""
+        """Return the body in the error format of this path's API."""
         if path.startswith(MESSAGES_PATH):
             kind = ANTHROPIC_KINDS.get(self.status, INVALID if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": printable(self.message)}}

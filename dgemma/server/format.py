@@ -71,7 +71,7 @@ class Envelope:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The form of a resource's replies."""
+    """Write the replies of a resource, whole or as a stream."""
 
     envelope: Envelope
     media_type: ClassVar[str] = "text/event-stream"
@@ -169,7 +169,7 @@ class ChoicesFormat(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFormat(Format):
-    """This server's own form: one object, and in a stream drafts before it."""
+    """Write a result of this server's own APIs: one object, after drafts in a stream."""
 
     kind: str
     describe: Callable[[Any], dict[str, Any]]  # the result of a program

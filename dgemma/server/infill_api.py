@@ -281,7 +281,7 @@ class Timings(BaseModel):
 
 
 class InfillReply(BaseModel):
-    """llama.cpp's form."""
+    """Timings in llama.cpp's format."""
 
     index: int
     content: str
@@ -320,7 +320,7 @@ class FillReply(ResultReply):
 
 
 class FimFormat(ChoicesFormat):
-    """Chat's form with the text next to the message, for either kind of client."""
+    """A chat choice with the text beside the message: clients read one or the other."""
 
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
@@ -337,7 +337,7 @@ class FimFormat(ChoicesFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class InfillFormat(Format):
-    """The form of llama.cpp's `/infill`."""
+    """Write replies of llama.cpp's `/infill`."""
 
     limit: int  # n_predict: 0 for a warm-up, below 0 for none
 
@@ -403,23 +403,23 @@ router = make_router()
 @router.post("/v1/fim/completions", **whole_or_stream(FimCompletion))
 async def fim(request: Request, body: FimBody, service: ServiceDep) -> Response:
     """Fill the hole between a prompt and a suffix, for clients of Mistral and of Mercury."""
-    form = FimFormat(envelope=service.envelope(request, "fim-", body))
-    return await answer(request, service, body, parse_fim, form)
+    fmt = FimFormat(envelope=service.envelope(request, "fim-", body))
+    return await answer(request, service, body, parse_fim, fmt)
 
 
 @router.post("/infill", **whole_or_stream(InfillReply))
 async def infill(request: Request, body: InfillBody, service: ServiceDep) -> Response:
-    """Fill the hole at a cursor, in llama.cpp's form."""
-    form = InfillFormat(envelope=service.envelope(request, "infill-", body), limit=body.n_predict)
+    """Fill the hole at a cursor, in llama.cpp's format."""
+    fmt = InfillFormat(envelope=service.envelope(request, "infill-", body), limit=body.n_predict)
     if body.n_predict == 0:  # an editor fills the prefix cache; nothing is to be written
         service.check_model(body.model)
-        return JSONResponse(form.full([]))
-    return await answer(request, service, body, parse_infill, form)
+        return JSONResponse(fmt.full([]))
+    return await answer(request, service, body, parse_infill, fmt)
 
 
 @router.post("/v1/dgemma/fill", **whole_or_stream(FillReply))
 async def fill(request: Request, body: FillBody, service: ServiceDep) -> Response:
     """Fill all holes of a text; the rest stays as it is."""
     envelope = service.envelope(request, "fill-", body)
-    form = ResultFormat(envelope=envelope, kind="dgemma.fill", describe=describe_fill)
-    return await answer(request, service, body, parse_fill, form)
+    fmt = ResultFormat(envelope=envelope, kind="dgemma.fill", describe=describe_fill)
+    return await answer(request, service, body, parse_fill, fmt)

@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and its `count_tokens`, in Anthropic's form: schema, parsing, replies."""
+"""`POST /v1/messages` and its `count_tokens`, in Anthropic's format: schema, parsing, replies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -198,7 +198,7 @@ def _chat_input(body: CountTokensBody, max_tokens: int | None) -> ChatInput:
     if body.messages[-1].get("role") == "assistant":
         sentence = "the last message is the assistant's, and an answer is a new turn; end with user"
         raise ApiError(400, sentence, param="messages")
-    choice, form = body.tool_choice, body.output_config.format
+    choice, output = body.tool_choice, body.output_config.format
     parsed = reader.read_each(body.messages, "messages", read_turn)
     return ChatInput(
         messages=[*system_messages(body.system), *chain(*parsed)],
@@ -207,7 +207,7 @@ def _chat_input(body: CountTokensBody, max_tokens: int | None) -> ChatInput:
         named_tool=choice.name,
         thinking=body.thinking.type != "disabled",
         max_tokens=max_tokens,
-        response_format=None if form is None else ResponseFormat.of_schema(form.body),
+        response_format=None if output is None else ResponseFormat.of_schema(output.body),
         image_tokens=body.dgemma.image_tokens,
     )
 
@@ -251,7 +251,7 @@ class AnthropicError(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class MessagesFormat(PartsFormat):
-    """The form of messages; with `hides_thought`, a thought has no text."""
+    """Write messages; with `hides_thought`, a thinking block has no text."""
 
     hides_thought: bool = False
 
@@ -352,21 +352,21 @@ router = make_router(AnthropicError, dependencies=[Depends(check_version)])
 
 @router.post(MESSAGES_PATH, **whole_or_stream(MessageReply))
 async def messages(request: Request, body: MessagesBody, service: ServiceDep) -> Response:
-    """Answer a conversation, in Anthropic's form."""
-    form = MessagesFormat(
+    """Answer a conversation, in Anthropic's format."""
+    fmt = MessagesFormat(
         envelope=service.envelope(request, "msg_", body),
         one_call=body.tool_choice.disable_parallel_tool_use,
         hides_thought=body.thinking.display == "omitted",
     )
-    return await answer(request, service, body, parse_messages, form)
+    return await answer(request, service, body, parse_messages, fmt)
 
 
 @router.post(f"{MESSAGES_PATH}/count_tokens")
 async def count_tokens(request: Request, body: CountTokensBody, service: ServiceDep) -> TokenCount:
-    """Count the tokens of a conversation, in Anthropic's form."""
+    """Count the tokens of a conversation, in Anthropic's format."""
     service.check_model(body.model)
     if request.state.body_bytes <= MAX_INLINE_BYTES and not body.has_images:
         return TokenCount(input_tokens=_count(service.engine, body))
     deadline = service.deadline(request)
-    count = await service.on_host(request, deadline, _count, service.engine, body)
+    count = await service.run_in_thread(request, deadline, _count, service.engine, body)
     return TokenCount(input_tokens=count)

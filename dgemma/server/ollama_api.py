@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 NDJSON = "application/x-ndjson"
 LATEST = ":latest"  # the tag that Ollama's clients add to a name without one
-API_VERSION = "0.12.0"  # of Ollama's API, whose form this is; clients compare it
+API_VERSION = "0.12.0"  # of Ollama's API that is followed; clients compare it
 ARCHITECTURE = "diffusion_gemma"
 MESSAGE_FIELDS = "role content thinking images tool_calls tool_name tool_call_id".split()
 SAMPLING = "top_k top_p min_p tfs_z typical_p mirostat mirostat_tau mirostat_eta"
@@ -218,9 +218,9 @@ def parse_generate(engine: "Engine", body: OllamaGenerateBody) -> list[Any]:
         return list(hole_programs(engine, body, HoleContext(body.prompt, body.suffix)))
     if body.raw:
         check_length(engine, body.prompt)
-        form = text_constraint(engine, body.dgemma, body.response_format)
+        constraint = text_constraint(engine, body.dgemma, body.response_format)
         prompt = engine.plain_prompt(body.prompt)
-        return list(generations(engine, body, prompt, body.sampling.max_tokens, form))
+        return list(generations(engine, body, prompt, body.sampling.max_tokens, constraint))
     system = [Message(role="system", content=body.system)] if body.system else []
     message = Message(role="user", content=_content(body.prompt, body.images))
     return _chat(engine, body, [*system, message])
@@ -319,7 +319,7 @@ class OllamaVersion(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class OllamaFormat(Format):
-    """The form of `/api/chat`, or of `/api/generate`, which has no message."""
+    """Write replies of `/api/chat`, or of `/api/generate`, which have no message."""
 
     is_chat: bool
     media_type: ClassVar[str] = NDJSON
@@ -402,27 +402,27 @@ router = make_router(OllamaError)
 
 @router.post("/api/chat", **whole_or_stream(OllamaReply, NDJSON))
 async def chat(request: Request, body: OllamaChatBody, service: ServiceDep) -> Response:
-    """Answer a conversation, in Ollama's form."""
-    form = OllamaFormat(envelope=service.envelope(request, "", body), is_chat=True)
+    """Answer a conversation, in Ollama's format."""
+    fmt = OllamaFormat(envelope=service.envelope(request, "", body), is_chat=True)
     if not body.messages:
         service.check_model(body.model)
-        return JSONResponse(form.loaded())
-    return await answer(request, service, body, parse_chat, form)
+        return JSONResponse(fmt.loaded())
+    return await answer(request, service, body, parse_chat, fmt)
 
 
 @router.post("/api/generate", **whole_or_stream(OllamaReply, NDJSON))
 async def generate(request: Request, body: OllamaGenerateBody, service: ServiceDep) -> Response:
-    """Answer a prompt or fill a hole, in Ollama's form."""
-    form = OllamaFormat(envelope=service.envelope(request, "", body), is_chat=False)
+    """Answer a prompt or fill a hole, in Ollama's format."""
+    fmt = OllamaFormat(envelope=service.envelope(request, "", body), is_chat=False)
     if not (body.prompt or body.suffix or body.images):
         service.check_model(body.model)
-        return JSONResponse(form.loaded())
-    return await answer(request, service, body, parse_generate, form)
+        return JSONResponse(fmt.loaded())
+    return await answer(request, service, body, parse_generate, fmt)
 
 
 @router.get("/api/tags")
 async def tags(service: ServiceDep) -> OllamaModels:
-    """List the model that is served, in Ollama's form."""
+    """List the model that is served, in Ollama's format."""
     model = service.engine.model
     size = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     names = [{"name": name, "model": name} for name in service.settings.names]
@@ -432,7 +432,7 @@ async def tags(service: ServiceDep) -> OllamaModels:
 
 @router.post("/api/show")
 async def show(body: ShowBody, service: ServiceDep) -> dict[str, Any]:
-    """Describe the model of that name, in Ollama's form."""
+    """Describe the model of that name, in Ollama's format."""
     service.check_model(body.model.removesuffix(LATEST))
     config = service.engine.model.config
     info = {

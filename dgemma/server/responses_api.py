@@ -422,11 +422,11 @@ router = make_router()
 
 @router.post("/v1/responses", **whole_or_stream(ResponseReply))
 async def responses(request: Request, body: ResponsesBody, service: ServiceDep) -> Response:
-    """Answer a conversation, in the form of OpenAI's Responses API."""
+    """Answer a conversation, in the format of OpenAI's Responses API."""
     echoed = body.model_dump(
         include={"instructions", "max_output_tokens", "parallel_tool_calls", "tool_choice", "tools"}
     )
-    form = ResponsesFormat(
+    fmt = ResponsesFormat(
         envelope=service.envelope(request, "resp_", body),
         tokenizer=service.engine.tokenizer,
         one_call=not body.parallel_tool_calls,
@@ -441,4 +441,4 @@ async def responses(request: Request, body: ResponsesBody, service: ServiceDep) 
             "metadata": {},
         },
     )
-    return await answer(request, service, body, parse_responses, form)
+    return await answer(request, service, body, parse_responses, fmt)

@@ -293,8 +293,9 @@ class FormattedBody(Body):
 
     @property
     def has_constraint(self) -> bool:
-        form = self.response_format
-        return super().has_constraint or (form is not None and form.type != "text")
+        response_format = self.response_format
+        is_constrained = response_format is not None and response_format.type != "text"
+        return super().has_constraint or is_constrained
 
 
 def names_images(entries: Sequence[object], depth: int = 2) -> bool:

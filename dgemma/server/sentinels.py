@@ -71,7 +71,7 @@ class Region:
 
 
 def read_region(message: str) -> Region:
-    """Read a next-edit message in Mercury's form."""
+    """Read a next-edit message in Mercury's format."""
     file = _inside(message, "current_file_content")
     file = re.sub(r"\A\n?current_file_path:[^\n]*\n", "", file)
     before, opened, rest = file.partition("<|code_to_edit|>\n")
@@ -83,7 +83,7 @@ def read_region(message: str) -> Region:
 
 
 def read_update(message: str) -> tuple[str, str]:
-    """Return the file and the snippet of an apply message in Mercury's form."""
+    """Return the file and the snippet of an apply message in Mercury's format."""
     original = _inside(message, "original_code").removeprefix("\n")
     return original, _inside(message, "update_snippet").strip("\n")
 

@@ -162,13 +162,13 @@ class Service:
         found: T = result
         return found
 
-    async def on_host(
+    async def run_in_thread(
         self, request: Request, deadline: float, function: Callable[..., T], *arguments: Any
     ) -> T:
         """Call a function in a host thread, unless the client leaves before."""
-        from dgemma.engine.request import host_program
+        from dgemma.engine.request import in_thread
 
-        program = host_program(function, *arguments)
+        program = in_thread(function, *arguments)
         return await while_connected(request, self.run(program, request.state.owner, deadline))
 
     async def with_logprobs(self, submission: Submission, index: int, done: "Done") -> "Done":
@@ -246,7 +246,7 @@ class StrictRequest(Request):
         if len(body) <= MAX_INLINE_BYTES:
             return read_json(body)
         service = await service_of(self)
-        return await service.on_host(self, service.deadline(self), read_json, body)
+        return await service.run_in_thread(self, service.deadline(self), read_json, body)
 
 
 def read_json(data: bytes) -> Any:
@@ -323,12 +323,12 @@ REASONS = {
     503: "The server is stopping, or the request waited too long; see Retry-After",
 }
 # Tools differ in whether a schema means the whole stream or each event of it, so it says neither.
-EVENTS = {"description": "What happens as it happens; docs/serve.md has its form"}
+EVENTS = {"description": "What happens as it happens; docs/serve.md has the format"}
 EVENT_STREAM = "text/event-stream"
 
 
 def make_router(error: type[BaseModel] = ErrorReply, **more: Any) -> APIRouter:
-    """Return a router for the routes of one resource, with the form of its errors."""
+    """Return a router for the routes of one resource, with its error format."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": error, "description": reason} for status, reason in REASONS.items()
     }
@@ -357,7 +357,7 @@ async def answer(
         body = body.model_copy(update={"seed": call.seed})
     is_long = request.state.body_bytes > MAX_INLINE_BYTES
     if body.has_constraint or body.has_images or is_long:
-        tasks = await service.on_host(request, deadline, parse, service.engine, body)
+        tasks = await service.run_in_thread(request, deadline, parse, service.engine, body)
     else:
         tasks = parse(service.engine, body)
     count, most = len(tasks), service.settings.limits.max_queue

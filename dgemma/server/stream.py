@@ -276,7 +276,7 @@ def draft_data(draft: "Draft") -> dict[str, Any]:
         "guess_tokens": draft.guess_tokens,
         "text": "".join(draft.guess_tokens),
         "entropy": [round(nats, 4) if isfinite(nats) else None for nats in draft.entropy],
-        "kept": draft.kept,
+        "accepted": draft.accepted,
         "pinned": draft.pinned,
     }
 

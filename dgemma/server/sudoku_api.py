@@ -128,10 +128,10 @@ async def sudoku(request: Request, body: SudokuBody, service: ServiceDep) -> Res
     from dgemma.programs.sudoku.grid import reply_slots
 
     positions = list(reply_slots(service.engine.tokenizer).positions)
-    form = ResultFormat(
+    fmt = ResultFormat(
         envelope=service.envelope(request, "sudoku-", body),
         kind="dgemma.sudoku",
         describe=describe_sudoku,
         first={"type": "layout", "positions": positions},
     )
-    return await answer(request, service, body, parse_sudoku, form)
+    return await answer(request, service, body, parse_sudoku, fmt)

@@ -51,7 +51,7 @@ class Worker:
         self._woken, self._lock = threading.Event(), threading.RLock()
         self._is_stopping, self._is_abandoned = threading.Event(), threading.Event()
         self._has_ended = threading.Event()
-        engine.on_host_done = self._woken.set
+        engine.on_host_task_done = self._woken.set
         self._step_started: float | None = None
         self._mean_seconds = 1.0  # of an answer, lately
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -1,4 +1,4 @@
-"""GGUF files in memory: how one is held on a GPU, which layers are streamed, and predicted times.
+"""GGUF files in memory: its layout on a GPU, which layers are streamed, and predicted times.
 
 The types of the tensors decide, so that the same is known of a file that is only thought of. On a
 GPU, where experts have kernels, `plan_gguf` keeps them packed, with the rest in 16 or 8 bits, and
@@ -92,7 +92,7 @@ def tiled_bytes(config: ModelConfig, blocks: WeightBlocks) -> list[int] | None:
 def plan_gguf(
     config: ModelConfig, sizes: Sequence[int], free: float, *, has_fp8: bool, context: int
 ) -> GGUFPlan:
-    """Choose how a file is held on a GPU: all else in 16 or 8 bits, then streaming.
+    """Choose the layout of a file on a GPU: dense weights in 16 or 8 bits, then streamed experts.
 
     `sizes`: bytes of each layer's experts. As few layers are streamed as the memory allows; a plan
     that streams all of them may still not fit.
@@ -128,7 +128,7 @@ def packed_format(
 # --- predictions
 
 
-class GGUFForm(NamedTuple):
+class GGUFWeights(NamedTuple):
     """Sizes of a file that predictions depend on."""
 
     name: str
@@ -136,25 +136,27 @@ class GGUFForm(NamedTuple):
     tiled: tuple[int, ...] | None  # of each layer's experts; None: without kernels
 
 
-def gguf_form(name: str, config: ModelConfig, blocks: WeightBlocks) -> GGUFForm:
+def gguf_weights(name: str, config: ModelConfig, blocks: WeightBlocks) -> GGUFWeights:
     """Describe a file by the types of its tensors."""
     num_bytes = 0
     for released in text_specs(config):
         tensors = blocks(released).tensors
         num_bytes += sum(tensor.format.row_bytes(prod(tensor.shape)) for tensor in tensors)
     tiled = tiled_bytes(config, blocks)
-    return GGUFForm(name, num_bytes, None if tiled is None else tuple(tiled))
+    return GGUFWeights(name, num_bytes, None if tiled is None else tuple(tiled))
 
 
-def predict_gguf(config: ModelConfig, context: int, form: GGUFForm, device: Device) -> Prediction:
+def predict_gguf(
+    config: ModelConfig, context: int, file: GGUFWeights, device: Device
+) -> Prediction:
     """Predict times and memory of a GGUF file on a device."""
     if device.backend == "cpu":
-        return _on_cpu(config, context, form, device)
-    if form.tiled is None or device.backend != "cuda":
-        return predict(config, context, replace(BF16, name=form.name), device)
+        return _on_cpu(config, context, file, device)
+    if file.tiled is None or device.backend != "cuda":
+        return predict(config, context, replace(BF16, name=file.name), device)
     free = 1e9 * (device.memory - device.runtime)
-    plan = plan_gguf(config, form.tiled, free, has_fp8=8 in device.rates, context=context)
-    fmt = packed_format(form.name, config, form.tiled, plan.quant)
+    plan = plan_gguf(config, file.tiled, free, has_fp8=8 in device.rates, context=context)
+    fmt = packed_format(file.name, config, file.tiled, plan.quant)
     whole = predict(config, context, fmt, device)
     work = whole.memory.work + WORKSPACE_BYTES
     weights = plan.total - whole.memory.cache - work + 1e9 * device.runtime
@@ -165,7 +167,7 @@ def predict_gguf(config: ModelConfig, context: int, form: GGUFForm, device: Devi
         return whole
     if not device.link:
         return replace(whole, obstacle="does not fit, and memory is shared with the host")
-    return _streamed(config, whole, sum(form.tiled[layer] for layer in plan.streamed), plan)
+    return _streamed(config, whole, sum(file.tiled[layer] for layer in plan.streamed), plan)
 
 
 def _streamed(config: ModelConfig, whole: Prediction, copied: float, plan: GGUFPlan) -> Prediction:
@@ -186,13 +188,13 @@ def _streamed(config: ModelConfig, whole: Prediction, copied: float, plan: GGUFP
     )
 
 
-def _on_cpu(config: ModelConfig, context: int, form: GGUFForm, device: Device) -> Prediction:
+def _on_cpu(config: ModelConfig, context: int, file: GGUFWeights, device: Device) -> Prediction:
     """Predict a file on a CPU: a small one is dequantized at load, others are decoded in use."""
-    fmt = replace(FLOAT32, name=form.name)
+    fmt = replace(FLOAT32, name=file.name)
     plain = predict(config, context, fmt, device)
     if plain.memory.weights <= MAX_DEQUANTIZED_BYTES:
         return plain
-    held = replace(plain.memory, weights=form.num_bytes + EXTRA_BYTES)
+    held = replace(plain.memory, weights=file.num_bytes + EXTRA_BYTES)
     rate = DECODED_PER_SECOND * device.rate(32) / DEVICES["cpu"].rate(32)
     # A canvas reads all experts, a token its own.
     whole = stored_parameters(config)["experts"] / rate

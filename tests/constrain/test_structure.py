@@ -258,7 +258,7 @@ def test_a_canvas_beyond_the_frontier_is_refined_and_not_held() -> None:
         assert list(draft.pinned) == sorted(draft.pinned, reverse=True)  # the frontier is one
     assert all(drafts[-1].pinned)
     assert sum(drafts[0].pinned) < sum(drafts[1].pinned)
-    assert any(sum(draft.kept) > sum(draft.pinned) for draft in drafts)
+    assert any(sum(draft.accepted) > sum(draft.pinned) for draft in drafts)
 
 
 def test_a_stop_where_the_text_cannot_have_ended_is_noise_again() -> None:
@@ -269,14 +269,14 @@ def test_a_stop_where_the_text_cannot_have_ended_is_noise_again() -> None:
     ends_L, half_L = torch.full((16,), EOS), torch.full((16,), 0.5)
     noise_L = torch.arange(300, 316)
     stats = PositionStats(
-        draw_T=ends_L, top_T=ends_L, entropy_T=half_L, top_p_T=half_L, held_p_T=half_L
+        draw_T=ends_L, top_T=ends_L, entropy_T=half_L, top_p_T=half_L, current_p_T=half_L
     )
     canvas = replace(initial_canvas(ends_L), num_steps=1)
     look = torch.zeros(1, TOKENIZER.vocab_size).expand
     canvas = frontier.apply(canvas, StepView(stats, noise_L, lambda places: look(len(places), -1)))
     assert frontier.state.block == () and not canvas.pinned_L.any()
     assert canvas.tokens_L.tolist() == [*range(300, 311), *[EOS] * 5]
-    assert not canvas.kept_L[:11].any()
+    assert not canvas.accepted_L[:11].any()
     soft_LD = torch.ones(16, engine.model.config.hidden_size)
     canvas = self_conditioned(engine.model, canvas, soft_LD)
     assert canvas.soft_LD is not None and canvas.reopened_L is None

@@ -10,7 +10,7 @@ import pytest
 
 from dgemma.diffusion.canvas import Pins
 from dgemma.engine import Done, Engine, SamplingParams
-from dgemma.engine.auto import GOAL, AutoSwitch, BreakEven, CanvasCost, kept, lengths
+from dgemma.engine.auto import GOAL, AutoSwitch, BreakEven, CanvasCost, lengths, load_break_even
 from dgemma.errors import UsageError
 from dgemma.weights.load import random_model
 from tests.taught import CANVAS, LONG, SHORT, taught_config, untaught_engine
@@ -199,11 +199,11 @@ def test_costs_are_measured_once_and_kept(
     assert again.break_even == found
     assert Engine.load(checkpoint, device="cpu", dtype="bfloat16").break_even is None
     (file,) = (tmp_path / "dgemma").glob("break-even.json")
-    assert again.identity is not None and kept(again.identity) == found
+    assert again.identity is not None and load_break_even(again.identity) == found
     file.write_text(file.read_text().replace("constrained_seconds", "held_seconds"))
-    assert kept(again.identity) is None, "a key of an older version"
+    assert load_break_even(again.identity) is None, "a key of an older version"
     file.write_text("[]")
-    assert kept(again.identity) is None
+    assert load_break_even(again.identity) is None
 
 
 def test_a_served_engine_is_not_measured_by_the_thread_that_asks(wild: Engine) -> None:

@@ -95,7 +95,7 @@ def test_a_draft_describes_the_whole_canvas(engine: Engine) -> None:
             continue
         for name in ("ids", "tokens", "guess", "guess_tokens", "entropy", "kept", "pinned"):
             assert len(getattr(draft, name)) == CANVAS, name
-        assert not any(draft.pinned) and any(draft.kept)
+        assert not any(draft.pinned) and any(draft.accepted)
         assert all(nats >= 0 for nats in draft.entropy)
         for token, text in zip(draft.guess, draft.guess_tokens, strict=True):
             assert text == engine.tokenizer.decode([token], skip_control=True)

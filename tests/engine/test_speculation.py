@@ -7,7 +7,12 @@ import torch
 
 from dgemma.config import LongReply
 from dgemma.engine import Committed, Done, Draft, Engine, SamplingParams
-from dgemma.engine.speculation import SpeculativeParams, lookup, speculative, speculative_task
+from dgemma.engine.speculation import (
+    SpeculativeParams,
+    prompt_lookup,
+    speculative,
+    speculative_task,
+)
 from dgemma.errors import UsageError
 from dgemma.text.chat import ChatTemplate
 from dgemma.weights.load import random_model
@@ -33,8 +38,8 @@ def test_strict_drafts_give_greedy_ar_in_fewer_passes(
 ) -> None:
     params = SamplingParams(mode="ar", max_tokens=40, seed=3)
     plain = nano.generate(prompt, params)
-    drafting = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
-    done = speculative(nano, prompt, params, drafting)
+    speculation = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
+    done = speculative(nano, prompt, params, speculation)
     assert done.ids == plain.ids and done.finish == plain.finish and done.text == plain.text
     assert done.steps < plain.steps
     assert done.logprobs == pytest.approx(plain.logprobs, abs=2e-3)
@@ -46,12 +51,12 @@ def test_strict_drafts_give_greedy_ar_in_fewer_passes(
 def test_strict_drafts_give_what_ar_draws_with_the_seed(nano: Engine, drafter: str) -> None:
     params = SamplingParams(mode="ar", max_tokens=60, seed=7, temperature=0.8)
     plain = nano.generate(PROMPTS[1], params)
-    drafting = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
-    done = speculative(nano, PROMPTS[1], params, drafting)
+    speculation = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
+    done = speculative(nano, PROMPTS[1], params, speculation)
     assert done.ids == plain.ids and done.finish == plain.finish and done.text == plain.text
     assert done.logprobs == pytest.approx(plain.logprobs, abs=2e-3)
     assert done.steps < plain.steps
-    other = speculative(nano, PROMPTS[1], replace(params, seed=8), drafting)
+    other = speculative(nano, PROMPTS[1], replace(params, seed=8), speculation)
     assert other.ids != done.ids
 
 
@@ -62,7 +67,7 @@ def test_a_canvas_is_stepped_in_the_pass_that_verifies(nano: Engine) -> None:
     task = speculative_task(nano, PROMPTS[1], params, SpeculativeParams(drafter="canvas"))
     done: Done = nano.run_all([task])[0]
     assert nano.scheduler.num_passes - before == done.steps
-    assert done.steps - 2 <= task.proposal.num_canvases < done.steps < done.tokens
+    assert done.steps - 2 <= task.draft.num_canvases < done.steps < done.tokens
     assert done.blocks == 0, "no canvas is part of the reply"
 
 
@@ -79,8 +84,8 @@ def test_every_limit_and_stop_cuts_where_ar_is_cut(nano: Engine) -> None:
     for limit in range(1, 8):
         params = SamplingParams(mode="ar", max_tokens=limit)
         for drafter in ("ngram", "canvas"):
-            drafting = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
-            done = speculative(nano, PROMPTS[0], params, drafting)
+            speculation = SpeculativeParams(drafter=drafter)  # type: ignore[arg-type]
+            done = speculative(nano, PROMPTS[0], params, speculation)
             assert done.ids == nano.generate(PROMPTS[0], params).ids
     text = nano.generate(PROMPTS[0], SamplingParams(mode="ar", max_tokens=40)).text
     for end in range(6, len(text), 6):
@@ -101,8 +106,8 @@ def test_a_sliding_window_is_truncated_with_the_draft() -> None:
     plain = engine.generate("the cat sat on the mat", params)
     assert plain.tokens > 40
     for drafter in ("ngram", "canvas"):
-        drafting = SpeculativeParams(drafter=drafter, length=8)  # type: ignore[arg-type]
-        done = speculative(engine, "the cat sat on the mat", params, drafting)
+        speculation = SpeculativeParams(drafter=drafter, num_draft_tokens=8)  # type: ignore[arg-type]
+        done = speculative(engine, "the cat sat on the mat", params, speculation)
         assert done.ids == plain.ids
 
 
@@ -180,9 +185,9 @@ def test_what_sets_its_canvases_is_not_verified(verified: Engine) -> None:
 
 
 def test_the_last_occurrence_is_continued() -> None:
-    assert lookup([1, 2, 3, 9, 1, 2, 3, 8, 7, 1, 2, 3], 2) == (8, 7)
-    assert lookup([5, 1, 2, 6, 2], 3) == (6, 2)
-    assert lookup([1, 2, 3], 3) == () == lookup([1, 1], 0) == lookup([1], 4)
+    assert prompt_lookup([1, 2, 3, 9, 1, 2, 3, 8, 7, 1, 2, 3], 2) == (8, 7)
+    assert prompt_lookup([5, 1, 2, 6, 2], 3) == (6, 2)
+    assert prompt_lookup([1, 2, 3], 3) == () == prompt_lookup([1, 1], 0) == prompt_lookup([1], 4)
 
 
 def test_what_cannot_be_verified_is_refused(nano: Engine) -> None:
@@ -191,8 +196,8 @@ def test_what_cannot_be_verified_is_refused(nano: Engine) -> None:
         speculative(nano, "a", SamplingParams(temperature=0.5), loose)
     with pytest.raises(UsageError, match="use ngram, canvas or assistant"):
         SpeculativeParams(drafter="mind")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="draft length is 300"):
-        replace(SpeculativeParams(), length=300)
+    with pytest.raises(UsageError, match="draft tokens is 300"):
+        replace(SpeculativeParams(), num_draft_tokens=300)
     with pytest.raises(UsageError, match="0 to 128"):
-        speculative(nano, "a", None, SpeculativeParams(drafter="canvas", length=200))
+        speculative(nano, "a", None, SpeculativeParams(drafter="canvas", num_draft_tokens=200))
     assert torch.is_inference_mode_enabled() is False

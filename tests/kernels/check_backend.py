@@ -49,7 +49,7 @@ def same(got: CanvasState | None, wanted: CanvasState | None) -> None:
     a, b = got.canvas, wanted.canvas
     assert torch.equal(a.tokens_L, b.tokens_L)
     assert torch.equal(a.guess_L, b.guess_L)
-    assert torch.equal(a.kept_L, b.kept_L)
+    assert torch.equal(a.accepted_L, b.accepted_L)
     assert torch.equal(a.pinned_L, b.pinned_L)
     assert bool(a.converged) == bool(b.converged)
     assert int(a.stable_steps) == int(b.stable_steps)

@@ -48,7 +48,7 @@ def step_inputs(width: int, positions: int) -> StepInputs:
         temperature_T=torch.zeros(positions),
         uniform_T=torch.zeros(positions, dtype=torch.float64),
         draw_temperature_T=torch.zeros(positions),
-        held_T=torch.zeros(positions, dtype=torch.long),
+        current_T=torch.zeros(positions, dtype=torch.long),
     )
 
 
@@ -80,11 +80,11 @@ def test_canvases_bring_self_conditioning_and_their_step_s_numbers(model: Gemma)
     steps = step.step_E.clamp(max=STEPS - 1)
     for index, entry in enumerate(entries[:3]):
         own, at = slice(index * LENGTH, (index + 1) * LENGTH), int(steps[entry])
-        assert torch.equal(step.held_T[own], tokens.canvas_EL[entry])
+        assert torch.equal(step.current_T[own], tokens.canvas_EL[entry])
         assert torch.equal(step.uniform_T[own], step.uniform_ENL[entry, at + 1])
         assert (step.temperature_T[own] == step.temperature_EN[entry, at]).all()
         assert (step.draw_temperature_T[own] == step.draw_temperature_E[entry]).all()
-    assert not any(x[rows:].any() for x in (step.held_T, step.uniform_T, step.temperature_T))
+    assert not any(x[rows:].any() for x in (step.current_T, step.uniform_T, step.temperature_T))
     check_rope(model, tokens, cos_sin)
 
 

@@ -19,7 +19,7 @@ def case(vocab: int, spread: float, rows: int = 8) -> tuple[Tensor, Query]:
     query = Query(
         temperature_T=torch.rand(rows, generator=generator) * 0.6 + 0.3,
         uniform_T=torch.rand(rows, generator=generator, dtype=torch.float64),
-        held_T=torch.randint(vocab, (rows,), generator=generator),
+        current_T=torch.randint(vocab, (rows,), generator=generator),
     )
     return spread * torch.randn(rows, vocab, generator=generator), query
 
@@ -33,7 +33,7 @@ def stats_of(
         temperature_T=query.temperature_T,
         draw_temperature_T=torch.ones_like(query.temperature_T) if draw_T is None else draw_T,
         uniform_T=query.uniform_T,
-        held_T=query.held_T,
+        current_T=query.current_T,
     )
     return kernels.logit_stats(raw, cap, token_query, length or len(raw))
 
@@ -49,7 +49,7 @@ def test_statistics_and_draws_are_those_of_the_definition(
     got = stats_of(raw, cap, query).merged
     assert torch.equal(got.draw_T, want.draw_T)
     assert torch.equal(got.top_T, want.top_T)
-    for name in ("entropy_T", "top_p_T", "held_p_T"):
+    for name in ("entropy_T", "top_p_T", "current_p_T"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), atol=1e-5, rtol=1e-4)
 
 
@@ -85,7 +85,7 @@ def test_many_draws_follow_a_distribution_at_its_temperature() -> None:
     query = Query(
         temperature_T=torch.full((48,), 0.8),
         uniform_T=numbers.repeat(2),
-        held_T=torch.zeros(48, dtype=torch.long),
+        current_T=torch.zeros(48, dtype=torch.long),
         draw_temperature_T=torch.tensor([0.5, 1.7]).repeat_interleave(24),
     )
     draw_T = stats_of(raw, None, query).merged.draw_T
@@ -100,7 +100,7 @@ def test_the_ends_of_the_uniform_numbers_draw_likely_tokens() -> None:
     query = Query(
         temperature_T=torch.tensor([0.4, 0.8]),
         uniform_T=torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64),
-        held_T=torch.tensor([0, 3000]),
+        current_T=torch.tensor([0, 3000]),
     )
     got = stats_of(raw, None, query).merged
     assert got.draw_T[1] == 3000
@@ -125,7 +125,7 @@ def test_of_equal_peaks_the_first_is_taken() -> None:
     query = Query(
         temperature_T=torch.ones(1),
         uniform_T=torch.zeros(1, dtype=torch.float64),
-        held_T=torch.zeros(1, dtype=torch.long),
+        current_T=torch.zeros(1, dtype=torch.long),
     )
     assert stats_of(raw, 30.0, query).merged.top_T.tolist() == [2500]
 
@@ -146,7 +146,7 @@ def test_many_draws_follow_the_distribution() -> None:
     raw = torch.tensor([[2.0, 0.0, 1.0, -1.0]]).expand(24, 4).contiguous()
     numbers = (torch.arange(24, dtype=torch.float64) + 0.5) / 24
     query = Query(
-        temperature_T=torch.ones(24), uniform_T=numbers, held_T=torch.zeros(24, dtype=torch.long)
+        temperature_T=torch.ones(24), uniform_T=numbers, current_T=torch.zeros(24, dtype=torch.long)
     )
     draws = stats_of(raw, None, query).merged.draw_T.bincount(minlength=4)
     assert (draws - 24 * raw[0].softmax(-1)).abs().max() <= 1
@@ -315,9 +315,10 @@ def test_one_row_with_too_many_candidates_needs_the_dense_mean(is_plain: bool) -
     assert bool(found.count_TG.any()) != is_plain
     assert not found.covers_mass()
     sharp = [
-        part[:2].contiguous() for part in (raw, query.temperature_T, query.uniform_T, query.held_T)
+        part[:2].contiguous()
+        for part in (raw, query.temperature_T, query.uniform_T, query.current_T)
     ]
-    alone = Query(temperature_T=sharp[1], uniform_T=sharp[2], held_T=sharp[3])
+    alone = Query(temperature_T=sharp[1], uniform_T=sharp[2], current_T=sharp[3])
     stats = stats_of(sharp[0], None, alone)
     assert not stats.chunks.flat_C.item()  # it is set anew each time
     assert topk.count_candidates(stats).covers_mass()
@@ -337,7 +338,7 @@ def test_no_row_that_few_tokens_hold_is_ever_called_flat() -> None:
                 query = Query(
                     temperature_T=torch.ones(1),
                     uniform_T=torch.zeros(1, dtype=torch.float64),
-                    held_T=torch.zeros(1, dtype=torch.long),
+                    current_T=torch.zeros(1, dtype=torch.long),
                 )
                 stats = stats_of(raw, None, query)
                 is_candidate = p >= kernels.MIN_PROB

@@ -15,7 +15,7 @@ from dgemma.backends.cuda.configs import GemmConfig
 from dgemma.backends.cuda.gemm import Fp8Moe
 from dgemma.backends.cuda.kernels import attention, gemm_fp8
 from dgemma.backends.cuda.merge import layers_of
-from dgemma.backends.cuda.selftest import experts_form
+from dgemma.backends.cuda.selftest import experts_format
 from dgemma.backends.cuda.streaming import Staging, StreamedExperts
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.config import FULL, SLIDING
@@ -185,4 +185,4 @@ def test_streamed_experts_give_the_same_as_resident_ones() -> None:
     assert torch.equal(got.entropy_L, want.entropy_L)
     assert torch.equal(got_V, want_V)
     assert off(encoded(ReferenceBackend(model)), want_TD) < 1e-4
-    assert experts_form(layers_of(model)[1]) == "TiledBlockExperts Q5_0 Q5_0 streamed"
+    assert experts_format(layers_of(model)[1]) == "TiledBlockExperts Q5_0 Q5_0 streamed"

@@ -21,7 +21,7 @@ from dgemma.model.gemma import Gemma, TokenTable
 from tests.kernels import small
 
 STEPS, GROUPS = 3, 5
-COMPARED = ("tokens_L", "kept_L", "guess_L", "entropy_L", "converged", "stable_steps")
+COMPARED = ("tokens_L", "accepted_L", "guess_L", "entropy_L", "converged", "stable_steps")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def drawn(seed: int, length: int, rule: EntropyBound) -> Case:
     canvas = Canvas(
         tokens_L=integers(96),
         pinned_L=pinned_L,
-        kept_L=integers(2) > 0,
+        accepted_L=integers(2) > 0,
         guess_L=guess_L,
         entropy_L=torch.full((length,), 9.0),
         soft_LD=None,
@@ -75,7 +75,7 @@ def drawn(seed: int, length: int, rule: EntropyBound) -> Case:
         top_T=top_L,
         entropy_T=integers(2 + seed % 30).float() * 2.0 ** -(6 + seed % 9),
         top_p_T=torch.ones(length),
-        held_p_T=torch.ones(length),
+        current_p_T=torch.ones(length),
     )
     counts_LG = integers(1 + seed % 50, length, GROUPS).int()
     candidates = Candidates(counts_LG, torch.full((length, GROUPS), 0.2))
@@ -143,7 +143,7 @@ def test_the_kernel_moves_canvases_as_the_rule_does(model: Gemma) -> None:
             assert flag == [bool(want.converged), bool(case.candidates.covers_mass())]
             seen["converged"].add(flag[0])
             seen["sparse"].add(flag[1])
-            seen["kept"].add(int(want.kept_L.sum()))
+            seen["kept"].add(int(want.accepted_L.sum()))
     assert seen["converged"] == seen["sparse"] == {True, False}
     assert len(seen["kept"]) > 10
 
@@ -158,7 +158,7 @@ def test_entropies_as_they_come_are_added_up_alike(model: Gemma) -> None:
     for got, case in zip(updated(model, cases)[0], cases, strict=True):
         want = case.moved()
         same(got, want)
-        assert bool(case.canvas.pinned_L.all()) or 0 < int(want.kept_L.sum()) < 64
+        assert bool(case.canvas.pinned_L.all()) or 0 < int(want.accepted_L.sum()) < 64
 
 
 @pytest.mark.parametrize("at", [0, 5])
@@ -170,7 +170,7 @@ def test_a_position_that_is_no_number_is_never_decided_nor_settled(model: Gemma,
     case = replace(case, canvas=canvas, stats=replace(case.stats, entropy_T=entropy_L))
     (got,), ((converged, _),) = updated(model, [case])
     assert not got.converged and not converged
-    assert not got.kept_L[at] and int(got.kept_L.sum()) == 8
+    assert not got.accepted_L[at] and int(got.accepted_L.sum()) == 8
     same(got, case.moved(), but="entropy_L")
     assert got.entropy_L.isnan().tolist() == entropy_L.isnan().tolist()
 
@@ -179,7 +179,7 @@ def test_of_equal_entropies_the_first_position_is_decided(model: Gemma) -> None:
     case = drawn(0, 50, EntropyBound(entropy_bound=0.5))
     case = replace(case, stats=replace(case.stats, entropy_T=torch.full((50,), 0.5)))
     for made in (updated(model, [case])[0][0], case.moved()):
-        assert made.kept_L.nonzero().flatten().tolist() == [0, 1]
+        assert made.accepted_L.nonzero().flatten().tolist() == [0, 1]
 
 
 def test_longer_canvases_are_compared_a_part_at_a_time(
@@ -202,7 +202,7 @@ def test_padding_steps_without_end(model: Gemma) -> None:
     stats = kernel.Stats(**given, candidates=case.candidates)
     kernel.update(buffers.canvas_states(), stats, torch.zeros(1, dtype=torch.int32))
     noise_L = buffers.views["tokens_L"][0]
-    is_noise_L = ~buffers.views["kept_L"][0].bool()
+    is_noise_L = ~buffers.views["accepted_L"][0].bool()
     assert torch.equal(noise_L[is_noise_L], late.noise_NL[STEPS][is_noise_L])
     assert buffers.step_E[0] <= STEPS
 
@@ -264,7 +264,7 @@ def test_where_few_tokens_do_not_hold_a_position_the_whole_vocabulary_is_taken(
             held[side] = output.state
         a, b = (state.canvas for state in held)
         assert torch.equal(a.tokens_L, b.tokens_L)
-        assert torch.equal(a.kept_L, b.kept_L)
+        assert torch.equal(a.accepted_L, b.accepted_L)
         if number == 0:  # after the last step nothing is conditioned
             assert a.soft_LD is not None and b.soft_LD is not None
             torch.testing.assert_close(a.soft_LD, b.soft_LD, atol=1e-4, rtol=1e-4)

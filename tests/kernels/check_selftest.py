@@ -140,14 +140,14 @@ def test_nan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selftest(single()).startswith("hidden states of a prompt contain NaN or inf")
 
 
-@pytest.mark.parametrize("field", ["tokens_EL", "kept_EL", "stable_E"])
+@pytest.mark.parametrize("field", ["tokens_EL", "accepted_EL", "stable_E"])
 def test_a_wrong_update_of_a_canvas_is_found(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = sampler_update.update
 
     def wrong(states: sampler_update.CanvasStates, *given: Any) -> None:
         real(states, *given)
         found = getattr(states, field)[0]
-        found[...] = found == 0 if field == "kept_EL" else found + 1
+        found[...] = found == 0 if field == "accepted_EL" else found + 1
 
     monkeypatch.setattr(sampler_update, "update", wrong)
     assert selftest(single()).startswith("the sampler's update is wrong: ")

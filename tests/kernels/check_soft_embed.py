@@ -52,7 +52,7 @@ def stats_of(raw_TV: Tensor, cap: float | None, temperature_T: Tensor) -> LogitS
         temperature_T=temperature_T,
         draw_temperature_T=torch.ones(rows),
         uniform_T=torch.full((rows,), 0.5, dtype=torch.float64),
-        held_T=torch.zeros(rows, dtype=torch.long),
+        current_T=torch.zeros(rows, dtype=torch.long),
     )
     return logit_stats(raw_TV.clone(), cap, query, rows)
 

@@ -48,7 +48,7 @@ def embed_cases() -> list[Case]:
     types |= dict.fromkeys(ints.split(), "i32")
     temperatures = "temperature_EN draw_temperature_E temperature_T draw_temperature_T"
     step = {"soft_ELD": HALF, "step_E": LONG, "uniform_ENL": DOUBLE, "uniform_T": DOUBLE}
-    step |= {"held_T": LONG, **dict.fromkeys(temperatures.split(), FLOAT)}
+    step |= {"current_T": LONG, **dict.fromkeys(temperatures.split(), FLOAT)}
     sizes = {"D": WIDTH, "F": PAIRS, "BLOCK": 4096, "PAIRS": embed.PAIRS}
     canvas, token = {"L": CANVAS, "HAS_CANVAS": True}, {"L": 1, "HAS_CANVAS": False}
     added = {"x_TD": HALF, "part_CD": HALF, "out_TD": HALF, "eps": "fp32", "canvas_tokens": "i32"}
@@ -71,8 +71,8 @@ def stats_cases() -> list[Case]:
     chunks = {"peak_TC": FLOAT, "sum_TC": FLOAT, "moment_TC": FLOAT, "draw_sum_TC": FLOAT}
     chunks |= {"draw_temperature_T": FLOAT, "flat_C": INT}
     totals = {"peak_T": FLOAT, "total_T": FLOAT, "min_logit_T": FLOAT}
-    merge = {"uniform_T": DOUBLE, "held_T": LONG, "draw_T": LONG, "top_T": LONG}
-    floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "held_p_T": FLOAT, "second_T": FLOAT}
+    merge = {"uniform_T": DOUBLE, "current_T": LONG, "draw_T": LONG, "top_T": LONG}
+    floats = {"entropy_T": FLOAT, "top_p_T": FLOAT, "current_p_T": FLOAT, "second_T": FLOAT}
     merged = {**row, **chunks, **merge, **floats, **totals}
     candidates = {"id_TS": INT, "p_TS": FLOAT, "count_T": INT, "mass_T": FLOAT}
     seen = {**row, **totals, "peak_TC": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
@@ -136,7 +136,7 @@ def sampler_cases() -> list[Case]:
     longs = "draw_T top_T noise_ENL tokens_EL guess_EL stable_E step_E"
     types = {**dict.fromkeys(longs.split(), LONG), "entry_C": INT}
     types |= {"entropy_T": FLOAT, "entropy_EL": FLOAT, "count_TG": INT, "mass_TG": FLOAT}
-    types |= dict.fromkeys("pinned_EL kept_EL converged_E flags_E2".split(), BYTE)
+    types |= dict.fromkeys("pinned_EL accepted_EL converged_E flags_E2".split(), BYTE)
     types |= {"rule_E3": FLOAT, **dict.fromkeys("stride_1 stride_8 stride_4".split(), "i32")}
     types["num_noise"] = "i32"
     found = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from dgemma import device
 from dgemma.backends import choose
 from dgemma.backends.choose import (
     CACHE,
@@ -22,7 +23,7 @@ from dgemma.backends.choose import (
 )
 from dgemma.backends.cuda import device as devices
 from dgemma.backends.cuda.device import unsupported_reason
-from dgemma.device import MAX_ENTRIES, keep_result, kept_result
+from dgemma.device import MAX_ENTRIES
 from dgemma.errors import UsageError
 from dgemma.model.gemma import Gemma
 from dgemma.quant.head import quantize_head
@@ -33,7 +34,8 @@ from tests.kernels.small import CPU, SMALL
 from tests.kernels.test_interpreted import needs_triton
 
 GPU = torch.device("cuda", 0)
-load_result, store_result = partial(kept_result, CACHE), partial(keep_result, CACHE)
+load_result = partial(device.load_result, CACHE)
+store_result = partial(device.store_result, CACHE)
 
 
 @pytest.fixture(autouse=True)

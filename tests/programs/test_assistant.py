@@ -108,8 +108,8 @@ def test_a_drafted_reply_is_that_of_assisted_generation_and_of_greedy_ar(
     request = prompt(length=5 + 7 * seed, seed=seed)
     params = SamplingParams(mode="ar", max_tokens=20)
     plain = engine.generate(request, params)
-    drafting = SpeculativeParams(drafter="assistant", assistant=assistant)
-    done = speculative(engine, request, params, drafting)
+    speculation = SpeculativeParams(drafter="assistant", assistant=assistant)
+    done = speculative(engine, request, params, speculation)
     assert done.ids == plain.ids and done.finish == plain.finish
     theirs = drafter(5)
     theirs.generation_config.num_assistant_tokens = NUM_DRAFTED
@@ -130,8 +130,10 @@ def test_drafts_that_are_right_save_passes(engine: Engine, assistant: Assistant)
     params = SamplingParams(mode="ar", max_tokens=20)
     plain = engine.generate(request, params)
     known = Knowing(assistant, (*request.ids, *plain.ids))
-    drafting = SpeculativeParams(drafter="assistant", assistant=known, length=NUM_DRAFTED)
-    done = speculative(engine, request, params, drafting)
+    speculation = SpeculativeParams(
+        drafter="assistant", assistant=known, num_draft_tokens=NUM_DRAFTED
+    )
+    done = speculative(engine, request, params, speculation)
     assert done.ids == plain.ids
     assert done.steps == -(-20 // (NUM_DRAFTED + 1)) + 1 < plain.steps
     assert done.tokens_per_step > 3.9
@@ -174,6 +176,6 @@ def test_a_drafter_that_does_not_fit_is_refused(
 
 def test_the_prompt_of_a_plain_text_is_drafted_too(engine: Engine, assistant: Assistant) -> None:
     request = Prompt(text="", ids=prompt(4, seed=2).ids)
-    drafting = SpeculativeParams(drafter="assistant", assistant=assistant, length=2)
-    done = speculative(engine, request, SamplingParams(mode="ar", max_tokens=1), drafting)
+    speculation = SpeculativeParams(drafter="assistant", assistant=assistant, num_draft_tokens=2)
+    done = speculative(engine, request, SamplingParams(mode="ar", max_tokens=1), speculation)
     assert done.tokens == 1 and done.prefill_seconds > 0

@@ -160,7 +160,7 @@ def test_drafts_change_then_settle_on_the_answer(visit: Callable[..., Any], nano
 def test_an_answer_is_stopped_by_a_key(visit: Callable[..., Any], nano: Running) -> None:
     page = visit(settings={"seed": 1, "max_tokens": 1024})
     ask(page, STORY)
-    page.wait_for_selector(".answer .t.kept")
+    page.wait_for_selector(".answer .t.accepted")
     page.keyboard.press("Escape")
     page.wait_for_selector("#send:visible")
     wait_for(lambda: not nano.service.worker.num_running)
@@ -179,13 +179,13 @@ def test_a_page_left_in_the_middle_keeps_no_question_without_an_answer(
 ) -> None:
     page = visit(settings={"seed": 1, "max_tokens": 1024})
     ask(page, STORY)
-    page.wait_for_selector(".answer .t.kept")
+    page.wait_for_selector(".answer .t.accepted")
     page.reload()
     page.wait_for_selector("html[data-ready]")
     assert page.input_value("#question") == STORY  # to be sent again
     assert kept(page) == [] and page.locator(".mine").count() == 0
     page.press("#question", "Enter")
-    page.wait_for_selector(".answer .t.kept")
+    page.wait_for_selector(".answer .t.accepted")
     page.fill("#question", "What next?")  # typed while an answer is on its way
     page.keyboard.press("Escape")
     page.wait_for_selector("#send:visible")
@@ -365,7 +365,7 @@ def evil_stream() -> str:
     """What a model could send at worst: markup in every place."""
     draft = {"type": "draft", "block": 0, "step": 1, "tokens": [EVIL, "x"], "ids": [1, 2]}
     draft |= {"guess": [1, 2], "guess_tokens": [EVIL, "x"], "text": EVIL, "entropy": [3.0, None]}
-    draft |= {"kept": [False, True], "pinned": [False, False]}
+    draft |= {"accepted": [False, True], "pinned": [False, False]}
     took = {"mode": EVIL, "steps": 1, "blocks": 1, "tokens_per_step": 2, "seconds": 1, "seed": EVIL}
     took |= {"finish": EVIL, "fault": EVIL}
     chunks = [

@@ -31,7 +31,7 @@ def test_drafts_show_every_step_and_the_last_is_what_is_promised(shared: Running
     assert len(drafts) == took["steps"]
     assert {draft["block"] for draft in drafts} == {0, 1, 2}
     for draft in drafts:
-        for name in ("ids", "tokens", "guess", "guess_tokens", "entropy", "kept", "pinned"):
+        for name in ("ids", "tokens", "guess", "guess_tokens", "entropy", "accepted", "pinned"):
             assert len(draft[name]) == CANVAS, name
         assert draft["text"] == "".join(draft["guess_tokens"])
         assert not any(draft["pinned"])

@@ -1,9 +1,9 @@
-"""The CUDA backend: every kind of request is served by captured passes, in any batch.
+"""The CUDA backend: captured passes for every kind of request, in any batch.
 
-A pass has canvases (to step) and segments to commit; AR tokens have passes of their own
-(`DecodeRunner`). Canvases keep their state in static buffers between steps and are copied out after
-each, so that the engine sees values. Rules other than `EntropyBound`, and constraints, run on the
-host between the captured step and the captured soft embedding.
+A pass has canvases to step and segments to commit; AR tokens have separate passes (`DecodeRunner`).
+Canvases keep their state in static buffers between steps and are copied out after each, so that the
+engine sees values. Constraints, and rules other than `EntropyBound`, run on the CPU between the
+captured step and the captured soft embedding.
 
 L tokens of a segment, V vocabulary.
 """
@@ -38,11 +38,11 @@ from dgemma.diffusion.sampler import EntropyBound
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma, soft_cap
 
-MAX_BATCH_SIZE = CANVAS_BUCKETS[-1]  # canvases of one pass
-SHORT_LENGTH = 128  # canvases up to it, and commits without a canvas, are not padded beyond it
+MAX_BATCH_SIZE = CANVAS_BUCKETS[-1]  # canvases per pass
+SHORT_LENGTH = 128  # padded length of short canvases, and of commits without a canvas
 MIN_STEPS = 64  # initial size of the noise buffers
-MIN_FILLED = 0.25  # of a captured pass of commits, for texts to be encoded by it
-SMALL_GPU, SMALL_BATCH_SIZE = 40e9, 4  # bytes of memory below which a pass has fewer canvases
+MIN_FILLED = 0.25  # of a captured pass, else texts are encoded eagerly
+SMALL_GPU, SMALL_BATCH_SIZE = 40e9, 4  # GPUs below so many bytes of memory step fewer canvases
 
 logger = logging.getLogger("dgemma")
 
@@ -64,7 +64,7 @@ class CudaBackend:
         self.decoder = DecodeRunner(self.passes, self.graphs)
 
     def _allocate(self, max_steps: int) -> None:
-        """Allocate the static buffers; captures of others are dropped."""
+        """Allocate the static buffers and drop captures of the old ones."""
         self.graphs.clear()
         self.max_steps = max_steps
         self.pools = {
@@ -79,11 +79,11 @@ class CudaBackend:
 
     @property
     def pool(self) -> CanvasPool:
-        """The pool of whole canvases."""
+        """The pool for full-length canvases."""
         return self.pools[self.length]
 
     def _pool_for(self, inputs: Sequence[ForwardInput]) -> CanvasPool:
-        """Return the pool of the shortest segments that hold all canvases; or else, all texts."""
+        """Return the pool with the shortest segments that hold all canvases, or else all texts."""
         canvases = [item.state.canvas.length for item in inputs if item.state is not None]
         longest = max(canvases or [len(item.tokens) for item in inputs], default=0)
         return next((p for length, p in self.pools.items() if longest <= length), self.pool)
@@ -94,7 +94,7 @@ class CudaBackend:
             try:
                 scored = iter(self._score([item for item in inputs if item.targets]))
                 others = iter(self._run([item for item in inputs if not item.targets]))
-            except Exception:  # a pass that failed has committed nothing
+            except Exception:  # a failed pass commits nothing
                 for cache, length in lengths:
                     cache.length = length
                 raise
@@ -127,15 +127,15 @@ class CudaBackend:
         return [outputs[index] for index in range(len(inputs))]
 
     def _ensure_steps(self, inputs: Sequence[ForwardInput]) -> None:
-        """Make larger buffers where a canvas takes more steps than they have noise for."""
+        """Reallocate the noise buffers if a canvas takes more steps than they hold."""
         steps = [item.state.sampler.max_denoising_steps for item in inputs if item.state]
         if max(steps, default=0) > self.max_steps:
             self._allocate(2 * max(steps))
 
     def _can_run(self, item: ForwardInput) -> bool:
-        """False if the kernels cannot address the keys: a shared prefix with a shared prefix.
+        """False for keys that the kernels cannot address: a shared prefix with a shared prefix.
 
-        Nor can they draw a token right after a picture, whose pass is not captured.
+        Also for a token drawn right after a picture, whose pass is not captured.
         """
         if item.draw is not None and item.images and item.images[-1].end == len(item.tokens):
             return False
@@ -143,9 +143,9 @@ class CudaBackend:
         return prefix is None or prefix.shared_prefix is None
 
     def _commit_images(self, item: ForwardInput) -> ForwardInput:
-        """Commit up to the last picture by an eager pass; return what is left for captured ones.
+        """Commit up to the last picture eagerly; return the tokens left for captured passes.
 
-        Tokens of a picture see each other, and captured passes know causal commits alone.
+        Tokens of a picture see each other; captured passes have causal commits only.
         """
         if not item.images or not self._can_run(item):
             return item
@@ -168,7 +168,9 @@ class CudaBackend:
     # --- canvases and commits
 
     def _commits(self, pool: CanvasPool, item: ForwardInput) -> list[Commit]:
-        """Split the tokens to commit into segments, but for the last of a draw (`DecodeRunner`)."""
+        """Split the tokens to commit into segments, except the last token of a draw
+        (`DecodeRunner`).
+        """
         tokens, cache = item.tokens, item.cache
         canvas = 0 if item.state is None else item.state.canvas.length
         cache.reserve(len(tokens) + canvas)
@@ -179,7 +181,7 @@ class CudaBackend:
     def _step(
         self, pool: CanvasPool, stepping: Sequence[ForwardInput], commits: list[Commit]
     ) -> list[ForwardOutput]:
-        """Step all canvases, in passes of at most `max_batch_size`; commits join the first."""
+        """Step all canvases, at most `max_batch_size` per pass; commits join the first pass."""
         while len(commits) > (MAX_COMMITS if stepping else 0):
             self._commit(pool, commits[:MAX_COMMITS])
             commits = commits[MAX_COMMITS:]
@@ -191,7 +193,7 @@ class CudaBackend:
         return outputs
 
     def _commit(self, pool: CanvasPool, commits: Sequence[Commit]) -> Tensor:
-        """Run a pass without canvases; return its hidden states, valid until the next one."""
+        """Run a pass without canvases; its hidden states are valid until the next pass."""
         committing = pool.write_commits(commits)
         pool.buffers.set_entries(committing)
         denoise = pool.pass_of(0, len(committing))
@@ -205,7 +207,7 @@ class CudaBackend:
         padding = [pool.buffers.padding] * (canvases - len(entries))
         committing = pool.write_commits(commits)
         pool.buffers.set_entries([*entries, *padding, *committing])
-        for entry in entries:  # if the pass fails, its canvases are loaded again
+        for entry in entries:  # reloaded if the pass fails
             pool.residents[entry] = None
         denoise = pool.pass_of(canvases, len(committing))
         stats = self.graphs.run(("step", denoise), denoise.step)
@@ -217,7 +219,7 @@ class CudaBackend:
             if item.query is not None
         }
         states = [item.state for item in stepping if item.state is not None]
-        updated = self._update_on_host(pool, stats, states, entries)
+        updated = self._update_on_cpu(pool, stats, states, entries)
         for index, canvas in updated.items():
             flags[index][0] = bool(canvas.converged)
         continuing = [
@@ -234,17 +236,17 @@ class CudaBackend:
         soft_embed = partial(denoise.soft_embed, stats, sparse=sparse)
         if self.graphs.is_captured(("step", denoise)):
             self.graphs.run(("sparse" if sparse else "dense", denoise), soft_embed)
-        else:  # an eager step leaves its statistics at another address each time
+        else:  # the statistics of an eager step have another address each time
             soft_embed()
 
-    def _update_on_host(
+    def _update_on_cpu(
         self,
         pool: CanvasPool,
         stats: StepStats,
         states: Sequence[CanvasState],
         entries: Sequence[int],
     ) -> dict[int, Canvas]:
-        """Apply rules and constraints that have no kernel, on host tensors.
+        """Apply rules and constraints without a kernel, on CPU tensors.
 
         Returns the canvases by index in the pass.
         """
@@ -262,14 +264,14 @@ class CudaBackend:
             position_stats = PositionStats(
                 **{n: c.long() if n in tokens else c.float() for n, c in here}
             )
-            host_state = replace(state, canvas=on_host(canvas), noise=state.noise.on_host())
+            host_state = replace(state, canvas=canvas_to_cpu(canvas), noise=state.noise.to_cpu())
             logits_at = partial(self._logits, stats, first)
             updated[index] = update_canvas(host_state, position_stats, logits_at)
             pool.buffers.write_state(entries[index], updated[index])
         return updated
 
     def _logits(self, stats: StepStats, first: int, positions: Sequence[int]) -> Tensor:
-        """Read the logits of positions of the canvas whose row is `first`."""
+        """Read the logits of positions of the canvas that starts at row `first`."""
         raw_NV = stats.logits.raw_TV[[first + position for position in positions]]
         return soft_cap(raw_NV, self.passes.softcap)
 
@@ -280,7 +282,7 @@ class CudaBackend:
     # --- scores
 
     def _score(self, scoring: Sequence[ForwardInput]) -> list[ForwardOutput]:
-        """Encode texts in one pass and read the log-probabilities of their targets."""
+        """Encode texts in one pass and return the log-probabilities of their targets."""
         if not scoring:
             return []
         batch = ForwardBatch([Segment(g.cache, len(g.tokens), commit=True) for g in scoring])
@@ -316,13 +318,13 @@ class CudaBackend:
 
 
 def _encoded(pool: CanvasPool, tokens_T: Tensor, batch: ForwardBatch) -> list[Commit] | None:
-    """Cut a batch of commits into segments of a captured pass; None if it does not fit one."""
+    """Split commits into segments of a captured pass; None if they do not fit one."""
     pieces = sum(-(-segment.count // pool.length) for segment in batch.segments)
     is_causal = all(segment.commit for segment in batch.segments)
     if not is_causal or pieces > MAX_COMMITS or batch.kv_table() is None:
         return None
     if MIN_FILLED * bucket(pieces, COMMIT_BUCKETS) * pool.length > len(tokens_T):
-        return None  # mostly padding: eager segments of the right length are cheaper
+        return None  # mostly padding: eager segments are cheaper
     tokens, commits = tokens_T.tolist(), list[Commit]()
     for segment, start in zip(batch.segments, batch.starts, strict=True):
         text, tokens = tokens[: segment.count], tokens[segment.count :]
@@ -337,7 +339,7 @@ def max_batch_size(device: torch.device) -> int:
 
 
 def can_hold(model: Gemma) -> bool:
-    """True if canvases fit the sampler's kernel and self-conditioning has no adapter."""
+    """True if the sampler kernel takes the canvases and self-conditioning has no adapter."""
     module = model.self_conditioning
     if module is None:
         return True
@@ -348,7 +350,15 @@ def _needs_host(state: CanvasState) -> bool:
     return state.constraint is not None or type(state.sampler.rule) is not EntropyBound
 
 
-def on_host(canvas: Canvas) -> Canvas:
-    """Copy a canvas to host memory, without its soft embeddings."""
-    names = ("tokens_L", "pinned_L", "kept_L", "guess_L", "entropy_L", "converged", "stable_steps")
+def canvas_to_cpu(canvas: Canvas) -> Canvas:
+    """Copy a canvas to CPU tensors, without its soft embeddings."""
+    names = (
+        "tokens_L",
+        "pinned_L",
+        "accepted_L",
+        "guess_L",
+        "entropy_L",
+        "converged",
+        "stable_steps",
+    )
     return replace(canvas, soft_LD=None, **{name: getattr(canvas, name).cpu() for name in names})

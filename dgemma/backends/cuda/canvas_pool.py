@@ -1,4 +1,4 @@
-"""Static buffers of one segment length: the canvases in them, and the passes over them.
+"""Canvases in static buffers of one segment length, and the passes over them.
 
 L tokens of a segment, M numbers of an entry, K commits, C canvases.
 """
@@ -17,12 +17,12 @@ from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.denoise import CanvasState
 from dgemma.model.kv_cache import KVCache
 
-MAX_COMMITS = COMMIT_BUCKETS[-1]  # of one pass
+MAX_COMMITS = COMMIT_BUCKETS[-1]  # per pass
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """The canvas in an entry of the buffers, and the state of its KV cache at that time."""
+    """The canvas in a buffer entry, and the state of its KV cache when it was loaded."""
 
     canvas: Canvas
     cache: "ref[KVCache]"
@@ -36,7 +36,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Up to L tokens of one sequence, to be committed."""
+    """Up to L tokens of one sequence to commit."""
 
     cache: KVCache
     start: int
@@ -46,7 +46,7 @@ class Commit:
 class CanvasPool:
     """Canvases and commits in segments of one length.
 
-    Canvases stay in their entries between steps, and are copied out after each.
+    Canvases stay in their entries between steps and are copied out after each.
     """
 
     def __init__(self, model: PassModel, *, length: int, num_canvases: int, max_steps: int) -> None:
@@ -68,14 +68,14 @@ class CanvasPool:
         return self.passes[key]
 
     def pieces(self, cache: KVCache, start: int, tokens: Sequence[int]) -> list[Commit]:
-        """Split tokens to commit from a position on into segments."""
+        """Split the tokens to commit, from a position on, into segments."""
         return [
             Commit(cache, start + begin, tuple(tokens[begin : begin + self.length]))
             for begin in range(0, len(tokens), self.length)
         ]
 
     def write_commits(self, commits: Sequence[Commit]) -> list[int]:
-        """Write commits to their entries; returns these, with padding up to a bucket."""
+        """Write commits to entries; return the entries, padded to a bucket."""
         buffers = self.buffers
         num_commits = bucket(len(commits), COMMIT_BUCKETS)
         first, padding = buffers.first_commit, buffers.padding
@@ -87,17 +87,17 @@ class CanvasPool:
             table_X6 = commit.cache.kv_table(commit.start, count)
             assert table_X6 is not None
             meta_M[:head], meta_M[head : head + 2] = table_X6.ravel(), (commit.start, count)
-            # Padded with the same tokens, which spread over the experts as a prompt does.
+            # Padded with real tokens, which spread over the experts like a prompt.
             meta_M[head + 2 :] = np.resize(np.array(commit.tokens), self.length)
         if commits:
             buffers.write_commits(meta_KM)
         return entries
 
     def place(self, stepping: Sequence[ForwardInput]) -> list[int]:
-        """Load all canvases into entries; those unchanged since the last step stay."""
+        """Load canvases into entries; unchanged ones stay where they are."""
         entries: list[int | None] = [self._resident(item) for item in stepping]
         taken = {entry for entry in entries if entry is not None}
-        # Free entries first: canvases of another batch may return to theirs.
+        # Free entries first: canvases of another batch may return to their entries.
         by_use = sorted(range(self.num_canvases), key=lambda e: self.residents[e] is not None)
         free = iter([entry for entry in by_use if entry not in taken])
         for index, item in enumerate(stepping):
@@ -129,7 +129,7 @@ class CanvasPool:
         flags: list[list[bool]],
         updated: dict[int, Canvas],
     ) -> list[CanvasState]:
-        """Return the states after a step; `updated` holds canvases that the host changed."""
+        """Return the states after a step; `updated`: canvases changed on the CPU."""
         buffers, states = self.buffers, []
         entry_C = buffers.entry_I[: len(entries)]
         state_CB, soft_CLD = (
@@ -139,7 +139,7 @@ class CanvasPool:
             state, cache = item.state, item.cache
             assert state is not None
             canvas = updated.get(index) or buffers.canvas(state_CB[index], state.canvas)
-            # Known on the host: reading it does not synchronize.
+            # Already on the CPU: reading it does not synchronize.
             converged = torch.tensor(flags[index][0])
             soft_LD = soft_CLD[index, : canvas.length]
             canvas = replace(canvas, soft_LD=soft_LD, converged=converged, reopened_L=None)

@@ -1,10 +1,9 @@
-"""Configs of the kernels: block sizes, warps and pipeline stages.
+"""Kernel configs: block sizes, warps and pipeline stages.
 
-Tuned on an H200 at the released shapes (`bench/tune.py`); these are used on any Hopper GPU, and on
-Blackwell ones with as much shared memory. Other cards get smaller blocks, which fit 99 KB of shared
-memory and the registers of their matrix instructions (RTX 30, 40 and 50 series; an A100 too, but
-for attention). These were compiled for every card, and measured on none: see
-`tests/kernels/compile_all.py`.
+Tuned on an H200 at the released shapes (`bench/tune.py`), and used on all Hopper GPUs and on
+Blackwell GPUs with as much shared memory. Other cards get smaller blocks, which fit 99 KB of shared
+memory and the registers of their MMA instructions (RTX 30, 40 and 50 series; A100 except for
+attention). Those were compiled for every card but not measured: see `tests/kernels/compile_all.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -28,21 +27,21 @@ def is_hopper_like() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Queries and keys of a program's blocks, and the number of splits of the keys."""
+    """Blocks of queries and keys of a program, and the number of key splits."""
 
     queries: int
     keys: int
     warps: int
     stages: int
     splits: int = 1  # split-KV
-    v_slices: int = 1  # of the values' width; each computes all of the scores
+    v_slices: int = 1  # slices of the values' width; each computes all scores
     mask_edges: bool = True  # mask only blocks that may hold hidden keys
-    fp16_splits: bool = True  # outputs of splits are float16 where the queries have 16 bits
-    wide: bool = False  # by `attention_wide.py`, whose blocks are 64 x 64
+    fp16_splits: bool = True  # store split outputs in float16 if the queries have 16 bits
+    wide: bool = False  # use `attention_wide.py`, with 64 x 64 blocks
 
 
 def attention_config(queries: int, kv_heads: int, width: int, segments: int = 1) -> AttentionConfig:
-    """Choose by the queries of each key head; few do not fill a GPU, so keys are split."""
+    """Choose by the number of queries per key head: few do not fill a GPU, so keys are split."""
     num_sms = device.num_sms()
     if queries <= 16:
         stages = 2 if width > 256 and device.has_small_shared_memory() else 3
@@ -80,14 +79,14 @@ def _has_gluon() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HeadsConfig:
-    """Heads of a program of `qk_norm_rope.py`, a power of two, and its warps."""
+    """Heads per program of `qk_norm_rope.py`, a power of two, and its warps."""
 
     heads: int
     warps: int
 
 
 def heads_config(query_heads: int, kv_heads: int) -> HeadsConfig:
-    """Take at most eight heads that divide both counts; two to a warp."""
+    """Return the most heads, up to eight, that divide both counts; two per warp."""
     heads = gcd(8, query_heads, kv_heads)
     return HeadsConfig(heads, max(1, heads // 2))
 
@@ -97,25 +96,25 @@ def heads_config(query_heads: int, kv_heads: int) -> HeadsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Block of a grouped GEMM. The best one depends on the GEMM and on the rows per expert."""
+    """Blocks of a grouped GEMM. The best depend on the GEMM and on the rows per expert."""
 
-    rows: int  # of one expert
-    columns: int  # of the output; of both halves where there are two
-    depth: int  # of the inner dimension per step
+    rows: int  # rows of one expert
+    columns: int  # output columns; of both halves for gate and up
+    depth: int  # inner dimension per step
     warps: int = 4
     stages: int = 3
     swap_ab: bool = False  # weights on the left, the tall side of the MMA
     tma: bool = False  # weights by TMA
-    tail: int = 0  # rows of an expert's last block, if no more are left; not of NVFP4
-    registers: int | None = None  # at most, per thread: raises occupancy
-    one_dot: bool = False  # packed only: a step's depth in one MMA instead of four
+    tail: int = 0  # smaller tile for an expert's last rows; not for NVFP4
+    registers: int | None = None  # register limit per thread, for occupancy
+    one_dot: bool = False  # packed only: one MMA per step instead of four
     unroll: int = 1  # packed only: steps per loop iteration
     share_scales: bool = True  # Q4_K only: scales are computed once for four threads that need them
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfigs:
-    """Both GEMMs of the experts, for up to `max_rows` rows per expert under even routing."""
+    """Both GEMMs of the experts, up to `max_rows` rows per expert under even routing."""
 
     gate_up: MoeConfig
     down: MoeConfig
@@ -179,7 +178,7 @@ MOE_8: MoeTable = (
     ),
 )
 
-# Packed weights are always on the left and never read by TMA: one table for every card.
+# Packed weights are always the left operand and never read by TMA: one table for all cards.
 MOE_4: MoeTable = (
     MoeConfigs(
         MoeConfig(rows=32, columns=64, depth=64, one_dot=True, unroll=2),
@@ -224,12 +223,12 @@ SMALL_MOE = {16: SMALL_MOE_16, 8: SMALL_MOE_8, 4: MOE_4}
 
 
 def moe_table(bits: int) -> MoeTable:
-    """Return the configs for weights of so many bits on the current device."""
+    """Return the configs for a weight width in bits on the current device."""
     return (MOE if is_hopper_like() else SMALL_MOE)[bits]
 
 
 def moe_config(num_assignments: int, num_experts: int, bits: int = 16) -> MoeConfigs:
-    """Choose by the rows per expert under even routing."""
+    """Choose by the number of rows per expert under even routing."""
     rows = num_assignments / num_experts
     return next(configs for configs in moe_table(bits) if rows <= configs.max_rows)
 
@@ -237,7 +236,7 @@ def moe_config(num_assignments: int, num_experts: int, bits: int = 16) -> MoeCon
 def for_bits(config: MoeConfig, bits: int) -> MoeConfig:
     """Give large tiles of five- and six-bit weights more warps and fewer stages.
 
-    Their registers would not do; and two blocks of five bits, which share bytes, are unrolled.
+    They need more registers. Five-bit blocks share bytes in pairs and are unrolled twice.
     """
     is_large = config.rows >= 128
     return replace(config, warps=8, stages=2) if bits in (5, 6) and is_large else config
@@ -245,12 +244,12 @@ def for_bits(config: MoeConfig, bits: int) -> MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeDecodeConfig:
-    """Block of a program of `moe_decode.py`."""
+    """Blocks of a program of `moe_decode.py`."""
 
-    columns: int  # outputs; of both halves where there are two
+    columns: int  # outputs; of both halves for gate and up
     depth: int  # inputs per step
     warps: int = 4
-    registers: int | None = None  # at most, per thread
+    registers: int | None = None  # register limit per thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +279,7 @@ MOE_DECODE = {  # by bits of a weight
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Rows, experts and inputs of a program of the split-K GEMM; warps of the top-k."""
+    """Rows, experts and inputs per program of the split-K GEMM; warps of the top-k."""
 
     rows: int = 64
     columns: int = 128
@@ -292,13 +291,13 @@ class RouterConfig:
 
 
 def router_config(rows: int, num_experts: int, width: int) -> RouterConfig:
-    """Use fewer splits the more rows there are: their sums are written and read again."""
+    """Use fewer splits for more rows, since split sums are written and read again."""
     config = RouterConfig(columns=min(128, max(16, triton.next_power_of_2(num_experts))))
     blocks = triton.cdiv(rows, config.rows) * triton.cdiv(num_experts, config.columns)
     k_split, num_sms = config.k_split, device.num_sms()
     while k_split < width and blocks * triton.cdiv(width, 2 * k_split) >= num_sms:
         k_split *= 2
-    # A split of one step reads its weight before the PDL wait.
+    # A split of one step can read its weight before the PDL wait.
     depth = k_split if k_split == config.k_split else config.depth
     return RouterConfig(columns=config.columns, k_split=k_split, depth=depth)
 
@@ -310,7 +309,7 @@ MAX_GEMM_ROWS = 512  # a canvas after a commit; with more rows cuBLAS fills the 
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """Block of an fp8 GEMM; the kernel that reads the sums of split-K (`splits` > 1) adds them."""
+    """Blocks of an fp8 GEMM; with split-K, the consumer kernel adds the splits."""
 
     rows: int = 128
     outputs: int = 64
@@ -320,11 +319,11 @@ class GemmConfig:
     stages: int = 4
 
 
-# Kept where whole layers ran faster with them (`bench/tune.py`). The gate/up GEMM of the dense MLP
-# is not among them: alone it would be faster too, but it runs in parallel with the experts.
-QKV = GemmConfig()  # its reader does not add splits
-OUT = GemmConfig(splits=3)  # of attention
-DOWN = GemmConfig(splits=2)  # of the dense MLP
+# Used where whole layers ran faster with them (`bench/tune.py`). The gate/up GEMM of the dense MLP
+# is faster with them alone, but runs in parallel with the experts.
+QKV = GemmConfig()  # its consumer does not add splits
+OUT = GemmConfig(splits=3)  # attention output projection
+DOWN = GemmConfig(splits=2)  # down projection of the dense MLP
 # The soft embedding (`soft_embed_fp8.py`): all positions of a canvas, so that the table is read
 # once. The table decides the number of splits.
 SOFT_EMBED = GemmConfig(rows=256, outputs=128, depth=128, warps=8, stages=4)
@@ -333,13 +332,13 @@ SMALL_GEMM = {SOFT_EMBED: GemmConfig(rows=128, outputs=128, depth=128, warps=8, 
 
 
 def for_device(config: GemmConfig) -> GemmConfig:
-    """Return the current device's variant of one of the configs above."""
+    """Return the current device's variant of a config above."""
     return config if is_hopper_like() else SMALL_GEMM.get(config, config)
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """Outputs of a program, inputs per step, and its warps."""
+    """Outputs per program, inputs per step, and warps."""
 
     outputs: int
     chunk: int
@@ -352,7 +351,7 @@ GEMV = {(8192, 2816): GemvConfig(2, 1024), (2816, 4096): GemvConfig(4, 4096, war
 
 
 def gemv_config(outputs: int, depth: int, *, is_gated: bool, is_fp8: bool = False) -> GemvConfig:
-    """Aim for several programs per SM, and whole rows in flight."""
+    """Use several programs per SM, and keep whole rows in flight."""
     padded = triton.next_power_of_2(depth)
     if is_gated:
         return GemvConfig(2, min(512, padded), warps=2)

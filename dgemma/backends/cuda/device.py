@@ -1,6 +1,6 @@
-"""Devices that the CUDA backend runs on, and their properties that kernel configs depend on.
+"""CUDA devices: whether the backend supports them, and properties that kernel configs need.
 
-Without a GPU (kernels run by the interpreter, or compiled ahead of time) the device is taken for an
+Without a GPU (kernels run by the interpreter, or compiled ahead of time) the device counts as an
 H200, for which the configs were tuned. Triton need not be installed.
 """
 
@@ -13,15 +13,15 @@ import torch
 
 from dgemma.errors import UsageError
 
-PLAIN = "DGEMMA_PLAIN"  # set to anything: the reference backend is used
-SELFTEST = "DGEMMA_SELFTEST"  # "warn": the kernels are used even if the self-test fails
+PLAIN = "DGEMMA_PLAIN"  # any value: use the reference backend
+SELFTEST = "DGEMMA_SELFTEST"  # "warn": use the kernels even if the self-test fails
 INTERPRET = "TRITON_INTERPRET"  # "1": kernels run on the CPU, slowly, for tests
 MIN_CAPABILITY = (8, 0)
 HOPPER, HOPPER_SMS = (9, 0), 132
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Say why the kernels cannot run weights of a dtype on a device; None if they can."""
+    """Return why the kernels cannot run weights of a dtype on a device, or None."""
     if os.environ.get(PLAIN):
         return f"{PLAIN} is set"
     if not has_triton():
@@ -39,7 +39,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype = torch.bfloat16
 
 
 def ignores_selftest() -> bool:
-    """True if the user wants the kernels whatever the self-test says."""
+    """True if the user wants the kernels even if the self-test fails."""
     value = os.environ.get(SELFTEST, "")
     if value not in ("", "warn"):
         raise UsageError(f"{SELFTEST} is {value!r}; set it to warn, or unset it")
@@ -57,7 +57,7 @@ def is_interpreted() -> bool:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one: Triton launches there, wherever the memory is."""
+    """Make a GPU the current one: Triton launches there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -67,7 +67,7 @@ def capability() -> tuple[int, int]:
 
 
 def num_sms() -> int:
-    """Return the multiprocessors of the current device: grids aim for as many programs."""
+    """Return the number of SMs: grids aim for as many programs."""
     return _properties(torch.cuda.current_device())[1] if torch.cuda.is_available() else HOPPER_SMS
 
 

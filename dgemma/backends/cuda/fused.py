@@ -1,7 +1,7 @@
 """Fused execution of the layer stack: merged QKV and gate/up GEMMs, one kernel between GEMMs.
 
 Computes what `Gemma.stack` defines, on segments of a fixed stride (`kernels.attention.Segments`).
-Merged weights share memory with the model's modules, which keep views: nothing is stored twice.
+Merged weights share memory with the model's modules, which hold views.
 
 T tokens of a pass, D width, X outputs of a merged GEMM, E KV table entries.
 """
@@ -60,7 +60,7 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLayer:
-    """The weights of one layer as the kernels take them."""
+    """The weights of one layer as the kernels need them."""
 
     index: int
     layer_type: LayerType
@@ -78,7 +78,7 @@ class FusedLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttnBatch:
-    """Segments of a pass and the KV table they read."""
+    """The segments of a pass and their KV table."""
 
     segments: Segments
     table_EX6: Tensor  # int64: entries, layers
@@ -88,7 +88,7 @@ class AttnBatch:
 
 
 class FusedModel:
-    """Runs the layers of a model by kernels alone."""
+    """Runs the layer stack with kernels only."""
 
     def __init__(self, model: Gemma) -> None:
         self.config, self.eps = model.config, model.config.rms_norm_eps
@@ -102,7 +102,7 @@ class FusedModel:
         self.stream = self._stream_experts([layer.experts for layer in layers])
 
     def _stream_experts(self, experts: list[nn.Module]) -> ExpertStream | None:
-        """Give the layers whose experts are in host memory kernels that wait for their copies."""
+        """Use kernels that wait for the copies of experts in host memory."""
         indices = [index for index, part in enumerate(experts) if isinstance(part, StreamedExperts)]
         if not indices:
             return None
@@ -115,7 +115,7 @@ class FusedModel:
     def forward(
         self, x_TD: Tensor, cos_sin: CosSin, batch: AttnBatch, normed_TD: Tensor | None = None
     ) -> Tensor:
-        """Run all layers and the final norm; `normed_TD`: the first layer's normalized input."""
+        """Run all layers and the final norm. `normed_TD`: normalized input of the first layer."""
         decode = use_gemv(x_TD)
         if self.stream is not None and not is_decode(x_TD):
             self.stream.begin()
@@ -129,7 +129,7 @@ class FusedModel:
             qkv_TX = gemm(normed, layer.qkv, x_TD.dtype, configs.QKV)
             attended = self._attend(layer, qkv_TX, cos_sin, batch)
             x_TD, normed = self._after_attention(layer, x_TD, attended, fp8_out=fp8_out)
-            del qkv_TX, attended  # no layer's memory is held in the next
+            del qkv_TX, attended  # free this layer's memory before the next one
         assert isinstance(normed, Tensor)
         return normed
 
@@ -148,14 +148,14 @@ class FusedModel:
     def _after_attention(
         self, layer: FusedLayer, x_TD: Tensor, attended: Rows, *, fp8_out: bool
     ) -> tuple[Tensor, Rows]:
-        """Return the residual after a layer, and normalized for the next one."""
+        """Return the residual after the layer, and its normalization for the next layer."""
         dtype = x_TD.dtype
         out = gemm(attended, layer.out, dtype, configs.OUT)
         norms, (weight_ED, scale_E, top_k) = layer.attention_norms, layer.router
         dense: Tensor | tuple[Tensor, Tensor]
         expert: Tensor | tuple[Tensor, Tensor]
         route: Callable[[], Routing]
-        if use_gemv(x_TD):  # with the router's GEMV in the same launch
+        if use_gemv(x_TD):  # one launch with the router's GEMV
             (x_TD, dense, expert), logits_1TE = gemv.residual_add_norm_router(
                 x_TD, out, norms, weight_ED, self.eps
             )
@@ -182,7 +182,7 @@ class FusedModel:
         route: Callable[[], Routing],
         dtype: torch.dtype,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the dense MLP's output, and the experts' with the router's weights."""
+        """Return the dense MLP's output, and the experts' outputs with the router's weights."""
         device = layer.gate_up.values_OI.device
         try:
             with _on_side_stream(device):
@@ -190,7 +190,7 @@ class FusedModel:
                 dense_TD = gemm(hidden, layer.down, dtype, configs.DOWN)
             routing = route()
             out_AD = layer.experts.outputs(expert, routing.ids_TK, routing.buckets, dtype)
-        finally:  # a capture that is not joined cannot be ended
+        finally:  # a capture cannot end with an unjoined stream
             _join_side_stream(device)
         return dense_TD, (out_AD, routing.weights_TK)
 
@@ -209,16 +209,16 @@ def _rows(rows: Tensor | tuple[Tensor, Tensor]) -> Rows:
 
 @cache
 def _side_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """Return a stream for all models, since libraries keep up to 63 MB for each stream.
+    """Return one stream for all models, since libraries keep up to 63 MB per stream.
 
-    One for each thread: a capture of another thread must not be joined.
+    One per thread: a capture of another thread must not be joined.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _on_side_stream(device: torch.device) -> Iterator[None]:
-    """Run work on the side stream, after everything launched before, until it is joined."""
+    """Run work on the side stream, ordered after earlier launches, until it is joined."""
     if device.type != "cuda":
         yield
         return
@@ -237,7 +237,7 @@ def _join_side_stream(device: torch.device) -> None:
 
 
 def can_fuse(model: Gemma) -> bool:
-    """True if all linears are plain or fp8, without adapters, and the experts have kernels."""
+    """True if all linears are plain or fp8 without adapters, and the experts have kernels."""
     dtype = model.embed_tokens.weight.dtype
     return all(
         is_mergeable(layer) and moe_kernels(layer.experts, dtype) is not None

@@ -1,8 +1,8 @@
-"""GEMMs of the layers by whichever kernel suits the weights' format and the number of rows.
+"""GEMMs of the layers, by the kernel that suits the weight format and the number of rows.
 
-One or two rows go to a GEMV that streams the weight. With fp8 weights activations are quantized
-too, per row, unless they are that few; the kernels between GEMMs write them quantized already.
-Cards without fp8 arithmetic are given 16-bit weights at load (`weights.inference`).
+One or two rows use a GEMV that streams the weight. With fp8 weights, larger inputs are quantized
+per row; the kernels between GEMMs write them quantized already. Cards without fp8 arithmetic get
+16-bit weights at load (`weights.inference`).
 
 T tokens, K experts per token, A = T * K assignments, D width, I inputs, O outputs, S splits.
 """
@@ -26,7 +26,7 @@ from dgemma.quant.nvfp4 import Nvfp4Experts
 from dgemma.quant.qtensor import QTensor
 
 MAX_GEMV_ROWS = 2
-ALIGNMENT = 16  # bytes; of both dimensions of an fp8 GEMM
+ALIGNMENT = 16  # bytes, for both dimensions of an fp8 GEMM
 
 Rows = Tensor | QTensor
 
@@ -39,19 +39,19 @@ def quantize_rows(x_TI: Tensor) -> QTensor:
 
 
 def use_gemv(x_TI: Tensor) -> bool:
-    """True for rows so few that the weight is streamed."""
+    """True for so few rows that streaming the weight dominates."""
     return len(x_TI) <= MAX_GEMV_ROWS and x_TI.is_contiguous()
 
 
 def accepts_fp8(x_TI: Tensor, weight: LinearWeight) -> bool:
-    """True if rows of this shape are quantized for such a weight, and may be passed so."""
+    """True if rows of this shape are quantized for such a weight, and may be passed quantized."""
     return weight.is_fp8 and not use_gemv(x_TI)
 
 
 def gemm(
     x: Rows, weight: LinearWeight, dtype: torch.dtype, config: GemmConfig | None = None
 ) -> Tensor:
-    """Return x @ weight.T in `dtype`; with a split-K config the sums of the splits, [S, T, O]."""
+    """Return x @ weight.T in `dtype`; with a split-K config the split sums, [S, T, O]."""
     if isinstance(x, Tensor):
         if use_gemv(x):
             return gemv.gemv(x, *weight)
@@ -69,7 +69,7 @@ def gemm(
 
 
 def gemm_gelu_mul(x: Rows, weight: LinearWeight, dtype: torch.dtype) -> Rows:
-    """Return gelu(gate) * up for a weight that holds the gate half first; fp8 if the rows were."""
+    """Return gelu(gate) * up; the weight holds gate first. The result is fp8 if the rows are."""
     if isinstance(x, Tensor) and use_gemv(x):
         return gemv.gemv_gelu_mul(x, *weight)
     out = residual_norm.gelu_and_mul(gemm(x, weight, dtype), fp8_out=isinstance(x, QTensor))
@@ -77,7 +77,7 @@ def gemm_gelu_mul(x: Rows, weight: LinearWeight, dtype: torch.dtype) -> Rows:
 
 
 def lm_head(hidden_TD: Tensor, weight: LinearWeight, out_TV: Tensor) -> Tensor:
-    """Write logits before the soft cap."""
+    """Write logits, before the soft cap."""
     if weight.scale_O is None:
         return torch.mm(hidden_TD, weight.values_OI.t(), out=out_TV)
     x, stored = quantize_rows(hidden_TD), QTensor(weight.values_OI, weight.scale_O)
@@ -114,7 +114,7 @@ def _scaled_mm(
 
 
 class MoeKernels(Protocol):
-    """Runs one layer's experts."""
+    """Runs the experts of one layer."""
 
     def accepts_fp8(self, x_TD: Tensor) -> bool:
         """True if rows of this shape may be passed quantized to fp8."""
@@ -122,18 +122,18 @@ class MoeKernels(Protocol):
     def outputs(
         self, x: Rows, topk_ids_TK: Tensor, buckets: Buckets | None, dtype: torch.dtype
     ) -> Tensor:
-        """Compute each assignment's output, [A, D], unweighted; `buckets`: sorted assignments."""
+        """Compute each assignment's output, [A, D], unweighted. `buckets`: sorted assignments."""
 
 
 def moe_kernels(experts: nn.Module, dtype: torch.dtype) -> MoeKernels | None:
-    """Return the kernels for a module's weight format and a dtype of activations, if any."""
-    if isinstance(experts, StreamedExperts):  # of its host memory: `stream_experts` has the others
+    """Return the kernels for a weight format and an activation dtype, or None."""
+    if isinstance(experts, StreamedExperts):  # replaced by `_stream_experts`
         return moe_kernels(experts.host, dtype)
     if isinstance(experts, Experts):
         weights = (experts.gate_up_proj, experts.down_proj)
         return HalfMoe(experts) if all(weight.shape[2] % 8 == 0 for weight in weights) else None
     if isinstance(experts, Fp8Experts):
-        # TMA needs rows of a multiple of 16 bytes.
+        # TMA needs row sizes that are a multiple of 16 bytes.
         is_aligned = all(weight.values.shape[2] % 16 == 0 for weight in experts.stored)
         return Fp8Moe(experts) if is_aligned else None
     # Unpacked values are bfloat16; the interpreter tests them in float32.
@@ -144,12 +144,12 @@ def moe_kernels(experts: nn.Module, dtype: torch.dtype) -> MoeKernels | None:
 
 
 def is_decode(x_TD: Tensor) -> bool:
-    """True for tokens so few that experts are run one assignment at a time."""
+    """True for so few tokens that experts run one assignment at a time."""
     return len(x_TD) <= moe_decode.MAX_TOKENS
 
 
 class HalfMoe:
-    """Experts whose activations are 16-bit; weights are 16-bit, NVFP4 or GGUF blocks."""
+    """Experts with 16-bit activations and 16-bit, NVFP4 or GGUF weights."""
 
     def __init__(self, experts: Experts | Nvfp4Experts | TiledBlockExperts) -> None:
         self.plain: tuple[Tensor, Tensor] | None = None
@@ -179,7 +179,7 @@ class HalfMoe:
 
 
 class Fp8Moe:
-    """fp8 weights; activations are quantized per row unless the rows are very few."""
+    """Experts with fp8 weights; activations are quantized per row unless there are very few."""
 
     def __init__(self, experts: Fp8Experts) -> None:
         self.gate_up, self.down = experts.stored
@@ -200,7 +200,7 @@ class Fp8Moe:
 
 
 class StreamedMoe:
-    """Experts in host memory: staged for passes of many tokens, read in place for a few."""
+    """Experts in host memory: staged for many tokens, read in place for a few."""
 
     def __init__(self, stream: ExpertStream, index: int, dtype: torch.dtype) -> None:
         self.stream, self.index = stream, index

@@ -1,12 +1,12 @@
-"""CUDA graphs of passes: their static memory, and their capture.
+"""CUDA graphs: static memory of captured passes, and their capture.
 
-An *entry* is what a segment of a pass reads: the first `num_canvases` hold canvases, the next is
-padding, the others hold tokens to commit. A pass names its entries in `entry_I`, so that canvases
-may be batched in any way without moving their state.
+A segment of a pass reads one *entry* of the buffers: the first `num_canvases` entries hold
+canvases, the next is padding, the others hold tokens to commit. A pass lists its entries in
+`entry_I`, so that canvases can be batched in any way without moving their state.
 
-A pass runs eagerly the first time and is captured the second time. The first run compiles kernels
-and initializes libraries, and its result counts, so that no buffer has to be restored. A shape that
-does not come again is never captured.
+A pass runs eagerly the first time and is captured the second time. The eager run compiles kernels
+and initializes libraries, and its result counts, so that no buffer is restored. A shape that occurs
+once is never captured.
 
 E entries, L tokens of a segment, N steps, D width, X layers, M numbers of an entry.
 """
@@ -30,22 +30,22 @@ from dgemma.diffusion.canvas import BlockNoise, Canvas
 from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.model.gemma import Gemma
 
-CANVAS_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)  # canvases, or AR sequences, of a captured pass
+CANVAS_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)  # canvases, or AR sequences, per captured pass
 COMMIT_BUCKETS = (0, 1, 2, 4, 8, 16)
-# A canvas's state, contiguous in each entry: one copy moves it to the host or back.
+# The state of a canvas, contiguous per entry: one copy moves it to the host or back.
 FIELDS = {
     "tokens_L": torch.long,
     "guess_L": torch.long,
     "stable_steps": torch.long,
     "entropy_L": torch.float32,
-    "kept_L": torch.uint8,
+    "accepted_L": torch.uint8,
     "pinned_L": torch.uint8,  # 1: pinned; 2: open, without self-conditioning
     "converged": torch.uint8,
 }
 ALIGNMENT = 64  # bytes
 
 R = TypeVar("R")
-Pool = Any  # torch's handle of memory that captures share: no two of them run at once
+Pool = Any  # torch's handle of the memory pool that captures share; they never run concurrently
 
 logger = logging.getLogger("dgemma")
 
@@ -57,7 +57,7 @@ class StateField:
     count: int
 
     def view(self, state_EB: Tensor) -> Tensor:
-        """View of all entries, [E, count]."""
+        """Return a view of all entries, [E, count]."""
         size = self.count * self.dtype.itemsize
         return state_EB[:, self.offset : self.offset + size].view(self.dtype)
 
@@ -78,7 +78,7 @@ def state_fields(length: int) -> tuple[dict[str, StateField], int]:
 
 
 class GraphBuffers:
-    """Static memory of captured passes: KV tables, tokens, and the canvases."""
+    """Static memory of captured passes: KV tables, tokens and canvases."""
 
     @torch.inference_mode(False)
     def __init__(
@@ -93,7 +93,7 @@ class GraphBuffers:
         def zeros(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        # KV table, position of the first token, number of tokens; of commits, their tokens.
+        # KV table, first position, token count; tokens of commits.
         self.table_size = 6 * layers
         self.meta_EM = zeros(entries, self.table_size + 2 + length)
         self.table_EX6 = self.meta_EM[:, : self.table_size].view(entries, layers, 6)
@@ -118,12 +118,12 @@ class GraphBuffers:
         self.temperature_T = torch.ones(positions, device=device)
         self.draw_temperature_T = torch.ones(positions, device=device)
         self.uniform_T = zeros(positions, dtype=torch.float64)
-        self.held_T = zeros(positions)
-        # Read by the host after a step: converged; the candidates cover the mass.
+        self.current_T = zeros(positions)
+        # Read by the host after a step: has converged; candidates cover the mass.
         self.flags_E2 = torch.zeros(
             num_entries, 2, dtype=torch.bool, pin_memory=device.type == "cuda"
         )
-        self.noise: list[BlockNoise | None] = [None] * num_entries  # loaded into each entry
+        self.noise: list[BlockNoise | None] = [None] * num_entries  # noise loaded into each entry
         self.samplers: list[Sampler | None] = [None] * num_entries
 
     def segments(self, num_canvases: int, num_commits: int) -> Segments:
@@ -155,7 +155,7 @@ class GraphBuffers:
         return CanvasStates(
             tokens_EL=views["tokens_L"],
             guess_EL=views["guess_L"],
-            kept_EL=views["kept_L"],
+            accepted_EL=views["accepted_L"],
             entropy_EL=views["entropy_L"],
             pinned_EL=views["pinned_L"],
             converged_E=views["converged"][:, 0],
@@ -167,7 +167,7 @@ class GraphBuffers:
         )
 
     def set_entries(self, entries: list[int]) -> None:
-        """Set the entries that the next pass reads."""
+        """Set the entries of the next pass."""
         entry_I = torch.tensor(entries, dtype=torch.int32)
         self.entry_I[: len(entries)].copy_(entry_I, non_blocking=True)
 
@@ -179,7 +179,7 @@ class GraphBuffers:
         self.meta_EM[entry, : self.table_size + 2].copy_(meta, non_blocking=True)
 
     def write_commits(self, meta_KM: NDArray[np.int64]) -> None:
-        """Write whole entries of commits: KV tables, positions, counts, tokens."""
+        """Write entries of commits: KV tables, positions, counts, tokens."""
         first = self.first_commit
         self.meta_EM[first : first + len(meta_KM)].copy_(
             torch.from_numpy(meta_KM), non_blocking=True
@@ -189,7 +189,7 @@ class GraphBuffers:
         """Load a canvas into an entry."""
         self.write_state(entry, canvas)
         if canvas.soft_LD is None:
-            self.soft_ELD[entry].zero_()  # contributes exactly nothing
+            self.soft_ELD[entry].zero_()  # exactly no self-conditioning
         else:
             self.soft_ELD[entry, : canvas.length].copy_(canvas.soft_LD)
         count = sampler.max_denoising_steps
@@ -212,7 +212,7 @@ class GraphBuffers:
         self.samplers[entry] = sampler
 
     def write_state(self, entry: int, canvas: Canvas) -> None:
-        """Write a canvas, from the host in one copy; positions beyond it are pinned."""
+        """Write a canvas in one copy; positions beyond its length are pinned."""
         count = canvas.length
         if canvas.tokens_L.device.type == "cpu" and self.device.type == "cuda":
             state_1B = torch.zeros(1, self.state_EB.shape[1], dtype=torch.uint8)
@@ -237,7 +237,7 @@ class GraphBuffers:
         return Canvas(
             tokens_L=views["tokens_L"][:count],
             pinned_L=before.pinned_L,  # a step adds no pins
-            kept_L=views["kept_L"][:count].view(torch.bool),
+            accepted_L=views["accepted_L"][:count].view(torch.bool),
             guess_L=views["guess_L"][:count],
             entropy_L=views["entropy_L"][:count],
             soft_LD=None,
@@ -249,7 +249,7 @@ class GraphBuffers:
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Return one stream for all captures, since libraries keep 32 MiB for each stream.
+    """Return one stream for all captures, since libraries keep 32 MiB per stream.
 
     Default priority: with PDL, high-priority kernels would occupy SMs needed by the side stream
     they depend on.
@@ -258,26 +258,26 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 
 
 class Captured(NamedTuple):
-    """A captured pass, and its output."""
+    """A captured pass and its output."""
 
     graph: torch.cuda.CUDAGraph
     output: object
 
 
 class Graphs:
-    """Captured passes of one device. A pass must read and write the same memory every time."""
+    """Captured passes of one device. A pass must use the same memory each time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool: Pool | None = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.captured: dict[Hashable, Captured | None] = {}
-        # Keys and the threads that ran them eagerly: library handles are per thread.
+        # Keys with the thread that ran them eagerly: library handles are per thread.
         self.seen: set[tuple[Hashable, int]] = set()
 
     def run(self, key: Hashable, work: Callable[[], R]) -> R:
-        """Run a pass: replay it if it is captured, capture it if it has run before.
+        """Run a pass: replay it if captured, capture it if it has run before.
 
-        Returns what `work` does; of a captured pass that is the same memory each time.
+        Returns the result of `work`; a captured pass returns the same memory each time.
         """
         has_run = (key, get_ident()) in self.seen
         if has_run and key not in self.captured and self.pool is not None:
@@ -291,7 +291,7 @@ class Graphs:
         return cast(R, captured.output)
 
     def _try_capture(self, work: Callable[[], object]) -> Captured | None:
-        """Capture a pass; None, with a warning, if that fails: it then runs eagerly."""
+        """Capture a pass; on failure warn and return None, and the pass runs eagerly."""
         try:
             return self._capture(work)
         except RuntimeError as error:
@@ -305,7 +305,7 @@ class Graphs:
         return self.captured.get(key) is not None
 
     def clear(self) -> None:
-        """Drop all captures, and their pool, into which nothing can be captured any more."""
+        """Drop all captures and their memory pool."""
         self.captured.clear()
         self.seen.clear()
         self._renew_pool()
@@ -316,13 +316,13 @@ class Graphs:
 
     def _capture(self, work: Callable[[], object]) -> Captured:
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # the capture needs what eager runs have cached
+        torch.cuda.empty_cache()  # the capture needs memory cached by eager runs
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(torch.cuda.current_device())
-        # Other threads, such as a server's, are not blocked.
+        # Do not block other threads, such as a server's.
         mode = "thread_local"
         capture = torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode=mode)
-        # A capture that fails to end would leave its stream current.
+        # A capture that fails to end leaves its stream current.
         with torch.cuda.stream(stream), capture:
             output = work()
         return Captured(graph, output)

@@ -1,7 +1,7 @@
-"""Merged weights of linears that read the same rows: one GEMM instead of two or three.
+"""Merged weights of linears with the same input: one GEMM instead of two or three.
 
-The modules keep views of the merged weight, so that nothing is stored twice. Does not need Triton,
-since layers are merged while they are loaded.
+The modules keep views of the merged weight. Does not need Triton, since layers are merged while
+they are loaded.
 """
 
 from itertools import pairwise
@@ -21,7 +21,7 @@ def layers_of(model: Gemma) -> list[Layer]:
 
 
 def is_mergeable(layer: Layer) -> bool:
-    """True if the linears of each group are all plain, or all fp8; none has an adapter."""
+    """True if the linears of each group are all plain or all fp8, without adapters."""
     blocks: list[nn.Module] = [layer.self_attn, layer.mlp]
     if not all(type(block) in (Attention, FeedForward) for block in blocks):
         return False  # packed for a CPU
@@ -32,7 +32,7 @@ def is_mergeable(layer: Layer) -> bool:
 
 
 def merge_layer(layer: Layer) -> None:
-    """Merge weights while a layer is loaded, so that freed memory serves the next layer."""
+    """Merge the weights of a layer during loading, so that freed memory serves the next layer."""
     for group in (qkv(layer), gate_up(layer)):
         merge_weights(group)
 
@@ -52,7 +52,7 @@ def weight_of(source: PlainLinear) -> LinearWeight:
 
 @torch.no_grad()
 def merge_weights(linears: list[PlainLinear]) -> LinearWeight:
-    """Concatenate the weights of several linears, which from then on are views of the result."""
+    """Concatenate the weights of several linears and make each linear hold a view."""
     weights = [linear.weight for linear in linears]
     is_done, values_XD = _is_contiguous(weights), _concat(weights)
     scales_X1 = [linear.weight_scale for linear in linears if isinstance(linear, Fp8Linear)]
@@ -70,7 +70,7 @@ def merge_weights(linears: list[PlainLinear]) -> LinearWeight:
 
 
 def _concat(weights: list[Tensor]) -> Tensor:
-    """Concatenate, as bytes where the dtype has no arithmetic; a view of what is contiguous."""
+    """Concatenate, as bytes if the dtype has no arithmetic; contiguous inputs become a view."""
     if _is_contiguous(weights):
         rows = sum(len(weight) for weight in weights)
         return weights[0].detach().as_strided((rows, weights[0].shape[1]), weights[0].stride())
@@ -80,7 +80,7 @@ def _concat(weights: list[Tensor]) -> Tensor:
 
 
 def _is_contiguous(weights: list[Tensor]) -> bool:
-    """True if each starts where the one before it ends, in the same memory."""
+    """True if the tensors follow each other in one allocation."""
     extents = [(w.untyped_storage().data_ptr(), w.data_ptr(), w.nbytes) for w in weights]
     is_whole = all(weight.is_contiguous() for weight in weights)
     return is_whole and all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(extents))

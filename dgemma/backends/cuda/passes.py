@@ -1,14 +1,14 @@
-"""The forward passes: denoising with commits, commits alone, AR decoding, and eager segments.
+"""Forward passes: denoising with commits, commits only, AR decoding, and eager segments.
 
-All but the last are captured. They work on `GraphBuffers` alone: whatever changes from pass to pass
-is read from there. `run_segments` serves callers that pass their own embeddings.
+All but the last are captured. They work on `GraphBuffers` only: everything that changes between
+passes is read from there. `run_segments` is for callers with their own embeddings.
 
-The soft embedding is the mean over a few candidate tokens where these hold nearly all of every
-position's probability, and over the whole vocabulary where they do not. The host chooses when it
-reads the flag; both are computed from what the logit statistics have left on the device.
+The soft embedding is the mean over a few candidate tokens if these hold nearly all probability at
+every position, else over the whole vocabulary. The host decides when it reads the flag; both
+variants start from the logit statistics left on the device.
 
-C canvases, K commits, B AR sequences, T tokens, L tokens of a segment, S candidates, D width,
-V vocabulary, M numbers of an entry (`graphs`), X layers.
+C canvases, K commits, B AR sequences, T tokens, L tokens of a segment, S candidates, D width, V
+vocabulary, M numbers of an entry (`graphs`), X layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,11 +45,11 @@ from dgemma.model.norm_rope import CosSin, layer_frequencies, rope_cos_sin
 from dgemma.quant.fp8 import LinearWeight
 from dgemma.quant.head import Fp8HeadTable, SoftTable
 
-LOGIT_TIERS = (1, 4)  # canvases of a logits buffer; a third one has all
+LOGIT_TIERS = (1, 4)  # sizes of the smaller logits buffers, in canvases
 
 
 class Rope:
-    """RoPE tables of a pass, computed by the kernel that embeds its tokens."""
+    """RoPE tables of a pass, computed by the embedding kernel."""
 
     @torch.inference_mode(False)
     def __init__(self, model: Gemma) -> None:
@@ -63,7 +63,7 @@ class Rope:
         self.start_F, self.width_F = both_2F.to(device, torch.int32).contiguous()
 
     def tables(self, num_tokens: int) -> tuple[RopeTables, CosSin]:
-        """Allocate the tables of a pass; returns views of them by layer type."""
+        """Allocate the tables of a pass; return views by layer type."""
         cos_TF, sin_TF = (self.freq_F.new_empty(num_tokens * len(self.freq_F)) for _ in range(2))
         views: CosSin = {}
         end = 0
@@ -82,7 +82,7 @@ class Rope:
 
 
 class PassModel:
-    """A model in the form of the passes: fused layers, embeddings, LM head."""
+    """The weights of a model as the passes need them: fused layers, embeddings, LM head."""
 
     def __init__(self, model: Gemma) -> None:
         self.model, self.fused, self.rope = model, FusedModel(model), Rope(model)
@@ -97,7 +97,7 @@ class PassModel:
 
     @torch.inference_mode(False)
     def logits_buffer(self, rows: int, sizes: Sequence[int]) -> Tensor:
-        """Return static memory for logits; one buffer serves all batches up to a size."""
+        """Return a static logits buffer; one buffer serves all batches up to its size."""
         size = next(size for size in sizes if rows <= size)
         if size not in self._logits:
             weight_VD = self.model.embed_tokens.weight
@@ -131,7 +131,7 @@ def has_plain_self_conditioning(module: SelfConditioning) -> bool:
 
 
 class EmbedOutput(NamedTuple):
-    """Embeddings of a pass, and the RoPE tables that the same kernel has computed."""
+    """Embeddings of a pass and its RoPE tables, from one kernel."""
 
     vector_TD: Tensor
     cos_sin: CosSin
@@ -145,7 +145,7 @@ class StepStats(NamedTuple):
 
 
 class DenoisePass:
-    """A step of C canvases in a pass that also commits K segments (`diffusion.denoise.StepOps`)."""
+    """A step of C canvases with commits of K segments (`diffusion.denoise.StepOps`)."""
 
     def __init__(
         self, model: PassModel, buffers: GraphBuffers, canvases: int, commits: int
@@ -159,7 +159,7 @@ class DenoisePass:
         return denoise_step(self)
 
     def commit(self) -> Tensor:
-        """Run a pass without canvases; returns its hidden states."""
+        """Run a pass without canvases; return its hidden states."""
         return self.forward(self.embed())
 
     def embed(self) -> EmbedOutput:
@@ -197,7 +197,7 @@ class DenoisePass:
             temperature_T=buffers.temperature_T[:rows],
             draw_temperature_T=buffers.draw_temperature_T[:rows],
             uniform_T=buffers.uniform_T[:rows],
-            held_T=buffers.held_T[:rows],
+            current_T=buffers.current_T[:rows],
         )
         stats = logit_stats.logit_stats(raw_TV, model.softcap, query, length)
         return StepStats(stats, soft_embed_topk.count_candidates(stats))
@@ -232,7 +232,7 @@ def soft_embed_sparse(table: TokenTable, stats: StepStats, out: SoftEmbedOut) ->
 
 
 def soft_embed_dense(table: TokenTable, stats: LogitStats, out: SoftEmbedOut) -> None:
-    """Write the mean embedding over the whole vocabulary, in fp8 where the table has it so."""
+    """Write the mean embedding over the whole vocabulary, in fp8 if the table has a copy in fp8."""
     soft = soft_table_of(table)
     if soft is not None:
         probs = soft_embed_fp8.quantize_probs(stats, soft)
@@ -253,7 +253,7 @@ def lm_head_of(table: TokenTable) -> LinearWeight:
 def run_segments(
     model: PassModel, embeds_TD: Tensor, batch: ForwardBatch, table_IX6: NDArray[np.int64]
 ) -> Tensor:
-    """Run the fused stack on a batch; segments shorter than the longest are padded."""
+    """Run the fused stack on a batch; shorter segments are padded to the longest."""
     device = embeds_TD.device
     counts = [segment.count for segment in batch.segments]
     stride = max(counts)
@@ -282,7 +282,7 @@ def run_segments(
 def _padding(
     counts: list[int], stride: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Index of the token each padded row repeats, and of each token; None if nothing is padded."""
+    """Return the token of each padded row and the row of each token; None without padding."""
     if all(count == stride for count in counts):
         return None, None
     starts = np.cumsum([0, *counts[:-1]])
@@ -294,7 +294,7 @@ def _padding(
 
 MAX_SEQUENCES = CANVAS_BUCKETS[-1]  # of one pass
 
-# A sequence and what its KV table depends on. A weak reference: another cache may have the same id.
+# A sequence and the state its KV table depends on. A weak reference, since ids are reused.
 CacheState = tuple["ref[KVCache]", int, int]
 
 
@@ -306,11 +306,12 @@ class DecodePass:
         self.model, self.buffers, self.count = model, buffers, count
         device, vocab = buffers.device, model.model.config.vocab_size
         self.logits_BV = torch.zeros(count, vocab, device=device)
-        # Uniform and temperature of each sequence; then the token and its log-probability.
+        # In: random number and temperature per sequence; out: token and log-probability.
         self.draw_2B = torch.zeros(2, count, dtype=torch.float64, device=device)
         self.drawn_2B = torch.zeros(2, count, dtype=torch.float64, device=device)
         self.ones_B = torch.ones(count, device=device)
-        self.held_B = torch.zeros(count, dtype=torch.long, device=device)  # of no use here
+        # A kernel argument whose result is not used.
+        self.current_B = torch.zeros(count, dtype=torch.long, device=device)
 
     def step(self) -> None:
         """Run the captured part of a pass."""
@@ -330,22 +331,22 @@ class DecodePass:
             raw_BV = hidden_BD.new_empty(self.logits_BV.shape)
             self.logits_BV.copy_(soft_cap(lm_head(hidden_BD, weight, raw_BV), cap))
         uniform_B, temperature_B = self.draw_2B
-        # The statistics are those of temperature 1, which the log-probability is of.
+        # Statistics at temperature 1, as needed for the log-probability.
         query = TokenQuery(
             temperature_T=self.ones_B,
             draw_temperature_T=temperature_B.float(),
             uniform_T=uniform_B,
-            held_T=self.held_B,
+            current_T=self.current_B,
         )
         merged = logit_stats.logit_stats(self.logits_BV, None, query, 1).merged
-        token_B = merged.draw_T  # at a temperature of 0 the likeliest
+        token_B = merged.draw_T  # argmax at temperature 0
         logit_B = self.logits_BV.gather(1, token_B[:, None])[:, 0]
         self.drawn_2B[0] = token_B
         self.drawn_2B[1] = logit_B - merged.peak_T - merged.total_T.log()
 
 
 class DecodeRunner:
-    """Runs decode passes on static buffers of its own."""
+    """Runs decode passes on its own static buffers."""
 
     def __init__(self, model: PassModel, graphs: Graphs) -> None:
         self.model, self.graphs = model, graphs
@@ -388,7 +389,7 @@ class DecodeRunner:
                 yield ForwardOutput(token=int(tokens[index]), logprob=logprobs[index])
 
     def _meta(self, caches: Sequence[KVCache]) -> NDArray[np.int64]:
-        """Return the entries of each sequence's next token; usually prefetched."""
+        """Return the entries of the next tokens, usually prefetched."""
         key = [_state_of(cache) for cache in caches]
         if self._prefetched is not None and self._prefetched[0] == key:
             return self._prefetched[1]
@@ -397,7 +398,7 @@ class DecodeRunner:
         return _token_meta(caches)
 
     def _prefetch(self, caches: Sequence[KVCache]) -> None:
-        """Look up the KV tables of the next tokens while the device still runs this pass."""
+        """Compute the KV tables of the next tokens while the device runs this pass."""
         self._prefetched = None
         if all(cache.has_slots(1) and not cache.is_shared for cache in caches):
             key = [_state_of(cache) for cache in caches]

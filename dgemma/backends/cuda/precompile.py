@@ -1,8 +1,8 @@
-"""Compiles the kernels of a first start several at a time, before any of them is launched.
+"""Compiles the kernels of a first start in parallel, before any is launched.
 
-The passes of a shallow model run once on the device under `compile_only`, which hands every kernel
-to a thread pool (`triton.AsyncCompileMode`) instead of launching it. Memory that kernels would have
-filled is zero. Whatever fails here is compiled when it is first launched.
+The passes of a shallow model run once under `compile_only`, which submits every kernel to a thread
+pool (`triton.AsyncCompileMode`) instead of launching it; memory that kernels would have filled is
+zero. Kernels that fail here are compiled at their first launch.
 """
 
 import logging
@@ -25,19 +25,19 @@ from dgemma.backends.cuda.passes import MAX_SEQUENCES, DecodePass, DenoisePass
 from dgemma.backends.cuda.selftest import shallow
 from dgemma.model.gemma import Gemma
 
-MAX_WORKERS = 16  # each takes some 200 MB while it compiles
-MAX_WAIT = 60.0  # seconds; a launch that waits for its own compilation must not wait for ever
+MAX_WORKERS = 16  # each compilation takes about 200 MB
+MAX_WAIT = 60.0  # seconds; bounds a launch that waits for its own compilation
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # Batches whose kernels a first start compiles: (canvases, commits).
 # The prompt of the self-test is one of eight commits.
 BATCHES = ((1, 0), (1, 1), (0, 1), (0, 4), (0, 8), (2, 0), (4, 0), (8, 0))
-SHORT_BATCHES = ((1, 0),)  # of short segments
+SHORT_BATCHES = ((1, 0),)  # with short segments
 
 logger = logging.getLogger("dgemma")
 
 
 def precompile(model: Gemma) -> int:
-    """Compile the kernels that a model's passes will launch; returns how many were submitted."""
+    """Compile the kernels that a model's passes will launch; return how many."""
 
     def submit() -> None:
         with Zeros():  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def precompile(model: Gemma) -> int:
 
 
 def compile_in_parallel(submit: Callable[[], None], device: torch.device) -> int:
-    """Compile all kernels that `submit` would launch; returns their number."""
+    """Compile all kernels that `submit` launches; return their number."""
     try:
         from triton import AsyncCompileMode
     except ImportError:
@@ -59,14 +59,14 @@ def compile_in_parallel(submit: Callable[[], None], device: torch.device) -> int
                 with compile_only():
                     submit()
             except BaseException:
-                pool.stop()  # or that end would not come
+                pool.stop()  # otherwise the exit above would not return
                 raise
             pool.start.set()
         return pool.count
 
     with CompilePool(device) as pool:
         try:
-            # Triton keeps its compile mode in a context variable: set it in a copy alone.
+            # Triton keeps its compile mode in a context variable: change only a copy.
             return copy_context().run(gather, pool)
         finally:
             pool.stop()
@@ -118,9 +118,9 @@ class Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CompilePool(ThreadPoolExecutor):
-    """Threads that compile the kernels Triton submits, but only after `start`.
+    """Threads that compile the kernels submitted by Triton, but only after `start`.
 
-    Before, they would slow down the thread that still submits. After `stop` nothing is compiled.
+    Earlier they would slow down the submitting thread. After `stop` nothing is compiled.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,11 +141,11 @@ class CompilePool(ThreadPoolExecutor):
         if self.is_stopped:
             raise RuntimeError("precompilation was stopped")
         kernel = compile_()
-        _ = kernel.run  # loads it, for which Triton 3.6 calls a C compiler
+        _ = kernel.run  # loads the kernel; Triton 3.6 calls a C compiler for it
         return kernel
 
 
 def _set_device(device: torch.device) -> None:
-    """A thread loads kernels onto its current device."""
+    """Set the device of a thread, which loads kernels onto its current device."""
     if device.type == "cuda":
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)

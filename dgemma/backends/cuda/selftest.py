@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.backends.base import Backend, ForwardInput, TokenDraw
-from dgemma.backends.cuda.backend import CudaBackend, on_host
+from dgemma.backends.cuda.backend import CudaBackend, canvas_to_cpu
 from dgemma.backends.cuda.device import current_device
 from dgemma.backends.cuda.merge import layers_of
 from dgemma.backends.cuda.streaming import StreamedExperts
@@ -41,12 +41,12 @@ from dgemma.model.gemma import Gemma, Layer, Router
 from dgemma.model.kv_cache import Capacity, KVCache
 
 MAX_STEPS, NUM_CANVASES = 8, 2
-QUANTILE = 0.8  # of the rows that must be within the tight bounds
+QUANTILE = 0.8  # fraction of rows that must be within the tight bounds
 logger = logging.getLogger("dgemma")
 
 
 class Quantity(NamedTuple):
-    """A name for messages, and the kernels that compute it from quantities compared before."""
+    """A compared quantity: its name, and the kernels that compute it."""
 
     name: str
     kernels: str
@@ -63,13 +63,13 @@ LOGITS = Quantity("logits of a single token", "embed, gemv, attention, moe_decod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Relative errors that rounding may cause in most rows, and in any row."""
+    """Relative rounding errors allowed in most rows, and in any row."""
 
     hidden: float
     soft: float
     entropy: float  # nats
-    max_factor: float  # of these, in any row without a near-tie of the router
-    router_gap: float  # difference of log-probabilities below which rounding may swap experts
+    max_factor: float  # factor for the worst row without a near-tie of the router
+    router_gap: float  # log-probability difference below which rounding may swap experts
 
 
 # Rounding a model to bfloat16 moves at most 0.04, 0.06 and 0.2 nats in rows without a near-tie of
@@ -79,10 +79,10 @@ BOUNDS_FP8 = Bounds(hidden=0.25, soft=0.25, entropy=0.4, max_factor=3.0, router_
 
 
 class RouterGaps:
-    """Records how close the reference's router decisions are, while it is open.
+    """Records how close the reference's router decisions are, while open.
 
-    `passes`: for each pass the smallest gap over the layers, [T]: log-probability of the last
-    expert taken less that of the first one not taken.
+    `passes`: per pass, the smallest gap over the layers, [T]: log-probability of the last selected
+    expert minus that of the first one not selected.
     """
 
     def __init__(self, model: Gemma) -> None:
@@ -110,10 +110,10 @@ class RouterGaps:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Compares rows of one quantity of both backends."""
+    """Compares rows of one quantity between both backends."""
 
     bounds: Bounds
-    swap_error: float  # relative error that one swapped expert may cause
+    swap_error: float  # relative error caused by one swapped expert
 
     @classmethod
     def of(cls, model: Gemma) -> "Comparison":
@@ -131,16 +131,16 @@ class Comparison:
         bound: float,
         gap_T: Tensor | None = None,
     ) -> str:
-        """Return what is wrong with hidden states or logits, or nothing."""
+        """Return a description of wrong hidden states or logits, or an empty string."""
         return self._check(what, relative_error(got_TD, want_TD), bound, gap_T, self.swap_error)
 
     def soft(self, what: Quantity, got_TD: Tensor, want_TD: Tensor, gap_T: Tensor | None) -> str:
-        """Return what is wrong with soft embeddings; a swapped expert may change any wholly."""
+        """Return a description of wrong soft embeddings; a swapped expert excuses any error."""
         error_T = relative_error(got_TD, want_TD)
         return self._check(what, error_T, self.bounds.soft, gap_T, torch.inf)
 
     def absolute(self, what: Quantity, got_T: Tensor, want_T: Tensor, gap_T: Tensor | None) -> str:
-        """Return what is wrong with entropies, or nothing; a swapped expert may change any."""
+        """Return a description of wrong entropies; a swapped expert excuses any error."""
         return self._check(what, (got_T - want_T).abs(), self.bounds.entropy, gap_T, torch.inf)
 
     def _check(
@@ -172,7 +172,7 @@ def relative_error(got_TD: Tensor, want_TD: Tensor) -> Tensor:
 
 
 class DeviceFault(DgemmaError):
-    """The device no longer answers."""
+    """The device no longer responds."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -182,13 +182,13 @@ class DeviceFault(DgemmaError):
 
 
 def selftest(model: Gemma) -> str:
-    """Compare both backends on a few passes; returns what is wrong, or nothing."""
+    """Compare both backends on a few passes; return a description of what is wrong, or ""."""
     probe = shallow(model)
     try:
         with torch.inference_mode():
             wrong = next((wrong for wrong in _checks(probe) if wrong), "")
     except torch.cuda.OutOfMemoryError:
-        raise  # says nothing about the kernels
+        raise  # not a fault of the kernels
     except Exception as error:
         wrong = f"the self-test raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         _require_device(model, wrong)
@@ -196,7 +196,7 @@ def selftest(model: Gemma) -> str:
 
 
 def _require_device(model: Gemma, reason: str) -> None:
-    """Raise if a kernel has left the device unusable for this process."""
+    """Raise if a kernel has made the device unusable for this process."""
     try:
         model.embed_tokens.weight[:1].float().sum().item()
     except RuntimeError as error:
@@ -204,8 +204,8 @@ def _require_device(model: Gemma, reason: str) -> None:
 
 
 def shallow(model: Gemma) -> Gemma:
-    """Return a model of one layer of each type and weight format, which shares its weights."""
-    kinds = list(zip(model.config.layer_types, map(experts_form, layers_of(model)), strict=True))
+    """Return a model with one layer of each type and weight format, sharing the weights."""
+    kinds = list(zip(model.config.layer_types, map(experts_format, layers_of(model)), strict=True))
     distinct = sorted(dict.fromkeys(kinds), key=lambda kind: kind[0] == FULL)  # the last is full
     probe = copy(model)
     probe._modules = dict(model._modules)
@@ -217,7 +217,7 @@ def shallow(model: Gemma) -> Gemma:
     return probe
 
 
-def experts_form(layer: Layer) -> str:
+def experts_format(layer: Layer) -> str:
     """Name the weight format of a layer's experts."""
     experts: nn.Module = layer.experts
     is_streamed = isinstance(experts, StreamedExperts)
@@ -236,7 +236,7 @@ def _renumbered(layer: Layer, index: int) -> nn.Module:
 
 
 def _checks(probe: Gemma) -> Iterator[str]:
-    """Yield what each comparison finds wrong, or nothing."""
+    """Yield the finding of each comparison, empty if it passes."""
     gaps = RouterGaps(probe)
     try:
         yield from _compare(probe, gaps)
@@ -245,7 +245,7 @@ def _checks(probe: Gemma) -> Iterator[str]:
 
 
 def _compare(probe: Gemma, gaps: RouterGaps) -> Iterator[str]:
-    # Two canvases at most, so that logits take little memory beside the weights of a small card.
+    # Two canvases only, so that logits fit next to the weights on a small card.
     mine, reference = CudaBackend(probe, NUM_CANVASES), ReferenceBackend(probe)
     backends: tuple[Backend, Backend] = (mine, reference)
     compare = Comparison.of(probe)
@@ -262,7 +262,7 @@ def _compare(probe: Gemma, gaps: RouterGaps) -> Iterator[str]:
         states = [_new_state(probe, seed) for seed in range(NUM_CANVASES)]
         got, want = (_steps(backend, cache, states, prompt[:length]) for backend, cache in pairs)
         first, again, second = got.states
-        # The second step of the first canvas differs by rounding in the first already.
+        # The first canvas already differs by the rounding of its first step.
         gap_L = gaps.passes[-1][-length:]
         yield _state_wrong(compare, first, want.states[0], gaps.passes[-2][-length:])
         yield _state_wrong(compare, second, want.states[2], gap_L)
@@ -279,7 +279,7 @@ def _compare(probe: Gemma, gaps: RouterGaps) -> Iterator[str]:
 
 
 def _encode(backend: Backend, cache: KVCache) -> Tensor:
-    """Hidden states of a chunk after the prompt, which is not kept."""
+    """Return hidden states of a chunk after the prompt, without committing it."""
     tokens_T = torch.arange(backend.model.config.canvas_length, device=cache.device)
     batch = ForwardBatch([Segment(cache, len(tokens_T), commit=True)])
     return backend.encode(tokens_T, batch)
@@ -294,7 +294,7 @@ def _logits(backend: Backend, cache: KVCache, token: int) -> Tensor:
 
 
 class Steps(NamedTuple):
-    """States after the steps of the test, and the inputs of the last pass."""
+    """The states after the test's steps, and the inputs of the last pass."""
 
     states: list[CanvasState]
     inputs: list[ForwardInput]
@@ -317,7 +317,7 @@ def _steps(
 
 
 def _replayed(backend: CudaBackend, cache: KVCache, state: CanvasState) -> CanvasState:
-    """Take the same step three times: eager, captured, replayed."""
+    """Take one step three times: eager, captured, replayed."""
     fork = cache.fork(state.canvas.length)
     for _ in range(3):
         (output,) = backend.run([ForwardInput(cache=fork, state=state)])
@@ -338,7 +338,7 @@ def _state_wrong(
 
 
 def _dense_soft(backend: CudaBackend, inputs: list[ForwardInput]) -> Tensor:
-    """Take a step again, and return the last canvas's mean over the whole vocabulary."""
+    """Repeat a step; return the last canvas's mean embedding over the whole vocabulary."""
     pool = backend.pool
     entries = pool.place(inputs)
     pool.buffers.set_entries(entries)
@@ -349,18 +349,18 @@ def _dense_soft(backend: CudaBackend, inputs: list[ForwardInput]) -> Tensor:
 
 
 def _update_wrong(before: CanvasState, after: CanvasState) -> str:
-    """Compare the sampler's update with its rule, given the statistics that the step has left."""
-    old, new = on_host(before.canvas), on_host(after.canvas)
+    """Compare the sampler's update with its rule, on the statistics of the step."""
+    old, new = canvas_to_cpu(before.canvas), canvas_to_cpu(after.canvas)
     stats = PositionStats(
         draw_T=new.tokens_L,
         top_T=new.guess_L,
         entropy_T=new.entropy_L,
-        top_p_T=new.entropy_L,  # not read by this rule, nor is the next
-        held_p_T=new.entropy_L,
+        top_p_T=new.entropy_L,  # this rule reads neither this nor the next
+        current_p_T=new.entropy_L,
     )
-    noise_L = before.noise.on_host().tokens_NL[new.num_steps]
+    noise_L = before.noise.to_cpu().tokens_NL[new.num_steps]
     want = advance(old, stats, noise_L, before.sampler.rule)
-    names = ("tokens_L", "guess_L", "kept_L", "converged", "stable_steps")
+    names = ("tokens_L", "guess_L", "accepted_L", "converged", "stable_steps")
     wrong = [name for name in names if not torch.equal(getattr(new, name), getattr(want, name))]
     fields = ", ".join(wrong)
     return f"the sampler's update is wrong: {fields} (kernel: sampler_update)" if wrong else ""

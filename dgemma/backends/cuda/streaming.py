@@ -1,9 +1,9 @@
-"""Expert layers in host memory, copied to the device while the layers before them are computed.
+"""Experts in host memory, copied to the device while earlier layers are computed.
 
-A pass reads such layers in order, so nothing about its routing has to be known: two staging buffers
-take turns, and the copy of a layer begins when the layer two before it has been computed. Single
-tokens reach few experts, whose weights kernels read from pinned host memory in place. Works for any
-packed form, whose module keeps its weights in buffers.
+A pass reads such layers in order, whatever its routing. Two staging buffers alternate: the copy of
+a layer starts when the layer two before it has been computed. A pass of few tokens needs few
+experts, which kernels read from pinned host memory in place. Works for any packed weight format
+whose module stores weights in buffers.
 """
 
 from copy import copy
@@ -14,13 +14,13 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 256  # bytes, of each tensor in a staging buffer
+ALIGNMENT = 256  # bytes, per tensor in a staging buffer
 NUM_SLOTS = 2
 MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 class Staging:
-    """The staging buffers of a model, as large as its largest streamed layer."""
+    """The staging buffers of a model, each as large as the largest streamed layer."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.num_bytes = device, 0
@@ -49,7 +49,7 @@ class Staging:
 
 
 class StreamedExperts(nn.Module):
-    """Experts whose weights are in host memory; `source` becomes a view of them."""
+    """Experts with weights in host memory; `source` becomes a view of them."""
 
     def __init__(self, source: nn.Module, staging: Staging) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ class StreamedExperts(nn.Module):
             host.get_buffer(name).copy_(tensor)
         if staging.device.type == "cuda":
             finalize(self, _unpin, self._memory)
-        self._host = (host,)  # in a tuple: its buffers are not this module's, which would be moved
+        self._host = (host,)  # in a tuple, so that `Module.to` does not move its buffers
 
     @property
     def host(self) -> nn.Module:
-        """The experts over host memory."""
+        """The experts on host memory."""
         return self._host[0]
 
     @property
@@ -80,7 +80,7 @@ class StreamedExperts(nn.Module):
         return len(self._memory)
 
     def staged(self, slot: int) -> nn.Module:
-        """Return the experts over a staging buffer."""
+        """Return the experts on a staging buffer."""
         return self._over(self.host, self._staging.slot(slot))
 
     def copy_to(self, slot: int) -> None:
@@ -88,7 +88,7 @@ class StreamedExperts(nn.Module):
         self._staging.slot(slot)[: self.num_bytes].copy_(self._memory, non_blocking=True)
 
     def _over(self, source: nn.Module, memory: Tensor) -> nn.Module:
-        """Return a module like another one whose buffers are views of a byte tensor."""
+        """Return a module like another one, with buffers that are views of a byte tensor."""
         twin = copy(source)
         twin._buffers = {
             name: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -97,16 +97,16 @@ class StreamedExperts(nn.Module):
         return twin
 
     def forward(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """Compute by definition, after a copy that is waited for."""
+        """Compute with the reference module, after waiting for a copy."""
         self.copy_to(0)
         out: Tensor = self.staged(0)(x_TD, topk_ids_TK, topk_weights_TK)
         return out
 
 
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocate host memory; pinned, and mapped for kernels, where the device is a GPU.
+    """Allocate host memory, for a GPU pinned and mapped for kernels.
 
-    Torch's own pinned memory would be rounded up to a power of two.
+    Torch's pinned memory would be rounded up to a power of two.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda":
@@ -145,12 +145,12 @@ class ExpertStream:
             self._copy(index)
 
     def acquire(self, index: int) -> None:
-        """Let the current stream wait for a layer."""
+        """Make the current stream wait for a layer."""
         if self._is_cuda:
             torch.cuda.current_stream().wait_event(self.ready[index])
 
     def release(self, index: int) -> None:
-        """Start the copy that may overwrite a layer once it has been computed."""
+        """After a layer is computed, start the copy that overwrites its buffer."""
         if index + NUM_SLOTS >= len(self.layers):
             return
         if self._is_cuda:
@@ -174,7 +174,7 @@ class ExpertStream:
 
 
 def streamed_layers(num_layers: int, count: int) -> frozenset[int]:
-    """Spread streamed layers evenly: each copy has the layers between for company."""
+    """Spread streamed layers evenly, so that layers between them hide each copy."""
     if count <= 0:
         return frozenset()
     ends = [round(index * num_layers / count) for index in range(count + 1)]

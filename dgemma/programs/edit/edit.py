@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dgemma.diffusion.canvas import Noise
 from dgemma.engine.events import Done
 from dgemma.engine.params import CanvasParams, CanvasResult, Cost, SamplingParams, require_denoiser
-from dgemma.engine.request import PASS, Program, on_host
+from dgemma.engine.request import PASS, Program, in_thread_if_long
 from dgemma.engine.scoring import Prefill, Score, Scoring
 from dgemma.errors import CheckpointError, PromptTooLong, UsageError, require
 from dgemma.programs.edit.spans import (
@@ -125,11 +125,11 @@ def edit_program(
     require_denoiser(engine.model.config, "it cannot edit in place")
     if instruction is not None and engine.template is None:
         raise UsageError("this checkpoint has no chat template, so it cannot be instructed")
-    selection = yield from on_host(len(text), _selection, text, params)
+    selection = yield from in_thread_if_long(len(text), _selection, text, params)
     seed = secrets.randbits(32) if params.seed is None else params.seed
     run = EditRun(engine, instruction, params, Cost(seed=seed))
     patches = yield from run.run(text, selection)
-    return (yield from on_host(len(text), run.result, text, patches))
+    return (yield from in_thread_if_long(len(text), run.result, text, patches))
 
 
 def rewrite(
@@ -156,13 +156,13 @@ def warm_canvas(engine: "Engine", prompt: Prompt, text: str) -> Program[tuple[in
     A canvas without any noise would be copied as it is.
     """
     closing = closing_ids(engine, is_turn=engine.template is not None)
-    ids = (*(yield from on_host(len(text), engine.tokenizer.encode, text)), *closing)
+    ids = (*(yield from in_thread_if_long(len(text), engine.tokenizer.encode, text)), *closing)
     (prefix,) = yield [Prefill(prompt.ids)]
     try:
         ((score,),) = yield [Scoring(prefix, [ids])]
     finally:
         engine.keep(prefix)
-    return (yield from on_host(len(text), _with_noise, engine, score))
+    return (yield from in_thread_if_long(len(text), _with_noise, engine, score))
 
 
 def _with_noise(engine: "Engine", score: Score) -> tuple[int, ...]:
@@ -244,7 +244,9 @@ class EditRun:
         """Return the patches of what was opened, also where nothing changed."""
         patches: list[Patch] = []
         segments = self._segments(text)
-        while (segment := (yield from on_host(len(text), next, segments, None))) is not None:
+        while (
+            segment := (yield from in_thread_if_long(len(text), next, segments, None))
+        ) is not None:
             yield PASS  # a long text has many segments
             start, end = segment.start, segment.start + len(segment.text)
             if selection is None or any(a < end and start < b for a, b in selection):
@@ -306,7 +308,7 @@ class EditRun:
             if number == 1 and self._opens_all(spans) and not changes_of(old, new):
                 new = yield from self._pass(segment, spans, OPEN_ALL)
             text = apply_patches(segment.text, new)
-            patches = yield from on_host(size, compose_patches, patches, new, old)
+            patches = yield from in_thread_if_long(size, compose_patches, patches, new, old)
             if text == segment.text:
                 break
             spans = None if spans is None else shift_spans(spans, new)
@@ -322,7 +324,7 @@ class EditRun:
         self, segment: EditSegment, selection: list[Span] | None, threshold: float
     ) -> Program[list[Patch]]:
         size = len(segment.text)
-        tokens = yield from on_host(size, self._tokens, segment.text, selection)
+        tokens = yield from in_thread_if_long(size, self._tokens, segment.text, selection)
         self.cost.prompt_tokens += len(segment.header) + len(segment.context) + len(tokens.ids)
         windows = EditWindows(self.engine, segment, tokens, threshold, self.config)
         yield from windows.run()

@@ -249,7 +249,7 @@ class CandidatePool:
             guess=ids,
             guess_tokens=texts,
             entropy=(0.0,) * len(ids),
-            kept=all_pinned,
+            accepted=all_pinned,
             pinned=all_pinned,
             block=0,
             step=1,

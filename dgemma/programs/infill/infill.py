@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dgemma.diffusion.canvas import Noise
 from dgemma.engine.params import CanvasParams, CanvasResult, Cost, require_denoiser
-from dgemma.engine.request import HostTask, Program, on_host
+from dgemma.engine.request import HostTask, Program, in_thread_if_long
 from dgemma.engine.scoring import NextTokens, Prefill
 from dgemma.errors import PromptTooLong, UsageError, require
 from dgemma.programs.infill.candidates import (
@@ -179,7 +179,7 @@ class InfillRun:
         self.filled: list[list[Candidate]] = []  # of each group, the best first
 
     def run(self) -> Program[None]:
-        groups = yield from on_host(self.num_characters, self._groups)
+        groups = yield from in_thread_if_long(self.num_characters, self._groups)
         # Of canvases and scores; with `both`, the instruct prompt serves proposals alone.
         style: PromptStyle = "base" if self.style == "both" else self.style
         for holes in groups:
@@ -221,7 +221,7 @@ class InfillRun:
         return FilledText(text=self.document.join(fills), holes=tuple(holes), score=score)
 
     def _search(self, holes: range, style: PromptStyle) -> Program[Search]:
-        prompt = yield from on_host(self.num_characters, self._prompt, holes, style)
+        prompt = yield from in_thread_if_long(self.num_characters, self._prompt, holes, style)
         params, sampler = self.params, self.params.sampler or self.engine.sampler
         config = CandidateConfig(
             rules=self.rules,
@@ -359,7 +359,7 @@ class InfillRun:
 
     def _likeliest(self, holes: range, style: PromptStyle) -> Program[Candidate]:
         """For each hole the causal mode's likeliest token that is allowed."""
-        prompt = yield from on_host(self.num_characters, self._prompt, holes, style)
+        prompt = yield from in_thread_if_long(self.num_characters, self._prompt, holes, style)
         fills: list[str] = []
         for hole in holes:
             written = zip(fills, prompt.pieces, strict=False)

@@ -259,6 +259,6 @@ def original_draft(draft: Draft, form: GridSymmetry, slots: SlotTemplate) -> Dra
         guess=tuple(own for own, _ in guess),
         guess_tokens=tuple(token for _, token in guess),
         entropy=tuple(draft.entropy[source] for source in order),
-        kept=tuple(draft.kept[source] for source in order),
+        accepted=tuple(draft.accepted[source] for source in order),
         pinned=tuple(draft.pinned[source] for source in order),
     )

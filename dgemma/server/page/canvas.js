@@ -23,13 +23,13 @@ export class CanvasView {
     this._resize(words.length);
     const before = this.last && this.last.block === draft.block ? this.last : null;
     words.forEach((word, i) => {
-      const isKept = draft.kept[i] || draft.pinned[i];
+      const isAccepted = draft.accepted[i] || draft.pinned[i];
       const span = this.spans[i];
-      const isNew = isKept && before !== null && !before.kept[i] && !draft.pinned[i];
-      const kind = draft.pinned[i] ? "pinned" : isKept ? "kept" : "noise";
+      const isNew = isAccepted && before !== null && !before.accepted[i] && !draft.pinned[i];
+      const kind = draft.pinned[i] ? "pinned" : isAccepted ? "accepted" : "noise";
       const isBlank = word === "";
       span.className = `t ${kind} p${i % PHASES}${isNew ? " new" : ""}${isBlank ? " blank" : ""}`;
-      const shown = isBlank ? (i > end && isKept ? "" : "·") : word;
+      const shown = isBlank ? (i > end && isAccepted ? "" : "·") : word;
       if (span.textContent !== shown) span.textContent = shown;
       const nats = draft.entropy[i] ?? FULL;
       span.style.setProperty("--h", Math.min(1, nats / FULL).toFixed(3));

@@ -21,7 +21,7 @@ export function buildChat(go) {
     send($("question").value);
   });
   growing($("question"), () => $("composer").requestSubmit());
-  $("legend").append(legend("noise", "open"), legend("kept", "decided"), legend("pinned", "pinned"));
+  $("legend").append(legend("noise", "open"), legend("accepted", "decided"), legend("pinned", "pinned"));
   $("clear").addEventListener("click", () => turnTo(newConversation()));
   buildHero(send, go);
   buildMeter();

@@ -51,14 +51,14 @@ export function settleTitle() {
   let step = 0;
   const timer = setInterval(() => {
     step += 1;
-    const isKept = letters.map((letter, i) => letter === " " || times[i] <= step);
+    const isAccepted = letters.map((letter, i) => letter === " " || times[i] <= step);
     view.draw({
       block: 0,
       step,
-      tokens: letters.map((letter, i) => (isKept[i] ? letter : NOISE[Math.floor(Math.random() * NOISE.length)])),
+      tokens: letters.map((letter, i) => (isAccepted[i] ? letter : NOISE[Math.floor(Math.random() * NOISE.length)])),
       guess_tokens: letters,
       entropy: times.map((time) => Math.max(0, (time - step) / 3)),
-      kept: isKept,
+      accepted: isAccepted,
       pinned: letters.map(() => false),
     });
     if (step > 17) {

@@ -183,10 +183,10 @@ function pinned(draft) {
 
 function draw(draft, puzzle) {
   cells.forEach((input, i) => {
-    const place = positions[i], isKept = draft.kept[place] || draft.pinned[place];
+    const place = positions[i], isAccepted = draft.accepted[place] || draft.pinned[place];
     // Noise is any token at all; what the model leans to says more in a cell.
-    const digit = (isKept ? draft.tokens : draft.guess_tokens)[place]?.trim() ?? "";
-    write(input, /^[1-9]$/.test(digit) ? digit : "·", puzzle[i], isKept ? 0 : draft.entropy[place] ?? FULL, !isKept);
+    const digit = (isAccepted ? draft.tokens : draft.guess_tokens)[place]?.trim() ?? "";
+    write(input, /^[1-9]$/.test(digit) ? digit : "·", puzzle[i], isAccepted ? 0 : draft.entropy[place] ?? FULL, !isAccepted);
   });
 }
 

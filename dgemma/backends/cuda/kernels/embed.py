@@ -62,7 +62,7 @@ class StepInputs:
     temperature_T: Tensor
     uniform_T: Tensor
     draw_temperature_T: Tensor
-    held_T: Tensor  # int64
+    current_T: Tensor  # int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def _embed(
     temperature_T,
     uniform_T,
     draw_temperature_T,
-    held_T,
+    current_T,
     scale,
     eps,
     count,
@@ -209,7 +209,7 @@ def _embed(
                 # Row 0 of the noise is the fresh canvas.
                 noise = uniform_ENL + (entry * (steps + 1) + step + 1) * L + index
                 tl.store(uniform_T + t, tl.load(noise))
-                tl.store(held_T + t, token)
+                tl.store(current_T + t, token)
         else:
             _store_normed(x.to(tl.float32), weight_D, normed_TD, t, d, eps, D)
     else:

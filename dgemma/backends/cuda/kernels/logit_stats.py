@@ -54,7 +54,7 @@ class MergedStats:
     top_T: Tensor
     entropy_T: Tensor
     top_p_T: Tensor
-    held_p_T: Tensor
+    current_p_T: Tensor
     peak_T: Tensor
     total_T: Tensor  # sum of exp(x), x relative to the row's peak
     second_T: Tensor  # peak of the argmax's chunk without the argmax
@@ -68,7 +68,7 @@ class TokenQuery:
     temperature_T: Tensor
     draw_temperature_T: Tensor  # of the draw alone, on top of the temperature
     uniform_T: Tensor
-    held_T: Tensor
+    current_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +131,15 @@ def merge_chunks(
     """Second pass: statistics and draws of each position."""
     rows, vocab = raw_TV.shape
     chunks = stats.peak_TC.shape[1]
-    tokens = {name: torch.empty_like(query.held_T) for name in ("draw_T", "top_T")}
-    names = ("entropy_T", "top_p_T", "held_p_T", "peak_T", "total_T", "second_T", "min_logit_T")
+    tokens = {name: torch.empty_like(query.current_T) for name in ("draw_T", "top_T")}
+    names = ("entropy_T", "top_p_T", "current_p_T", "peak_T", "total_T", "second_T", "min_logit_T")
     floats = {name: torch.empty_like(query.temperature_T) for name in names}
     launch(_merge_chunks, (rows,))(
         raw_TV,
         query.temperature_T,
         query.draw_temperature_T,
         query.uniform_T,
-        query.held_T,
+        query.current_T,
         stats.peak_TC,
         stats.sum_TC,
         stats.moment_TC,
@@ -289,7 +289,7 @@ def _merge_chunks(
     temperature_T,
     draw_temperature_T,
     uniform_T,
-    held_T,
+    current_T,
     peak_TC,
     sum_TC,
     moment_TC,
@@ -298,7 +298,7 @@ def _merge_chunks(
     top_T,
     entropy_T,
     top_p_T,
-    held_p_T,
+    current_p_T,
     peak_T,
     total_T,
     second_T,
@@ -356,8 +356,8 @@ def _merge_chunks(
     tl.store(total_T + row, z)
     tl.store(min_logit_T + row, _min_logit(MIN_PROB, peak, z, scale, CAP))
     tl.store(second_T + row, capped(tl.max(tl.where(v == top, float("-inf"), raw), 0), CAP))
-    held = capped(tl.load(raw_TV + start + tl.load(held_T + row)), CAP)
-    tl.store(held_p_T + row, tl.exp((held - peak) * scale) / z)
+    held = capped(tl.load(raw_TV + start + tl.load(current_T + row)), CAP)
+    tl.store(current_p_T + row, tl.exp((held - peak) * scale) / z)
     # Inverse CDF: the token whose interval of the running sum holds `uniform` times the total.
     draw_temperature = tl.load(draw_temperature_T + row)
     temperature = tl.maximum(draw_temperature, MIN_TEMPERATURE)

@@ -36,7 +36,7 @@ class CanvasStates:
 
     tokens_EL: Tensor
     guess_EL: Tensor
-    kept_EL: Tensor
+    accepted_EL: Tensor
     entropy_EL: Tensor
     pinned_EL: Tensor
     converged_E: Tensor
@@ -51,7 +51,7 @@ def update(states: CanvasStates, stats: Stats, entry_C: Tensor) -> None:
     """Advance each canvas by one step, in place."""
     length, groups = states.tokens_EL.shape[1], stats.candidates.count_TG.shape[1]
     size = triton.next_power_of_2(length)
-    pinned_EL, kept_EL = flag_bytes(states.pinned_EL), flag_bytes(states.kept_EL)
+    pinned_EL, accepted_EL = flag_bytes(states.pinned_EL), flag_bytes(states.accepted_EL)
     converged_E, flags_E2 = flag_bytes(states.converged_E), flag_bytes(states.flags_E2)
     launch(_update, (len(entry_C),))(
         entry_C,
@@ -64,7 +64,7 @@ def update(states: CanvasStates, stats: Stats, entry_C: Tensor) -> None:
         states.noise_ENL,
         states.tokens_EL,
         states.guess_EL,
-        kept_EL,
+        accepted_EL,
         states.entropy_EL,
         converged_E,
         states.stable_E,
@@ -99,7 +99,7 @@ def _update(
     noise_ENL,
     tokens_EL,
     guess_EL,
-    kept_EL,
+    accepted_EL,
     entropy_EL,
     converged_E,
     stable_E,
@@ -151,7 +151,7 @@ def _update(
     noise = tl.load(noise_ENL + (entry * num_noise + step + 1) * L + i, mask=is_in, other=0)
     tl.store(tokens_L + i, tl.where(pinned, token, tl.where(kept, draw, noise)), mask=is_in)
     tl.store(guess_L + i, tl.where(pinned, token, top), mask=is_in)
-    tl.store(kept_EL + entry * stride_1 + i, (kept | pinned).to(tl.uint8), mask=is_in)
+    tl.store(accepted_EL + entry * stride_1 + i, (kept | pinned).to(tl.uint8), mask=is_in)
     tl.store(entropy_L + i, tl.where(pinned, 0.0, entropy), mask=is_in)
     is_covered = _covers_mass(count_TG, mass_TG, slot, L, P, GROUPS, G, S, MIN_MASS)
     tl.store(stable_E + entry * stride_8, stable)
