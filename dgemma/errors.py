@@ -11,13 +11,13 @@ CUT_SHORT = (
     "a file of weights was cut short while it was read, or its disk failed; fetch it again, and "
     "replace weights by a rename, not in place"
 )
-_handlers: list[Any] = []  # kept while the process may receive their signal
+_handlers: list[Any] = []  # referenced while the process may receive their signal
 
 
 class DgemmaError(Exception):
-    """The work failed for a reason the user can act on; the command line exits with 1.
+    """The work failed for a reason the user can act on; exit code 1.
 
-    A message may quote names from an untrusted file: what is not printable is escaped, so that it
+    A message may quote names from an untrusted file: unprintable characters are escaped, so that it
     stays one line and no control sequence reaches a terminal or a log.
     """
 
@@ -30,23 +30,23 @@ class DgemmaError(Exception):
 
 
 class UsageError(DgemmaError):
-    """The call itself was wrong: an option, a path or a value; the command line exits with 2."""
+    """The call was wrong: an option, a path or a value; exit code 2."""
 
 
 class ConfigError(DgemmaError):
-    """A configuration file holds something this build does not understand."""
+    """A configuration file has unsupported content."""
 
 
 class CheckpointError(DgemmaError):
-    """A checkpoint is incomplete, damaged or of another shape."""
+    """A checkpoint is incomplete, damaged or misshapen."""
 
 
 class PromptTooLong(UsageError):
-    """The prompt and the answer together do not fit the context."""
+    """Prompt and answer do not fit the context."""
 
 
 class DeadlineExceeded(DgemmaError):
-    """A request was not done by its deadline."""
+    """A request missed its deadline."""
 
     def __init__(self, seconds: float, *, has_started: bool) -> None:
         what = "was cut off" if has_started else "waited in the queue"
@@ -60,11 +60,10 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
 
 
 def explain_bus_errors(descriptor: int = 2) -> None:
-    """Report SIGBUS (mapped file truncated) as one sentence, by default on stderr.
+    """Report SIGBUS (truncated mapped file) as one sentence, by default on stderr.
 
-    The system then sends SIGBUS to the thread that reads. A handler of Python's own would run
-    later, never: the same read is tried again and again. This one runs at once, in that thread,
-    which reads weights and holds no lock.
+    The system sends SIGBUS to the reading thread. A Python signal handler would never run, since
+    the failing read is retried forever. This one runs at once, in that thread, which holds no lock.
     """
     if not hasattr(signal, "SIGBUS"):
         return

@@ -1,10 +1,9 @@
-"""Pictures: decoding what strangers send, and the pixels that the image tower reads.
+"""Pictures: decoding of untrusted files, and the pixels for the image tower.
 
-A picture is decoded by Pillow, from a few formats and within limits that are checked before a pixel
-is decoded; turned by its EXIF orientation; put on white where it is transparent; and resized to a
-budget of soft tokens. Pixels equal those of transformers' `Gemma4ImageProcessorPil` bit for bit;
-`docs/images.md` names the inputs where we differ on purpose. Neither text nor tensors are known
-here.
+Pillow decodes a few formats, within limits that are checked before a pixel is decoded. A picture is
+rotated by its EXIF orientation, put on white where transparent, and resized to a budget of soft
+tokens. Pixels equal those of transformers' `Gemma4ImageProcessorPil` bit for bit; `docs/images.md`
+lists the inputs where we differ on purpose. This module knows neither text nor tensors.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ Detail = Literal["low", "auto", "high", "original"]
 DETAILS: tuple[Detail, ...] = get_args(Detail)
 DETAIL_TOKENS = {"low": IMAGE_BUDGETS[0], "high": IMAGE_BUDGETS[-1]}
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # of Pillow's forty parsers
-MAX_BYTES = 20_000_000  # of an encoded picture
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # the only ones of Pillow's forty parsers
+MAX_BYTES = 20_000_000  # size of an encoded picture
 MAX_PIXELS = 64_000_000
 MAX_SIDE = 32_768
 MAX_DECODING = 2  # pictures decoded at once: one of 64 megapixels takes 256 MB
-# Below this scale letters of 12 pixels, as on a screen, are less than 7 high and cannot be read.
+# Below this scale screen text of 12 pixels is less than 7 pixels high, which is unreadable.
 READABLE_SCALE = 0.6
-DIGEST_VERSION = b"dgemma-image-1"  # changes whenever the same file would give other pixels
+DIGEST_VERSION = b"dgemma-image-1"  # changed whenever decoding gives other pixels
 ID_BITS = 62
-RESCALE = 0.00392156862745098  # 1 / 255, as the released processor spells it
+RESCALE = 0.00392156862745098  # 1 / 255, as in the released processor
 
 decoding = Semaphore(MAX_DECODING)
 
@@ -95,7 +94,7 @@ class Image:
             raise UsageError("the picture is not valid base64; encode its bytes") from None
 
     def budget(self, vision: VisionConfig, width: int, height: int) -> int:
-        """Soft tokens that a picture of this size may take."""
+        """Budget of soft tokens for a picture of this size."""
         if self.tokens is not None:
             return self.tokens
         if self.detail == "original":
@@ -105,7 +104,7 @@ class Image:
         return DETAIL_TOKENS.get(self.detail, vision.default_output_length)
 
     def prepare(self, vision: VisionConfig) -> Picture:
-        """Decode and resize once; may take long, and runs in any thread."""
+        """Decode and resize once; slow, callable from any thread."""
         if vision not in self._pictures:
             with decoding:
                 pixels = self.decoded()
@@ -114,7 +113,7 @@ class Image:
         return self._pictures[vision]
 
     def squared(self) -> Image:
-        """Return the picture on a square of the colour of its corner; decodes it."""
+        """Return the picture padded to a square with its corner's colour; decodes it."""
         from PIL import Image as Pillow
 
         with decoding:
@@ -134,15 +133,15 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels as the tower reads them: resized to whole soft tokens, 8 bits, red, green, blue."""
+    """Pixels for the tower: resized to whole soft tokens, 8 bits, RGB."""
 
     pixels: NDArray[np.uint8]  # [height, width, 3]
     vision: VisionConfig
-    budget: int  # soft tokens, at most
+    budget: int  # limit of soft tokens
     width: int  # of the original
     height: int
     name: str = "the picture"
-    is_frame: bool = False  # of a video
+    is_frame: bool = False  # a frame of a video
 
     @property
     def rows(self) -> int:
@@ -172,13 +171,13 @@ class Picture:
 
     @cached_property
     def digest(self) -> bytes:
-        """Identify the pixels that the tower sees: equal for any encoding of one picture."""
+        """Identify the pixels: equal for any encoding of one picture."""
         size = b"|%d|%d|" % self.pixels.shape[:2]
         return blake2b(DIGEST_VERSION + size + self.pixels.tobytes(), digest_size=32).digest()
 
     @cached_property
     def cache_ids(self) -> tuple[int, ...]:
-        """Return negative ids of the soft tokens for the prefix cache: no two pictures share any.
+        """Return negative ids of the soft tokens for the prefix cache, unique to this picture.
 
         Each depends on all pixels, so that a prefix cannot match half a picture.
         """
@@ -195,7 +194,7 @@ class Picture:
 
     @property
     def note(self) -> str:
-        """Return a sentence if small text of the picture was lost, and what would keep it."""
+        """Return a note if small text was lost, with what would keep it."""
         if self.scale >= READABLE_SCALE:
             return ""
         height, width = self.pixels.shape[:2]
@@ -216,7 +215,7 @@ def _hash_of(digest: bytes, index: int) -> int:
 
 
 def refuse_address(text: str, form: str, what: str = "the picture") -> None:
-    """Refuse a web address in place of a picture, which is to be sent in this form."""
+    """Refuse a web address in place of a picture; `form` is what to send."""
     if text[:6].lower().startswith(("http:/", "https:")):
         raise UsageError(f"no address is opened; send {what} as {form}")
 
@@ -229,7 +228,7 @@ def _too_many_bytes(name: str, size: int) -> str:
 
 
 def decode(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> PILImage:
-    """Decode the first frame of an encoded picture; limits come before its pixels."""
+    """Decode the first frame of an encoded picture, checking limits first."""
     from PIL import Image as Pillow
     from PIL import UnidentifiedImageError
     from PIL.Image import DecompressionBombError, DecompressionBombWarning
@@ -256,7 +255,7 @@ def decode(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> PILImage:
 
 
 def check_size(image: PILImage, name: str, max_pixels: int = MAX_PIXELS) -> None:
-    """Refuse a picture by the size that its header states."""
+    """Check the size stated in a picture's header."""
     width, height = image.size
     if width < 1 or height < 1:
         raise UsageError(f"{name} is {width}x{height} pixels, which is nothing; send a picture")
@@ -274,7 +273,7 @@ def rgb(image: PILImage) -> PILImage:
     from PIL import Image as Pillow
 
     image = _turned(image)
-    if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip to white
+    if image.mode.startswith("I"):  # 16-bit grayscale, which Pillow would clip to white
         image = _to_uint8(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
@@ -288,7 +287,7 @@ def _turned(image: PILImage) -> PILImage:
 
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF: shown as it is stored, as in browsers
+    except Exception:  # damaged EXIF: shown unrotated, as in browsers
         return image
 
 
@@ -301,7 +300,7 @@ def _to_uint8(image: PILImage) -> PILImage:
 
 
 def target_size(height: int, width: int, budget: int, vision: VisionConfig) -> tuple[int, int]:
-    """Return height and width that fill a budget of soft tokens and keep the aspect ratio.
+    """Return height and width that use a budget of soft tokens and keep the aspect ratio.
 
     Both are multiples of a soft token's side, rounded down; small pictures are enlarged.
     """

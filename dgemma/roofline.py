@@ -29,8 +29,8 @@ WeightGroup = Literal["experts", "dense", "head", "exact", "attention"]
 PassName = Literal["step", "commit", "token"]
 Rates = Mapping[int, float]  # 10^12 operations a second by bits
 
-NORM_TRAFFIC = 16  # times a layer's norms and sums read or write the residual
-NORMS = 7  # of a layer, all of the residual's width
+NORM_TRAFFIC = 16  # reads and writes of the residual by a layer's norms and sums
+NORMS = 7  # norms per layer, all of the residual's width
 STEPS_PER_BLOCK = (8, 16, 32, 48)
 BANDWIDTH_FRACTION, FLOP_FRACTION = 0.9, 0.8
 PCIE_4, PCIE_5 = 24.0, 50.0  # GB/s from pinned memory by 16 lanes, as measured by others
@@ -46,7 +46,7 @@ class WeightFormat:
     name: str
     experts: float
     dense: float  # attention, dense MLP, self-conditioning
-    head: float = 16.0  # and the embedding, which is the same table
+    head: float = 16.0  # LM head and embedding, the same table
     exact: float = 16.0  # router, norms, activations, keys and values
     efficiency: float  # of the roofline floor; its origin is in docs/fit.md
 
@@ -91,7 +91,7 @@ def format_on(fmt: WeightFormat, device: Device) -> WeightFormat:
 
 
 def obstacle(fmt: WeightFormat, device: Device) -> str:
-    """Say why a format has no predicted speed on a device; empty if it has one."""
+    """Return why a format has no predicted speed on a device; empty if it has one."""
     if device.backend == "reference":
         return "no fused kernels here: it runs on the reference backend, at no predicted speed"
     if device.backend == "cpu" and fmt in (FP8, FOUR_BIT):
@@ -173,9 +173,9 @@ class Op:
     group: WeightGroup
     flop: float = 0.0
     weights: float = 0.0  # parameters
-    read: float = 1.0  # fraction of them that is read
+    read: float = 1.0  # fraction of the weights that is read
     activations: float = 0.0  # elements moved, keys and values included
-    has_shared_weights: bool = False  # with an op that counts them already
+    has_shared_weights: bool = False  # counted by another op
 
     def weight_bytes(self, fmt: WeightFormat) -> float:
         return self.weights * self.read * fmt.bits(self.group) / 8
@@ -184,7 +184,7 @@ class Op:
         return self.activations * fmt.exact / 8
 
     def floor(self, fmt: WeightFormat, device: Device) -> float:
-        """Return the seconds that no implementation of this op can undercut on the device."""
+        """Return the lower bound on this op's seconds on the device."""
         traffic = (self.weight_bytes(fmt) + self.activation_bytes(fmt)) / (1e9 * device.bandwidth)
         return max(traffic, self.flop / device.rate(fmt.bits(self.group)))
 
@@ -218,7 +218,7 @@ class Memory:
 
     weights: float
     cache: float
-    work: float  # logits, and what the runtime takes before the first weight
+    work: float  # logits, and the runtime's memory before any weight
 
     @property
     def total(self) -> float:
@@ -238,9 +238,9 @@ class Prediction:
     token: float
     block: int  # tokens
     memory: Memory
-    max_context: int  # that still fits; 0: not even the weights do
+    max_context: int  # longest context that fits; 0: not even the weights fit
     obstacle: str  # the reason why there is no predicted speed; else empty
-    streamed_layers: int = 0  # whose experts are in host memory
+    streamed_layers: int = 0  # layers with experts in host memory
     streamed_bytes: float = 0.0  # copied in each step
 
     @property
@@ -291,7 +291,7 @@ def predict(config: ModelConfig, context: int, fmt: WeightFormat, device: Device
 
 
 def cost(config: ModelConfig, run: Pass, fmt: WeightFormat) -> PassCost:
-    """Return what a pass computes and moves."""
+    """Return operations and bytes of a pass."""
     table = ops(config, run)
     return PassCost(
         flop=sum(op.flop for op in table),

@@ -44,7 +44,7 @@ def main() -> None:
     explain_bus_errors()
     try:
         code = app(prog_name="dgemma", standalone_mode=False)
-        if code == INTERRUPTED:  # typer's code after Ctrl-C
+        if code == INTERRUPTED:  # typer's exit code after Ctrl-C
             print("dgemma: interrupted", file=sys.stderr)
         sys.exit(code)
     except WrongCall as error:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _repair_streams() -> None:
-    """Replace streams that were closed before the start; escape what an encoding cannot hold."""
+    """Replace streams that were closed before start; escape characters that they cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -80,7 +80,7 @@ def _fail(sentence: str, code: int) -> None:
 
 
 def _wants_traceback(arguments: list[str]) -> bool:
-    """Return True if --debug comes before the command; after it, it may be a prompt."""
+    """True if --debug comes before the command; after it, it may be part of a prompt."""
     options = takewhile(lambda argument: argument.startswith("-"), arguments)
     return "--debug" in options
 
@@ -89,7 +89,7 @@ def _wants_traceback(arguments: list[str]) -> bool:
 
 
 def explain(error: Any, arguments: Sequence[str]) -> str:
-    """Return the sentence for a wrong call; empty if help was printed for an empty call."""
+    """Return the sentence for a wrong call; empty if help was printed instead."""
     sentence = _number_error(error, arguments)
     sentence = sentence or " ".join(error.format_message().split()).rstrip(".")
     command = error.ctx.command_path if error.ctx else _command(arguments)

@@ -39,18 +39,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOptions:
-    """Options of whatever refines a canvas."""
+    """Options of commands that denoise canvases."""
 
-    seed: int | None = option(None, "Same seed, same text.")
+    seed: int | None = option(None, "Seed; the same seed gives the same text.")
     preset: str | None = option(None, PRESETS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyOptions(SamplerOptions):
-    """Options of what answers a message."""
+    """Options of commands that answer a message."""
 
     mode: str = option("diffusion", MODE_HELP)
-    temperature: float | None = option(None, "Of draws; AR is greedy without it.")
+    temperature: float | None = option(None, "Temperature of draws; AR is greedy by default.")
     max_tokens: int | None = option(None, "Longest answer.")
     thinking: bool = option(False, "Let the model think first.", "--thinking/--no-thinking")
 
@@ -95,7 +95,7 @@ def common(
 
 
 def with_options(function: Callable[..., R]) -> Callable[..., R]:
-    """Replace each parameter that is a dataclass by options, one for each field with a `help`."""
+    """Replace each dataclass parameter by one option per field with a `help`."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[Parameter] = []
@@ -115,7 +115,7 @@ def with_options(function: Callable[..., R]) -> Callable[..., R]:
         }
         return function(**given, **values)
 
-    # Typer, and the messages for wrong numbers, read these.
+    # Read by Typer, and by the messages for wrong numbers.
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
@@ -128,7 +128,7 @@ def option_hints(callback: Any) -> dict[str, Any]:
 
 
 def _options(kind: Any) -> list[Parameter]:
-    """Describe the fields of a dataclass that have a `help` as options of a command."""
+    """Return the fields of a dataclass that have a `help` as options of a command."""
     hints = get_type_hints(kind)
     return [
         Parameter(
@@ -150,7 +150,7 @@ def _typer_option(field: Field[Any]) -> Any:
 def load_engine(
     options: ModelOptions, preset: str | None = None, rule: "Rule | None" = None
 ) -> "Engine":
-    """Load a checkpoint; a large one shows its progress on stderr if that is a terminal."""
+    """Load a checkpoint; shows progress on stderr for a large one, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -171,11 +171,11 @@ def load_engine(
 # --- rules
 
 OWN_RULE = re.compile(r"[\w.]+:\w+")
-TEST_LENGTH, TEST_VOCAB = 8, 16  # of the canvas that a rule is tried on
+TEST_LENGTH, TEST_VOCAB = 8, 16  # canvas that a rule is tested on
 
 
 def load_rule(name: str | None) -> "Rule | None":
-    """Return the sampler's rule of a name, tried on a small canvas; None: the checkpoint's own."""
+    """Return the sampler's rule of a name, tested on a small canvas; None: the checkpoint's."""
     from dgemma.diffusion.sampler import Confidence, Sampler
 
     if name in (None, "entropy"):
@@ -187,7 +187,7 @@ def load_rule(name: str | None) -> "Rule | None":
             f"rule {name!r} is not known; use entropy or confidence, or MODULE:CLASS of your own"
         )
     rule: Rule = _make_rule(name)
-    Sampler(rule=rule)  # refuses what cannot decide
+    Sampler(rule=rule)  # refuses objects without `decide`
     try:
         _test_rule(rule)
     except UsageError:
@@ -202,7 +202,7 @@ def load_rule(name: str | None) -> "Rule | None":
 
 def _make_rule(name: str) -> Any:
     module, _, attribute = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as for `python -m`
+    sys.path.insert(0, os.getcwd())  # like `python -m`
     try:
         found = getattr(import_module(module), attribute)
     except AttributeError:
@@ -223,7 +223,7 @@ def _make_rule(name: str) -> Any:
 
 
 def _test_rule(rule: "Rule") -> None:
-    """Take two steps of a canvas with a pin by the rule; statistics are made up."""
+    """Take two steps of a canvas with a pin, with made-up statistics."""
     import torch
 
     from dgemma.diffusion.canvas import Pins, initial_canvas

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class BatchOptions:
     """Options of `dgemma batch`."""
 
-    url: str | None = option(None, "A running server to ask, instead of loading a model.")
+    url: str | None = option(None, "URL of a running server to use instead of loading a model.")
     api_key_file: Path | None = option(None, "The server's key; DGEMMA_API_KEYS works too.")
-    parallel: int | None = option(None, "Requests at a time; by default two batches.", min=1)
+    parallel: int | None = option(None, "Concurrent requests; default: two batches.", min=1)
     max_batch_size: int = option(Limits().max_batch_size, "Most requests in one pass.")
 
 
@@ -76,7 +76,7 @@ def batch(
 
 
 def _names(lines: "list[BatchLine]", model: str) -> tuple[str, ...]:
-    """Return the names that the file calls its model: there is one, whatever it is called."""
+    """Return the model names in the file; all of them mean the one model."""
     named = (str(line.body["model"]) for line in lines if isinstance(line.body.get("model"), str))
     return tuple(dict.fromkeys([*named, model]))
 

@@ -58,7 +58,7 @@ class BeforeAfter:
         out = args.directory(recipe)
         saved = out / BEFORE
         if saved.exists() and saved_states(out) and not args.fresh:
-            self.measures[BEFORE] = _read_measures(saved)  # the run is resumed
+            self.measures[BEFORE] = _read_measures(saved)  # resumed run
             return
         model = _unquantized(str(args.checkpoint(name)), args.device, args.dtype)
         self._evaluate(BEFORE, out, model)
@@ -105,13 +105,13 @@ class BeforeAfter:
 
 @dataclass
 class Samples:
-    """Replies to held-out questions before and after training; `replies` fills."""
+    """Replies to held-out questions before and after training, collected in `replies`."""
 
     job: "TrainingJob"
     replies: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
     def before(self) -> None:
-        """Answer by the checkpoint that training starts from; a resumed run has its answers."""
+        """Answer with the checkpoint that training starts from; a resumed run has its answers."""
         saved = self.job.environment.out / SAMPLES
         if self.job.trainer.step and saved.exists():
             self.replies = json.loads(saved.read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ class Samples:
             self._answer("before", self._base())
 
     def after(self) -> None:
-        """Answer by the trained checkpoint or adapter."""
+        """Answer with the trained checkpoint or adapter."""
         self._answer("after", trained_model(self.job))
 
     def _base(self) -> ModelOptions:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dgemma.eval.arms import ArmSpec
     from dgemma.eval.bench import BenchParams, BenchRun
 
-QUICK_SECONDS = 70.0  # of requests; loading, warming up and the report fit into two minutes
+QUICK_SECONDS = 70.0  # for requests, so that the whole run fits into two minutes
 DEFAULT_ARMS = ("diffusion", "ar")
 
 bench_app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
@@ -43,17 +43,17 @@ class BenchOptions:
         "an arm.",
     )
     rounds: int = option(5, "Requests per case and arm.")
-    attempts: int = option(3, "At a request, until one is accepted.")
+    attempts: int = option(3, "Attempts per request, until one is accepted.")
     seed: int = option(0, "Of the first round.")
-    seconds: float | None = option(None, "Start no request after so many seconds.")
+    seconds: float | None = option(None, "Start no request after this many seconds.")
     quick: bool = option(False, "Seven workloads in under two minutes with nano.")
     out: Path | None = option(
-        None, "Directory for the report and the raw runs; continued if it has some."
+        None, "Directory for the report and the raw runs; a started run continues."
     )
-    is_advice: bool = option(False, "Print three sentences with their numbers alone.", "--advise")
+    is_advice: bool = option(False, "Print only three sentences with their numbers.", "--advise")
 
     def _arms(self) -> list[str]:
-        """Return the arms as they are written, with those of a sweep."""
+        """Return the arms as given, and those of a sweep."""
         from dgemma.eval.arms import swept_arms
 
         given = self.arms or ([] if self.sweep else list(DEFAULT_ARMS))
@@ -97,7 +97,7 @@ def bench(
 
 
 def _ordered(arms: "Sequence[ArmSpec]") -> "tuple[ArmSpec, ...]":
-    """Put arms of the same weights next to each other, in the order of the first of each."""
+    """Group arms by their weights, in order of first appearance."""
     order = {key: n for n, key in reversed(list(enumerate(arm.weights for arm in arms)))}
     return tuple(sorted(arms, key=lambda arm: (arm.is_endpoint, order[arm.weights])))
 
@@ -123,7 +123,7 @@ def _run(params: "BenchParams", options: ModelOptions) -> "BenchRun":
 
 
 def _print(run: "BenchRun", out: Path | None, *, is_advice: bool, as_json: bool) -> None:
-    """Write the report where it is asked for, and print it."""
+    """Print the report, and write it to the files asked for."""
     from dgemma.eval.decision import advise, fit_matrix, warnings_of
     from dgemma.eval.report import MATRIX_HEADINGS, facts_line, matrix_rows, report_json
 

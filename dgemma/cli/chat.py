@@ -52,15 +52,15 @@ message that ends with \"\"\". Ctrl-C stops an answer and keeps the conversation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSettings(ReplyOptions):
-    """Settings of a chat, which /commands change."""
+    """Settings of a chat, changed by /commands."""
 
     drop_oldest: bool = option(False, "Forget the oldest questions when the context is full.")
-    image_tokens: int | None = None  # of each picture
+    image_tokens: int | None = None  # per picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """The committed text, and the end of its generation; an interrupted answer has none."""
+    """The committed text, and the end of its generation (None if interrupted)."""
 
     text: str
     done: "Done | None"
@@ -80,19 +80,19 @@ class Conversation:
         self.set_system(system)
         self.settings = settings
         self.drafts: list[Draft] = []
-        self.shown: list[Media] = []  # with the next message
-        self.num_dropped = 0  # oldest questions forgotten for the last one
+        self.shown: list[Media] = []  # pictures to send with the next message
+        self.num_dropped = 0  # oldest questions dropped for the last one
         self.saved: set[Path] = set()  # files that /save may overwrite
         self.change(settings)
 
     def set_system(self, text: str) -> None:
-        """Take a system message from now on; an empty one is none."""
+        """Set or remove the system message."""
         from dgemma.text.chat import Message
 
         self.system = [Message(role="system", content=text)] if text else []
 
     def change(self, settings: ChatSettings) -> None:
-        """Take other settings, if a request could have them."""
+        """Change settings, after checking them."""
         from dgemma.engine.params import check_params
 
         check_params(settings.params())
@@ -100,11 +100,11 @@ class Conversation:
 
     @property
     def context(self) -> int:
-        """Tokens that a conversation may have, its answers included."""
+        """Tokens of a whole conversation, answers included."""
         return self.engine.model.config.max_position_embeddings
 
     def context_left(self) -> int:
-        """Tokens that the next question and its answer may take together."""
+        """Tokens left for the next question and its answer."""
         from dgemma.text.chat import Message
 
         return self.context - len(self._prompt(Message(role="user", content="")).ids)
@@ -114,7 +114,7 @@ class Conversation:
         return self.engine.prompt(history, thinking=self.settings.thinking)
 
     def _generation(self, question: "Message", *, drafts: bool) -> "Generation":
-        """Return the task of an answer that the context has room for; advise if it has none."""
+        """Return an answer's task within the context; if there is no room, say what to do."""
         from dgemma.errors import PromptTooLong
 
         params = self.settings.params(drafts=drafts)
@@ -145,7 +145,7 @@ class Conversation:
         )
 
     def answer(self, words: str, view: "CanvasView") -> ChatAnswer:
-        """Put a question and show the answer; an interrupt keeps what was committed so far."""
+        """Ask a question and show the answer; an interrupt keeps the committed text."""
         from dgemma.engine import Done, Text
         from dgemma.text.chat import Message
 
@@ -169,7 +169,7 @@ class Conversation:
         return ChatAnswer(text=committed, done=done)
 
     def show(self, part: "Media") -> None:
-        """Show a picture or a video with the next message, if it can be read."""
+        """Add a picture or a video to the next message, if it can be read."""
         from dgemma.images import Picture
 
         found = part.prepare(self.engine.tower().vision)
@@ -191,9 +191,9 @@ class Conversation:
 
 
 def talk(conversation: Conversation, model: str = "", history: Path | None = None) -> bool:
-    """Read messages until there are no more; returns True if all went well.
+    """Read messages until the end of input; returns True if all succeeded.
 
-    Answers and /history go to stdout, all else to stderr.
+    Answers and /history go to stdout, everything else to stderr.
     """
     from dgemma.cli.show import PipeReader, TerminalReader, without_echo
 
@@ -213,7 +213,7 @@ def _talk(conversation: Conversation, reader: "MessageReader", *, is_script: boo
                 return not has_failed
         except DgemmaError as error:
             print(f"dgemma: {error}", file=sys.stderr)
-            has_failed |= is_script  # the exit code of a script must show it
+            has_failed |= is_script  # reported by the exit code of a script
         except KeyboardInterrupt:  # before an answer has begun, or while it is printed
             print("[stopped]", file=sys.stderr)
 
@@ -305,7 +305,7 @@ def _system(conversation: Conversation, argument: str) -> None:
     from dgemma.cli.show import unquote
 
     if argument:
-        # `""` removes the message; other quotation marks belong to it.
+        # `""` removes the message; other quotation marks are part of it.
         conversation.set_system("" if argument == '""' else unquote(argument))
     text = conversation.system[0].content if conversation.system else "none"
     print(f"[system message: {text}]", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`dgemma download`: the one command that uses the network."""
+"""`dgemma download`: the only command that uses the network by itself."""
 
 from pathlib import Path
 from typing import Annotated

@@ -30,9 +30,9 @@ class EditOptions(SamplerOptions):
     )
     lines: str | None = option(None, "Only these lines, counted from 1.", metavar="A:B")
     strength: float | None = option(
-        None, "0 to 1: how readily text is opened; 0.5 without it, 1 opens all."
+        None, "0 to 1: how readily text is changed; default: 0.5; 1 opens all."
     )
-    passes: int | None = option(None, "Most times over the text; 2, or 3 without --do.")
+    passes: int | None = option(None, "Most passes over the text; default: 2, or 3 without --do.")
     apply: bool = option(False, "Write the file, or print a diff.", "--apply/--diff")
     show: bool = option(False, "Watch a canvas converge.")
 
@@ -45,7 +45,7 @@ def edit(
     model: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Edit a text in place: what need not change stays byte for byte."""
+    """Edit a text in place; everything that need not change stays byte for byte."""
     from dgemma.cli.show import run_program
     from dgemma.programs.edit.edit import EditParams, check_edit, edit_program
     from dgemma.programs.edit.spans import line_span

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class EvalOptions:
     """Options of `dgemma eval`."""
 
-    tasks: str = option("all", "Names with commas between, or all.")
+    tasks: str = option("all", "Comma-separated tasks, or all.")
     heldout: Path | None = option(None, "Directory of held-out files (docs/evaluation.md).")
-    data: Path | None = option(None, "Directory of public sets (docs/evaluation.md).")
+    data: Path | None = option(None, "Directory of public datasets (docs/evaluation.md).")
     limit: int | None = option(None, "Most cases of each set.")
     seed: int = option(0, "Same seed, same answers.")
     rule: str | None = option(None, RULES)
@@ -30,7 +30,7 @@ class EvalOptions:
     markdown: Path | None = option(None, "Write a markdown table here.")
 
     def params(self) -> "EvalParams":
-        """Find the data of the tasks."""
+        """Return the parameters with the data directories found."""
         from dgemma.eval.data import Data
         from dgemma.eval.evaluate import EvalParams, parse_tasks
 

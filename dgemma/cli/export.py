@@ -21,7 +21,7 @@ class ExportOptions:
     gguf: str | None = option(None, f"Write a GGUF file of this type: {', '.join(GGUF_TYPES)}.")
     dtype: str = option("auto", "auto (as stored; 8 bits: float32), float32, bfloat16 or float16.")
     adapter: Path | None = option(None, "A LoRA adapter to merge into the weights.")
-    overwrite: bool = option(False, "Replace a checkpoint that is there.")
+    overwrite: bool = option(False, "Overwrite an existing checkpoint.")
 
 
 @app.command()
@@ -37,7 +37,7 @@ def export(
 ) -> None:
     """Write a checkpoint in the released layout, which transformers and others read.
 
-    With --gguf: as one file for llama.cpp and its relatives, types mixed by llama.cpp's rules.
+    With --gguf: one file for llama.cpp and related programs, with types mixed by llama.cpp's rules.
     """
     if options.gguf is not None or to.suffix.lower() == ".gguf":
         _export_gguf(model, to, options)

@@ -22,12 +22,12 @@ class FillOptions(SamplerOptions):
     """Options of `dgemma fill`."""
 
     length: list[int] | None = option(
-        None, "Tokens of the holes, if known: one for all, or one for each.", min=1
+        None, "Tokens of the holes, if known: one number for all, or one per hole.", min=1
     )
     max_tokens: int | None = option(None, "Longest hole.")
-    single_line: bool = option(False, "A hole ends with its line.")
-    stop: list[str] | None = option(None, "A hole ends before this text.")
-    candidates: int = option(1, "How many ways to fill it; the best first.")
+    single_line: bool = option(False, "End each hole at the end of its line.")
+    stop: list[str] | None = option(None, "End a hole before this text.")
+    candidates: int = option(1, "Number of candidates to print, best first.")
     effort: str = option(
         "thorough",
         "thorough: search lengths, and what the causal mode would write; fast: one batch of "

@@ -25,8 +25,8 @@ RELEASED_NAME, DEFAULT_GGUF = "released", "Q4_K_M"
 RELEASED_HUB_NAME = "/diffusiongemma-26b-a4b-it"
 THIS_MACHINE, ALL = "auto", "all"
 BACKENDS = {"cpu": "cpu", "cuda": "cuda", "mps": "reference"}
-APPLE_GPU_FRACTION = 0.75  # of an Apple machine's memory
-COPY_BYTES, GEMM_SIZE, TRIALS = 1 << 28, 2048, 5  # of the timings on an unknown machine
+APPLE_GPU_FRACTION = 0.75  # fraction of memory that the GPU may use
+COPY_BYTES, GEMM_SIZE, TRIALS = 1 << 28, 2048, 5  # for timings on an unknown machine
 NOTHING_RUNS = """
 No form of this model has a predicted speed here. The built-in nano takes under 1 GB: dgemma chat.
 A smaller GGUF file may fit, by its type: --gguf Q4_0."""
@@ -207,7 +207,7 @@ def _best_seconds(work: "Callable[[], torch.Tensor]") -> float:
     best = math.inf
     for _ in range(TRIALS):
         begin = time.perf_counter()
-        work().flatten()[-1].item()  # waits for the device
+        work().flatten()[-1].item()  # synchronizes
         best = min(best, time.perf_counter() - begin)
     return best
 
@@ -252,7 +252,7 @@ def _streaming(row: "Prediction") -> str:
 
 
 def _costs(config: "ModelConfig", context: int) -> dict[str, dict[str, float]]:
-    """Return what a step and a token compute and move, in each format."""
+    """Return operations and bytes of a step and a token, in each format."""
     from dgemma.roofline import FORMATS, cost, passes
 
     step, _, token = passes(config, context)
@@ -278,7 +278,7 @@ def _report(
 
 
 def _speeds(row: "Prediction") -> dict[str, Any]:
-    """Return the predicted speeds of a format that runs on its device."""
+    """Return predicted speeds of a format on its device."""
     from dgemma.roofline import STEPS_PER_BLOCK
 
     rates = dict(zip(map(str, STEPS_PER_BLOCK), row.per_second, strict=True))

@@ -29,7 +29,7 @@ class GenerateOptions(ReplyOptions):
     """Options of `dgemma generate`."""
 
     system: str = option("", "A system message.")
-    plain: bool = option(False, "Continue the text; no chat.")
+    plain: bool = option(False, "Continue the text, without chat turns.")
     stop: list[str] | None = option(None, "Stop before this text.")
     canvas: int | None = option(None, "Canvas length, up to the model's.")
     steps: int | None = option(None, "Most steps per canvas.", min=1)
@@ -37,16 +37,16 @@ class GenerateOptions(ReplyOptions):
     schema: str | None = option(
         None, "Answer in JSON of this schema: a file, or the schema itself."
     )
-    regex: str | None = option(None, "Answer with a text that this expression matches.")
+    regex: str | None = option(None, "Answer with text that matches this regular expression.")
     grammar: Path | None = option(None, "Answer in the language of a Lark grammar: a file.")
-    choices: str | None = option(None, "Answer one of these: a,b,c.")
+    choices: str | None = option(None, "Answer with one of these: a,b,c.")
     draft: str | None = option(
         None,
         "Of AR: ngram (what followed before), canvas, or the directory of a Gemma 4 assistant; the "
         "same tokens in fewer passes.",
     )
     verify: str | None = option(
-        None, "Diffusion drafts that the causal mode verifies: strict (AR's text) or loose."
+        None, "Verify diffusion drafts in causal mode: strict (AR's text) or loose."
     )
     show: bool = option(False, "Watch the canvas converge.")
 
@@ -106,7 +106,7 @@ def generate(
 
 
 def _read_constraint(options: GenerateOptions) -> "ConstraintArgs":
-    """Read and check the options before a model is loaded; empty if none is given."""
+    """Read and check the constraint before loading a model; empty if there is none."""
     from dgemma.constrain.grammar import read_constraint
 
     constraint: ConstraintArgs = {}
@@ -127,7 +127,7 @@ def _read_constraint(options: GenerateOptions) -> "ConstraintArgs":
 
 
 def _check_done(done: "Done") -> None:
-    """Fail if a constrained text could not be completed; say if a limit forced its end."""
+    """Fail if constrained text could not be completed; warn if a limit forced its end."""
     if done.fault and not done.ids:
         raise DgemmaError(f"no text: {done.fault}; raise --max-tokens or loosen the constraint")
     if done.forced_from is not None:
@@ -197,7 +197,7 @@ def _drafter(draft: str) -> "Drafter":
 
 
 def _speculation(params: "SamplingParams", options: GenerateOptions) -> "SpeculativeParams | None":
-    """Read --draft and --verify; refuse what they cannot be combined with."""
+    """Read --draft and --verify; refuses invalid combinations."""
     from dgemma.engine.speculation import SpeculativeParams
 
     draft, verify = options.draft, options.verify
@@ -208,7 +208,7 @@ def _speculation(params: "SamplingParams", options: GenerateOptions) -> "Specula
     if verify is not None and params.mode != "diffusion":
         raise UsageError("--verify checks drafts of diffusion; leave out --mode, or use --draft")
     if params.drafts:
-        raise UsageError("what is verified appears token by token; leave out --show")
+        raise UsageError("verified text appears token by token; leave out --show")
     if verify is not None and options.steps is not None:
         raise UsageError("a verified canvas takes one step in each pass; leave out --steps")
     return SpeculativeParams(
@@ -224,7 +224,7 @@ def _events(
     params: "SamplingParams",
     speculation: "SpeculativeParams | None",
 ) -> "Generator[Event, None, None]":
-    """Start the request; with drafts, as AR that is verified."""
+    """Start the request; with draft tokens, as AR with verification."""
     from dgemma.engine.speculation import speculative_task
 
     if speculation is None:
@@ -234,7 +234,7 @@ def _events(
 
 
 def _run(events: "Generator[Event, None, None]", *, show: bool, is_quiet: bool) -> "Done":
-    """Print the answer as it is committed, or, with a live canvas, when it is complete."""
+    """Print the answer as it is committed or, with a live canvas, at its end."""
     from dgemma.cli.show import CanvasView
     from dgemma.engine import Done, Draft, Text
 
@@ -251,7 +251,7 @@ def _run(events: "Generator[Event, None, None]", *, show: bool, is_quiet: bool) 
                     view.commit(event)
                     committed += "" if event.is_thought else event.text
     except KeyboardInterrupt:
-        if committed:  # the canvas is wiped, what was committed stays
+        if committed:  # the canvas is wiped, committed text stays
             _print_rest(committed, view)
         raise
     if not is_quiet:
@@ -260,7 +260,7 @@ def _run(events: "Generator[Event, None, None]", *, show: bool, is_quiet: bool) 
 
 
 def _print_rest(committed: str, view: "CanvasView") -> None:
-    """Print the text that a live canvas has shown and wiped, and end the line."""
+    """Print the text that the live canvas showed and wiped."""
     from dgemma.cli.show import print_wrapped
 
     print_wrapped(committed if view.is_live else "")

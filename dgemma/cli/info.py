@@ -39,7 +39,7 @@ def info(
 
 
 def _verified(model: str) -> str:
-    """Return which weight files have the SHA-256 that is recorded of them."""
+    """Compare the weight files with their recorded SHA-256."""
     from dgemma.weights.files import listing, verify_digests
     from dgemma.weights.hub import find_checkpoint
 
@@ -68,7 +68,7 @@ def _machine(options: ModelOptions) -> dict[str, Any]:
 
 
 def _backend(options: ModelOptions) -> str:
-    """Name the backend that would run here, and why not a faster one."""
+    """Name the backend that would be used, and why not a faster one."""
     from dgemma.backends.choose import report
     from dgemma.device import choose_device, choose_dtype
     from dgemma.weights.hub import find_checkpoint
@@ -83,7 +83,7 @@ def _backend(options: ModelOptions) -> str:
 
 
 def _break_even(options: ModelOptions) -> str:
-    """Describe what both modes cost here, if that was measured."""
+    """Describe the measured cost of both modes, if there is one."""
     from dgemma.engine.auto import identity, load_break_even
     from dgemma.weights.hub import find_checkpoint
 

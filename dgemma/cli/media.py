@@ -1,6 +1,6 @@
-"""Pictures and videos that a person names: options of commands, and /image and /video of a chat.
+"""Pictures and videos on the command line: options, and /image and /video of a chat.
 
-/save and /load of a chat are here too, whose files hold the pictures.
+Also /save and /load of a chat, whose files contain the pictures.
 """
 
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaOptions:
-    """Pictures and videos that a command shows before its prompt."""
+    """Pictures and videos shown before the prompt."""
 
     image: list[Path] | None = option(
         None, "A picture to show before the prompt; may be repeated.", "--image", "-a"
@@ -32,7 +32,7 @@ class MediaOptions:
     video: list[Path] | None = option(
         None, "A video, a GIF or a folder of frames to show; may be repeated."
     )
-    video_fps: float | None = option(None, "Frames a second of a folder of frames; 24 without it.")
+    video_fps: float | None = option(None, "Frames per second of a folder of frames; default: 24.")
 
     def read(self) -> "tuple[Media, ...]":
         """Read pictures and find videos before a model is loaded."""
@@ -68,7 +68,7 @@ def video(conversation: "Conversation", argument: str) -> None:
 
 
 def save(conversation: "Conversation", argument: str) -> None:
-    """Write the messages as JSON; a file of something else is not overwritten."""
+    """Write the messages as JSON; does not overwrite other files."""
     path = _file(argument)
     if path.exists() and path not in conversation.saved:
         raise UsageError(f"{path} exists; give another name")
@@ -107,7 +107,7 @@ def _file(argument: str) -> Path:
 
 
 def named_path(argument: str) -> Path:
-    """Return the path that was typed or dropped: terminals quote those with spaces."""
+    """Return a path that was typed or dropped: terminals quote paths with spaces."""
     path = Path(argument).expanduser()
     with suppress(ValueError):
         words = shlex.split(argument)
@@ -117,14 +117,14 @@ def named_path(argument: str) -> Path:
 
 
 def spelled(message: "Message") -> str:
-    """Return a message's text, with the names of what it shows."""
+    """Return a message's text with the names of its pictures and videos."""
     if isinstance(message.content, str):
         return message.content
     return " ".join(p if isinstance(p, str) else f"[{p.name}]" for p in message.content)
 
 
 def saved(message: "Message") -> dict[str, Any]:
-    """Return a message as a file has it: pictures whole, as in a request over HTTP."""
+    """Return a message in the file format: pictures inline, as in an HTTP request."""
     content: Any = message.content
     if not isinstance(content, str):
         content = [_saved_part(part) for part in content]
@@ -132,7 +132,7 @@ def saved(message: "Message") -> dict[str, Any]:
 
 
 def loaded(row: "dict[str, Any]", tokens: int | None) -> "Message":
-    """Read a message of a file; each picture has so many tokens at most."""
+    """Read a message of a file; `tokens` limits each picture."""
     from dgemma.images import Image
     from dgemma.text.messages import Message, read_content
 

@@ -23,15 +23,17 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Address of a server, and who may use it."""
+    """Listening address and access control."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8080, "Port to listen on; 0 takes a free one.", min=0, max=65535)
-    name: list[str] | None = option(None, "A name to serve the model by; the first is listed.")
-    api_key_file: Path | None = option(None, "API keys, one a line; DGEMMA_API_KEYS works too.")
+    name: list[str] | None = option(None, "Name of the model in requests; the first one is listed.")
+    api_key_file: Path | None = option(
+        None, "File of API keys, one per line; also DGEMMA_API_KEYS."
+    )
     allow_anonymous: bool = option(False, "Listen beyond this machine without keys.")
-    allow_host: list[str] | None = option(None, "A name clients may call the server by.")
-    cors_origin: list[str] | None = option(None, "An origin whose web pages may send requests.")
+    allow_host: list[str] | None = option(None, "Accepted Host name; repeatable.")
+    cors_origin: list[str] | None = option(None, "Allowed origin of web pages; repeatable.")
     max_body: float | None = option(
         None, "Largest request in MiB; 4 by default, 32 for a model with pictures."
     )
@@ -56,12 +58,10 @@ class ListenOptions:
 class FleetOptions:
     """Replicas on this machine."""
 
-    replicas: int | None = option(None, "Engines to serve with, each a process of its own, by Ray.")
-    max_replicas: int | None = option(None, "Most replicas; they are added under load.")
-    gpus_per_replica: float | None = option(None, "GPUs of each replica; 1 where there is one.")
-    cpus_per_replica: int | None = option(
-        None, "Threads of each replica; an equal share by default."
-    )
+    replicas: int | None = option(None, "Number of engines, each in its own process, by Ray.")
+    max_replicas: int | None = option(None, "Most replicas; more are started under load.")
+    gpus_per_replica: float | None = option(None, "GPUs per replica; default: 1 if available.")
+    cpus_per_replica: int | None = option(None, "CPU threads per replica; default: an equal share.")
 
 
 @app.command()

@@ -1,12 +1,11 @@
-"""The terminal: the live canvas, the text of an answer, the messages of a chat.
+"""Terminal input and output: the live canvas, answers, and messages of a chat.
 
-The canvas shows noise dim, accepted tokens brighter with certainty. It is drawn on stderr and wiped
-at the end, so stdout holds the answer alone. Without a terminal nothing is drawn.
+The canvas shows noise dim, and accepted tokens brighter the more certain they are. It is drawn on
+stderr and wiped at the end, so stdout has only the answer. Without a terminal nothing is drawn.
 
-A chat reads messages of one or several lines: prompt_toolkit edits them on a terminal (history,
-bracketed paste, Alt+Enter), and lines are read as they are without one. In both, a message that
-begins with three quotation marks ends with three. Keys typed while an answer is written are not
-echoed; the next prompt reads them.
+A chat reads messages of one or several lines: with prompt_toolkit on a terminal (history, bracketed
+paste, Alt+Enter), else plain lines. In both, a message that begins with three quotation marks ends
+with three. Keys typed while an answer is written are not echoed; the next prompt reads them.
 """
 
 import re
@@ -35,15 +34,15 @@ QUOTES = '"""'
 PROMPT, CONTINUED = "> ", "… "
 PLACEHOLDER = "a message, or /help"
 
-# An accepted token takes the first shade whose entropy, in nats, it stays below.
+# An accepted token gets the first shade with an entropy bound (nats) above its own.
 SHADES = ((0.01, "bold bright_white"), (0.1, "white"), (0.5, "cyan"))
 
 
 class CanvasView:
-    """Draws committed text and the canvas after it, in place, while a request runs.
+    """Draws committed text and the canvas in place while a request runs.
 
-    A context manager, so that the terminal is always restored. What was committed is wiped with the
-    rest and is for the caller to print: without a terminal it is printed as it comes.
+    A context manager, so that the terminal is always restored. Committed text is wiped at the end
+    and printed by the caller; without a terminal it is printed as it arrives.
     """
 
     def __init__(self, *, is_live: bool = True) -> None:
@@ -59,7 +58,7 @@ class CanvasView:
 
     @property
     def is_live(self) -> bool:
-        """True if drafts are drawn: they are wanted, and there is a terminal to draw on."""
+        """True if drafts are requested and there is a terminal."""
         return self.may_draw and self.live.console.is_terminal
 
     def __enter__(self) -> "CanvasView":
@@ -82,7 +81,7 @@ class CanvasView:
         self._update(self._tail())
 
     def _tail(self) -> Text:
-        """Return as much of the committed text as leaves room for a canvas."""
+        """Return as much committed text as fits above the canvas."""
         lines = self.committed.wrap(self.live.console, self.live.console.width)
         kept = lines[-max(3, self.live.console.height // 2) :] if len(self.committed) else []
         return Text("\n").join([*kept, Text()]) if kept else Text()
@@ -93,7 +92,7 @@ class CanvasView:
 
 
 class WordWrap:
-    """Prints text on stdout as it comes; on a terminal lines are broken between words only."""
+    """Prints text on stdout as it arrives; on a terminal it wraps between words."""
 
     def __init__(self) -> None:
         self.width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
@@ -138,9 +137,9 @@ def print_wrapped(text: str) -> None:
 
 
 def run_program(engine: Engine, program: Program[T], *, show: bool, doing: str) -> T:
-    """Run a program that reports drafts; with `show` they are drawn.
+    """Run a program; with `show`, draw its drafts.
 
-    Without it, a line on the terminal says which canvas is refined and how many seconds have gone.
+    Otherwise a status line on the terminal shows the current canvas and the seconds elapsed.
     """
     with CanvasView() if show else ProgressLine(doing) as view:
         for event in engine.follow(program):
@@ -177,14 +176,14 @@ class ProgressLine:
 
 
 def paint(draft: Draft) -> Text:
-    """Return the canvas as styled text, under a line with its progress."""
+    """Return the canvas as styled text under a status line."""
     accepted = sum(draft.accepted) / len(draft.accepted)
     heading = f"block {draft.block + 1} · step {draft.step} · {accepted:.0%} accepted\n"
     text = Text(heading, style="dim")
     for token, entropy, is_accepted, pinned in zip(
         draft.tokens, draft.entropy, draft.accepted, draft.pinned, strict=True
     ):
-        # A line break that is only noise would tear the canvas apart.
+        # A line break in noise would break the canvas into lines.
         shown = printable(token) if is_accepted else printable(token).replace("\n", "·")
         text.append(shown, style=style(entropy, accepted=is_accepted, pinned=pinned))
     return text
@@ -211,13 +210,13 @@ def is_shown(character: str) -> bool:
 
 
 class MessageReader(Protocol):
-    """Returns messages, one at a time; None at the end of input."""
+    """Returns one message at a time; None at the end of input."""
 
     def read(self) -> str | None: ...
 
 
 def is_open(message: str) -> bool:
-    """Return True if a message has begun with quotation marks that are not closed."""
+    """True if a message has unclosed quotation marks."""
     return message.lstrip().startswith(QUOTES) and message.count(QUOTES) == 1
 
 
@@ -245,7 +244,7 @@ class PipeReader:
 
 
 class TerminalReader:
-    """Reads messages with line editing; draws on stderr, so that stdout has the answers alone."""
+    """Reads messages with line editing; draws on stderr, so that stdout has only answers."""
 
     def __init__(self, commands: Iterable[str] = (), history: Path | None = None) -> None:
         from prompt_toolkit import PromptSession
@@ -299,9 +298,9 @@ def _key_bindings() -> "KeyBindings":
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keep what is typed during an answer off the screen; Ctrl-C still interrupts.
+    """Do not echo keys typed during an answer; Ctrl-C still interrupts.
 
-    Enter is kept as Enter, so that the next prompt takes such a line as if it were typed there.
+    Enter stays Enter, so that the next prompt takes such a line as typed there.
     """
     try:
         import termios

@@ -11,8 +11,8 @@ from dgemma.config.strict_json import sync_directory
 from dgemma.errors import DgemmaError, UsageError
 
 STDIN = "-"
-# Errors of replacing a writable file: a directory that is not ours, a file that is a mount point or
-# has further hard links, an owner that we may not set.
+# Errors of replacing a writable file: no write access to the directory, a mount point,
+# other hard links, or an owner that cannot be set.
 CANNOT_REPLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV, errno.EMLINK)
 
 
@@ -35,16 +35,16 @@ def read_text(argument: str) -> str:
 
 
 def check_writable(argument: str) -> None:
-    """Refuse a file that the result could not be written to, before any work."""
+    """Refuse a file that cannot be written, before any work."""
     if argument != STDIN and not os.access(argument, os.W_OK):
         raise UsageError(f"{argument} may not be written; change its mode, or print the result")
 
 
 def write_text(argument: str, text: str, read: str) -> None:
-    """Write the file, or stdout for `-`. A file that cannot be written stays unchanged.
+    """Write the file, or stdout for `-`.
 
-    So does one that no longer holds `read`, the text that the result was made from: somebody else
-    has written it meanwhile.
+    The file stays unchanged if writing fails, or if it no longer holds `read`, the text that the
+    result was made from: another program has changed it meanwhile.
     """
     if argument == STDIN:
         print_text(text)
@@ -54,7 +54,7 @@ def write_text(argument: str, text: str, read: str) -> None:
     try:
         _replace(path, data, old)
     except OSError as error:
-        if error.errno not in CANNOT_REPLACE:  # a full disk, say
+        if error.errno not in CANNOT_REPLACE:  # for example a full disk
             raise _write_error(argument, error) from None
         _overwrite(path, data, old, argument)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dgemma.train.checkpoint import Report
     from dgemma.train.command import TrainArgs
 
-LINE_SECONDS = 60  # between lines of progress, where there is no terminal
+LINE_SECONDS = 60  # between lines of progress without a terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def _run(args: "TrainArgs") -> "tuple[TrainingJob, list[str]]":
 
 
 class MinuteLines:
-    """Prints a line of progress on stderr, at most one a minute; `printed` changes."""
+    """Prints a line of progress on stderr, at most one per minute."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -106,7 +106,7 @@ class MinuteLines:
 
     def add(self, report: "Report") -> None:
         now = self.clock()
-        if self.first_step is None:  # of this process: a resumed run has taken steps before
+        if self.first_step is None:  # first step of this process, which may resume a run
             self.first_step, self.began = report.step, now
         if now - self.printed < LINE_SECONDS or report.step == report.steps:
             return
@@ -124,7 +124,7 @@ class MinuteLines:
 
 @contextmanager
 def _progress() -> "Iterator[tuple[Callable[[int, int], None], Callable[[Report], None]]]":
-    """Show progress on stderr: bars on a terminal, elsewhere a line a minute."""
+    """Show progress on stderr: bars on a terminal, else a line per minute."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining

@@ -1,12 +1,12 @@
-"""Constrains the canvases of a request to a grammar, left to right, while the rest is refined.
+"""Constrains the canvases of a request to a grammar, from left to right, during denoising.
 
-After each step the constrained prefix grows: tokens that the grammar forces are pinned at once;
-then, position by position, the likeliest allowed token, as long as the model is confident in it. It
-stops where the model is undecided, so that the next step is conditioned on what was pinned.
-Positions after the prefix are unconstrained.
+After each step the constrained prefix grows: tokens forced by the grammar are pinned at once, then,
+position by position, the most likely allowed token, as long as the model is confident in it. It
+stops where the model is undecided, so that the next step is conditioned on the new pins. Positions
+after the prefix are unconstrained.
 
-Only tokens that the matcher has consumed are ever committed, and a completion that fits the token
-budget is always known: a text can be finished at any time.
+Only tokens that the matcher has consumed are committed. A completion that fits the token budget is
+always known, so the text can be closed at any time.
 
 L canvas length, V vocabulary.
 """
@@ -32,48 +32,48 @@ from dgemma.diffusion.canvas import Canvas, Pins
 from dgemma.diffusion.logit_stats import HostStats
 from dgemma.diffusion.sampler import StepView
 
-MAX_DRAWS = 8  # AR: tokens without a completion that fits, before the known completion is followed
-LOGIT_POSITIONS = 16  # read together when a canvas must be finished
-CONFIDENT = 0.7  # probability from which a token is pinned at once
-PATIENCE = 1  # steps without progress before a token is pinned at any probability
-EXPECTED_SECONDS = 0.02  # of a first step, of which nothing is known
+MAX_DRAWS = 8  # AR: draws without a completion that fits, before the known one is followed
+LOGIT_POSITIONS = 16  # positions read together when a canvas must be finished
+CONFIDENT = 0.7  # a token with at least this probability is pinned at once
+PATIENCE = 1  # steps without progress before a token is pinned regardless
+EXPECTED_SECONDS = 0.02  # assumed for the first step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextState:
-    """A constrained text between two steps. A step replaces it, so that it can be taken back."""
+    """A constrained text between two steps. A step replaces it, so that it can be undone."""
 
-    completion: Completion | None  # the shortest known end of the text
-    budget: int = 0  # tokens the text may still take from the start of the block
-    num_tokens: int = 0  # of earlier blocks
+    completion: Completion | None  # the shortest known completion
+    budget: int = 0  # tokens left for the text at the start of the block
+    num_tokens: int = 0  # tokens of earlier blocks
     block: tuple[int, ...] = ()  # the constrained prefix of the current canvas
-    pins: Mapping[int, int] = field(default_factory=dict)  # tokens of it by position
+    pins: Mapping[int, int] = field(default_factory=dict)  # pinned tokens by position
     path: tuple[int, ...] = ()  # tokens from the end of the prefix to the last pin
-    max_steps: int = 0  # of the canvas
+    max_steps: int = 0  # step limit of the canvas
     is_complete: bool = False
-    is_closing: bool = False  # no completion is shorter than the known one
-    forced_from: int | None = None  # tokens of the text before the end that a limit forced
-    stalled: int = 0  # steps without a token since the last one
-    step: int = 0  # the last one, whose number a step that is done again has
-    before: "TextState | None" = None  # that step
-    seconds: float = EXPECTED_SECONDS  # that it took
-    fault: str = ""  # why the text cannot go on
+    is_closing: bool = False  # the known completion is the shortest
+    forced_from: int | None = None  # number of tokens before the part forced by a limit
+    stalled: int = 0  # consecutive steps without a new token
+    step: int = 0  # number of the last step; a repeated step has the same number
+    before: "TextState | None" = None  # state before that step
+    seconds: float = EXPECTED_SECONDS  # duration of that step
+    fault: str = ""  # why the text cannot continue
     error: Exception | None = None
 
     @property
     def tokens_left(self) -> int:
-        """Tokens the text may still take after the prefix."""
+        """Tokens left for the text after the prefix."""
         return self.budget - len(self.block)
 
 
 class ConstrainedCanvas:
-    """The constrained text of one request: the state that every step replaces, and its matcher."""
+    """The constrained text of one request: its state, replaced by each step, and its matcher."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.constraint, self.vocabulary = constraint, constraint.vocabulary
         self.matcher = constraint.matcher()
         self.state = TextState(completion=constraint.shortest)
-        self._at_start = self.state  # of the block, to which a canvas that failed returns
+        self._at_start = self.state  # start of the block, restored if the canvas is retried
 
     def _change(self, **fields: Any) -> None:
         self.state = replace(self.state, **fields)
@@ -91,7 +91,7 @@ class ConstrainedCanvas:
         self._change(budget=budget, fault=fault or self.state.fault)
 
     def begin_block(self, pins: Pins, max_steps: int) -> None:
-        """Start a canvas, or restart it: tokens of the last attempt are rolled back."""
+        """Start a canvas, or restart it after rolling back the last attempt."""
         state = self.state
         self.matcher.rollback(len(state.block))
         pairs = dict(zip(pins.positions, pins.tokens, strict=True))
@@ -113,7 +113,7 @@ class ConstrainedCanvas:
             self.start(min(state.budget, *stops))
 
     def end_block(self) -> list[int]:
-        """Return the tokens of the block, to be committed."""
+        """Return the tokens of the block to commit."""
         state, count = self.state, len(self.state.block)
         self._change(
             block=(), pins={}, budget=state.budget - count, num_tokens=state.num_tokens + count
@@ -134,9 +134,9 @@ class ConstrainedCanvas:
         return self.end_block()
 
     def apply(self, canvas: Canvas, view: StepView) -> Canvas:
-        """Extend the prefix after a step, and pin it; errors go to the state and are not raised.
+        """Extend the prefix after a step and pin it; errors are stored in the state, not raised.
 
-        If a pass failed after this call, the same step may come again and is undone first.
+        If a pass fails after this call, the same step is repeated, and the first attempt undone.
         """
         before, begin = self.state, time.perf_counter()
         if before.step == canvas.num_steps and before.before is not None:
@@ -155,7 +155,7 @@ class ConstrainedCanvas:
         return replace(canvas, converged=torch.ones_like(canvas.converged))
 
     def next_token(self, logits_V: Tensor, draw: Callable[[Tensor], int]) -> int:
-        """AR: draw the next token among the allowed; a stop id ends the text."""
+        """AR: draw the next allowed token; a stop id ends the text."""
         begin = time.perf_counter()
         token = self._next_token(logits_V, draw)
         self._change(seconds=time.perf_counter() - begin)
@@ -179,17 +179,17 @@ class ConstrainedCanvas:
         return self._next_of_completion()
 
     def consume(self, tokens: Sequence[int]) -> list[int]:
-        """Consume tokens; returns those that the grammar allows."""
+        """Consume tokens; return those that the grammar allows."""
         return list(tokens[: self.matcher.consume(list(tokens))])
 
     def extend(self, consumed: list[int]) -> list[int]:
-        """Extend the prefix by consumed tokens; returns those that leave room for a completion.
+        """Extend the prefix by consumed tokens; return those that leave room for a completion.
 
         The others are rolled back.
         """
         known = self.state.completion
         completion = self.matcher.complete(self.state.tokens_left - len(consumed), known)
-        self._change(forced_from=None)  # the model goes on by itself
+        self._change(forced_from=None)  # the model decides again
         if completion is not None:
             self._append(consumed, completion)
             return consumed
@@ -215,7 +215,7 @@ class ConstrainedCanvas:
         return self.state.completion
 
     def _must_close(self) -> bool:
-        """Return True if only the shortest completion fits. The known one may be longer."""
+        """True if only the shortest completion fits. The known one may be longer."""
         is_tight = len(self._known_completion().tokens) >= self.state.tokens_left
         if not is_tight and not self.matcher.search_exhausted:
             return False
@@ -229,7 +229,7 @@ class ConstrainedCanvas:
         return shorter is None
 
     def _next_of_completion(self) -> int:
-        """Return the next token of the known completion, or a stop where the text has ended."""
+        """Return the next token of the known completion, or a stop at the end of the text."""
         return next(iter(self._follow_completion(1)), self.vocabulary.stops[0])
 
     def _follow_completion(self, count: int) -> list[int]:
@@ -246,7 +246,7 @@ class ConstrainedCanvas:
         return list(tokens)
 
     def _note_forced(self, completion: Sequence[int]) -> None:
-        """Note where a limit, and not the grammar alone, begins to decide the rest of the text."""
+        """Record where a limit starts to force the rest of the text."""
         if self.state.forced_from is None and completion:
             pairs = zip(completion, forced := self.matcher.forced(), strict=False)
             num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(forced))
@@ -281,7 +281,7 @@ class ConstrainedCanvas:
         step.run()
         appended = self.extend(step.consumed) if step.consumed else []
         if len(appended) < len(step.consumed):
-            step.stop = None  # it followed tokens that were rolled back
+            step.stop = None  # it was reached after tokens that are now rolled back
         if step.stop is not None:
             self._change(is_complete=True)
         if step.consumed and not appended:
@@ -309,9 +309,9 @@ class ConstrainedCanvas:
         )
 
     def _without_early_stops(self, canvas: Canvas, view: StepView) -> Canvas:
-        """Renoise stops where the text cannot have ended yet, and drop their self-conditioning.
+        """Renoise stops where the text cannot end yet, and drop their self-conditioning.
 
-        The model would take them for its end, and condition the positions before them on it.
+        Otherwise the model would take them for its end and condition earlier positions on it.
         """
         first_end = 0
         if not self.state.is_complete:
@@ -351,7 +351,7 @@ class ConstrainedCanvas:
 
 
 class _PrefixStep:
-    """Extends the prefix by one step: `consumed` tokens, and the `stop` id it reached, if any."""
+    """Extends the prefix by one step: `consumed` tokens, and the `stop` id reached, if any."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ class _PrefixStep:
         self.consumed: list[int] = []
         self.stop: int | None = None
         self._num_chosen = 0
-        self._diverged = False  # from the model's own tokens, so that it must take another step
+        self._diverged = False  # diverged from the model's tokens: another step is needed
         self._logits_by_position: dict[int, Tensor] = {}
 
     def run(self) -> None:
@@ -380,7 +380,7 @@ class _PrefixStep:
             self.stop = self.stops[0]
 
     def confident_prefix(self, path: Sequence[int], pins: Mapping[int, int]) -> list[int]:
-        """Return the part of a path that is pinned now."""
+        """Return the part of a path to pin now."""
         tokens: list[int] = []
         for position, token in enumerate(path, self.begin):
             is_confident = self.tops[position] == token and self.top_p[position] >= CONFIDENT
@@ -400,14 +400,14 @@ class _PrefixStep:
         return bool(forced)
 
     def _take_likeliest(self) -> bool:
-        """Consume the likeliest allowed token, if the model is confident or progress is due."""
+        """Consume the most likely allowed token, if the model is confident or progress is due."""
         is_due = self._num_chosen < self.min_tokens
         if self._diverged and not is_due:
             return False
         position = self.begin + len(self.consumed)
         top = self.tops[position]
         token, p = self._likeliest(position)
-        # A model that is confident in a token that is not allowed will not change its mind.
+        # A model that is confident in a disallowed token rarely changes.
         is_stuck = token != top and top not in self.stops and self.top_p[position] >= CONFIDENT
         if not (is_due or is_stuck or p >= CONFIDENT):
             return False
@@ -422,7 +422,7 @@ class _PrefixStep:
         return True
 
     def _likeliest(self, position: int) -> tuple[int, float]:
-        """Return the likeliest allowed token and its probability; the top token needs no logits."""
+        """Return the most likely allowed token and its probability; the argmax needs no logits."""
         top = self.tops[position]
         is_stop = top in self.stops
         if self.matcher.is_accepting if is_stop else self.matcher.consume([top]):
@@ -431,7 +431,7 @@ class _PrefixStep:
         return likeliest(self._logits_at(position), self.matcher.allowed())
 
     def _logits_at(self, position: int) -> Tensor:
-        """Read logits one by one, or several together where all positions must be decided."""
+        """Read logits position by position, or several together if all must be decided."""
         if position not in self._logits_by_position:
             count = LOGIT_POSITIONS if self.min_tokens > 1 else 1
             positions = range(position, min(position + count, len(self.tops)))

@@ -1,7 +1,7 @@
-"""Constraints as llguidance grammars: JSON Schema, regex, Lark grammar or choices.
+"""Compiles constraints to llguidance grammars: JSON Schema, regex, Lark grammar or choices.
 
-Unsupported constraints are refused by name before any work: a keyword, a lookaround, a schema that
-nothing fits. An unknown `format` is an annotation and constrains nothing.
+Unsupported constraints are refused by name before any work, such as a keyword, a lookaround, or a
+schema that no value fits. An unknown `format` is an annotation and constrains nothing.
 """
 
 import json
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 MAX_NESTING = 200
 CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
-SET_SYNTAX = re.compile(r"(\\.)|[\[&~]", re.DOTALL)  # inside a class
-EXCERPT = re.compile(r"<state>|\n +\d+ \|")  # inner state and lines of source in error messages
-# On one line, with or without a space after separators as the model prefers: an unfamiliar form
+SET_SYNTAX = re.compile(r"(\\.)|[\[&~]", re.DOTALL)  # in a character class
+EXCERPT = re.compile(r"<state>|\n +\d+ \|")  # internals of llguidance in error messages
+# On one line, with or without a space after separators as the model prefers: an unfamiliar format
 # costs more than whitespace does. A schema's own "x-guidance" may choose otherwise.
 STYLE: "JsonCompileOptions" = {
     "item_separator": ", ?",
     "key_separator": ": ?",
     "whitespace_flexible": False,
 }
-# Raised on the way through a schema whose keywords have values of other types.
+# Raised for schemas whose keywords have values of wrong types.
 MALFORMED = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 # No schema may weaken the guarantee.
 STRICT: "JsonCompileOptions" = {"lenient": False, "coerce_one_of": False}
@@ -43,7 +43,7 @@ STRICT: "JsonCompileOptions" = {"lenient": False, "coerce_one_of": False}
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint, checked and in llguidance's form."""
+    """A checked constraint in llguidance's format."""
 
     kind: str  # schema, regex, grammar, choices or tools, as given by the user
     source: str
@@ -59,12 +59,12 @@ class ConstraintArgs(TypedDict, total=False):
     regex: str
     grammar: str
     choices: Sequence[str]
-    tools: Sequence[Tool]  # calls of these: see tool_grammar.py
-    tool_choice: str  # with tools: required (the default), auto, or the name of one
+    tools: Sequence[Tool]  # tools to call: see tool_grammar.py
+    tool_choice: str  # with tools: required (default), auto, or the name of a tool
 
 
 def read_constraint(args: ConstraintArgs) -> Grammar:
-    """Return the grammar of the constraint that is given; tools excepted."""
+    """Return the grammar of a constraint other than tools."""
     readers: Mapping[str, Callable[[Any], Grammar]] = {
         "schema": schema_grammar,
         "regex": regex_grammar,
@@ -74,7 +74,7 @@ def read_constraint(args: ConstraintArgs) -> Grammar:
     present = {name: value for name, value in args.items() if value is not None}
     if len(present) != 1 or not present.keys() <= readers.keys():
         names = " and ".join(present) or "nothing"
-        raise UsageError(f"{names} is given; hold a text to one of {', '.join(readers)} or tools")
+        raise UsageError(f"{names} is given; give exactly one of {', '.join(readers)} or tools")
     ((name, value),) = present.items()
     return readers[name](value)
 
@@ -83,7 +83,7 @@ def schema_grammar(schema: Mapping[str, Any] | str | bool) -> Grammar:
     """Constrain to JSON that fits a schema, given as a mapping or as JSON text."""
     schema = _read_schema(schema)
     if schema is False:
-        raise UsageError("the schema is false, which nothing fits; give one that something fits")
+        raise UsageError("the schema is false, so no value fits it; give another")
     normal = _normalize({} if schema is True else schema)
     plain, has_unique = strip_unique(normal)
     grammar = _schema_grammar(plain)
@@ -109,7 +109,7 @@ def _schema_grammar(plain: Any) -> Grammar:
 
 
 def _supported_schema(schema: Any) -> Grammar:
-    """Compile a schema of keywords that llguidance has."""
+    """Compile a schema that uses only keywords supported by llguidance."""
     try:
         source = _library().grammar_from_json_schema(
             json.dumps(schema), defaults=STYLE, overrides=STRICT
@@ -125,7 +125,7 @@ def regex_grammar(regex: str) -> Grammar:
 
 
 def lark_grammar(grammar: str) -> Grammar:
-    """Constrain to text of a Lark grammar, from its rule `start`."""
+    """Constrain to the language of a Lark grammar, from its rule `start`."""
     return checked_lark("grammar", grammar)
 
 
@@ -171,10 +171,10 @@ def _read_schema(schema: Mapping[str, Any] | str | bool) -> Any:
 
 
 def _normalize(schema: Any, depth: int = 0) -> Any:
-    """Remove formats that llguidance does not know, and write patterns in its dialect.
+    """Remove formats unknown to llguidance, and rewrite patterns in its dialect.
 
-    Unknown formats are annotations. Covers the whole schema, since a reference may point anywhere;
-    a property called format or pattern has a schema, not a string, and stays.
+    Unknown formats are annotations. Covers the whole schema, since a reference may point anywhere.
+    A property named format or pattern holds a schema, not a string, and stays.
     """
     if depth > MAX_NESTING:
         raise UsageError(f"the schema nests deeper than {MAX_NESTING} levels; flatten it")

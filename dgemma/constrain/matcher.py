@@ -1,4 +1,4 @@
-"""Matches tokens against a grammar: allowed and forced tokens, rollback, completion in time.
+"""Matches tokens against a grammar: allowed and forced tokens, rollback, completions in budget.
 
 V vocabulary.
 """
@@ -23,21 +23,21 @@ from dgemma.errors import DgemmaError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_BYTES_PER_TOKEN = 8  # of a completion, on average
+MAX_BYTES_PER_TOKEN = 8  # mean bytes per token of a completion
 MAX_COMPLETION_BYTES = 2048
-MAX_PATH_TOKENS = 4000  # tokens consumed before a path through pins is given up
-PATH_BRANCHES = 12  # single bytes tested at a position
-GATHER_FRACTION = 4  # below 1 / 4 of the vocabulary, gathering the allowed beats masking the others
-MASKED = 1e30  # subtracted from logits that are not allowed
+MAX_PATH_TOKENS = 4000  # tokens consumed before the search of a path through pins stops
+PATH_BRANCHES = 12  # single bytes tried per position
+GATHER_FRACTION = 4  # below 1/4 of the vocabulary, gather instead of masking
+MASKED = 1e30  # subtracted from the logits of disallowed tokens
 
 
 class ConstraintFault(DgemmaError):
-    """A text cannot follow its grammar any further: no path, or llguidance's limits."""
+    """The text cannot follow its grammar: there is no path, or llguidance's limits are reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Tokens that end a text, and the same in single bytes, of which `begin` come before."""
+    """Tokens that complete a text, and the same as single bytes after the first `begin` bytes."""
 
     tokens: tuple[int, ...]
     byte_tokens: tuple[int, ...]
@@ -71,7 +71,7 @@ class Constraint:
 
     @cached_property
     def shortest(self) -> Completion | None:
-        """The shortest text, as far as the search finds one."""
+        """The shortest text that the search finds."""
         return self.matcher().complete(MAX_COMPLETION_BYTES)
 
 
@@ -93,10 +93,10 @@ class Matcher:
         unique: UniqueState | None = None,
     ) -> None:
         self.vocabulary, self._search = vocabulary, search
-        self._unique = [unique]  # before the first token and after each
+        self._unique = [unique]  # state before the first token and after each one
         self._tokens, self._bytes = tokens, in_bytes
-        self._pending: list[int] = []  # tokens that the byte matcher has not consumed yet
-        self._byte_counts: list[int] = []  # of the tokens that it has consumed
+        self._pending: list[int] = []  # tokens not yet consumed by the byte matcher
+        self._byte_counts: list[int] = []  # byte counts of the tokens it has consumed
         self.search_exhausted = False  # the byte matcher reached llguidance's limits
 
     @property
@@ -111,7 +111,7 @@ class Matcher:
 
     @property
     def is_stopped(self) -> bool:
-        """True if no token may come."""
+        """True if no token may follow."""
         return self._tokens.is_stopped()
 
     @property
@@ -120,9 +120,9 @@ class Matcher:
         return unique is not None and unique.is_violated
 
     def consume(self, ids: Sequence[int]) -> int:
-        """Consume as many of these tokens as the grammar allows; returns their number.
+        """Consume as many of these tokens as the grammar allows; return how many.
 
-        A stop id is never consumed: it is not part of the text.
+        Stop ids are never consumed: they are not part of the text.
         """
         ids = list(takewhile(lambda token: token not in self.vocabulary.stops, ids))
         count = self._tokens.try_consume_tokens(ids)
@@ -155,7 +155,7 @@ class Matcher:
         return forced
 
     def forced_byte(self) -> list[int]:
-        """Return the next forced byte as a token of its own, if there is one."""
+        """Return the next forced byte as a token, if there is one."""
         forced = self._tokens.compute_ff_bytes()[:1]
         self._check()
         is_text = forced not in (b"", b"\xff")  # a control id may be forced
@@ -172,10 +172,10 @@ class Matcher:
     def complete(
         self, limit: int, known: Completion | None = None, *, is_brief: bool = False
     ) -> Completion | None:
-        """Search a completion of the text of at most `limit` tokens; None: none was found.
+        """Search a completion of at most `limit` tokens; None if none is found.
 
-        `known` is the completion of an earlier state of the same text; it saves most of the search.
-        A brief search may miss completions.
+        `known`, the completion of an earlier state of the same text, saves most of the search. A
+        brief search may miss completions.
         """
         self._catch_up()
         if self.search_exhausted or self._is_violated:
@@ -215,7 +215,7 @@ class Matcher:
 
 
 def likeliest(logits_V: Tensor, allowed: TokenMask) -> tuple[int, float]:
-    """Return the likeliest allowed token, and its probability among the allowed."""
+    """Return the most likely allowed token, and its probability among the allowed ones."""
     ids = np.flatnonzero(allowed)
     if len(ids) <= len(allowed) // GATHER_FRACTION:
         p, index = logits_V[torch.from_numpy(ids).to(logits_V.device)].softmax(-1).max(-1)
@@ -237,10 +237,10 @@ def mask_logits(logits_V: Tensor, allowed: TokenMask) -> Tensor:
 def path_through_pins(
     matcher: Matcher, tops: Sequence[int], pins: Sequence[int | None], known: Sequence[int]
 ) -> list[int] | None:
-    """Find a token for each position of `pins`, where None is open; the matcher consumes them.
+    """Find a token for each position of `pins` (None: open) and consume them.
 
-    Depth-first: the model's own tokens (`tops`) first, then those of the `known` path, then forced
-    text, then single bytes. None: no path was found, and the matcher is as before.
+    Depth-first: the model's tokens (`tops`) first, then those of the `known` path, then forced
+    text, then single bytes. Returns None if there is no path; the matcher is then unchanged.
     """
     path: list[int] = []
     branches = [_branches(matcher, 0, tops, pins, known)]

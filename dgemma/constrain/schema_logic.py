@@ -1,8 +1,8 @@
-"""Negation and disjointness of JSON Schemas, as far as JSON Schema itself can express them.
+"""Negation and disjointness of JSON Schemas, as far as JSON Schema can express them.
 
-A negation is a list of schemas that each exclude the original: what fits one of them does not fit
-it. They need not cover all that does not fit. A conflict is a proof that no value fits all of some
-schemas; without one they may still be disjoint. Keywords that an older draft ignores are not used.
+A negation is a list of schemas, none of which shares a value with the original; together they need
+not cover the whole complement. A conflict is a proof that no value fits all given schemas; without
+a proof they may still be disjoint. Keywords that an older draft ignores are not used.
 """
 
 import json
@@ -20,7 +20,7 @@ MAX_EXCLUDED = 600  # characters of strings that a pattern excludes
 
 
 class SchemaLogic:
-    """Negation and conflicts of the schemas inside one root schema."""
+    """Negation and conflicts of schemas within one root schema."""
 
     def __init__(self, root: Schema) -> None:
         self.root, self.proof_steps = root, 0
@@ -35,9 +35,10 @@ class SchemaLogic:
         self._has_one_base = not any(_has_id(node) for node in nested)
 
     def negate(self, schema: Schema, names: Sequence[str] = ()) -> list[Schema]:
-        """Return schemas that exclude `schema`: no value fits it and one of them.
+        """Return schemas that share no value with `schema`.
 
-        `names` are properties that an object may have: one that `schema` forbids excludes it.
+        `names` are properties that an object may have: a property that `schema` forbids excludes
+        it.
         """
         return list(islice(self._negations(schema, names, 0), MAX_NEGATIONS))
 
@@ -93,7 +94,7 @@ class SchemaLogic:
         return list(islice(self._negations(schema, names, depth + 1), MAX_INNER_NEGATIONS))
 
     def conflict(self, schemas: Sequence[Schema], depth: int = 0) -> bool:
-        """Return True if it is proven that no value fits all of these schemas."""
+        """True if it is proven that no value fits all of these schemas."""
         flat = self.flatten(schemas)
         if any(schema is False for schema in flat):
             return True
@@ -150,7 +151,7 @@ class SchemaLogic:
         return const + ([schema["enum"]] if isinstance(schema.get("enum"), list) else [])
 
     def _fixed_values(self, nodes: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """Return the values that `enum` and `const` leave, as JSON; None: all."""
+        """Return the values allowed by `enum` and `const`, as JSON; None: all."""
         sets = [set(map(_key, vs)) for node in nodes for vs in self._value_lists(node)]
         return sorted(set.intersection(*sets)) if sets else None
 
@@ -178,7 +179,7 @@ class SchemaLogic:
 
 
 def follow(root: Schema, target: object) -> Any:
-    """Return what a JSON pointer leads to; None: nothing."""
+    """Return the target of a JSON pointer, or None."""
     if not isinstance(target, str) or not target.startswith("#"):
         return None
     value = root
@@ -233,7 +234,7 @@ def required_names(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _is_closed(schema: Mapping[str, Any]) -> bool:
-    """Return True if an object may have declared properties only."""
+    """True if an object may have declared properties only."""
     return schema.get("additionalProperties") is False and not schema.get("patternProperties")
 
 
@@ -262,7 +263,7 @@ def _is_number(value: object) -> bool:
 
 
 def _exclude(values: Sequence[Any]) -> list[Schema]:
-    """Return schemas of all values other than these, as far as they can be written."""
+    """Return schemas of all other values, as far as they can be expressed."""
     strings = [value for value in values if isinstance(value, str)]
     numbers = sorted({value for value in values if _is_number(value)})
     present = {name for value in values for name in _types_of(value)}
@@ -293,7 +294,7 @@ def _types_of(value: Any) -> set[str]:
 
 
 def _other_than(texts: set[str]) -> str:
-    """Return a regular expression of all texts but these."""
+    """Return a regular expression for all other texts."""
     rest: dict[str, set[str]] = {}
     for text in texts:
         if text:

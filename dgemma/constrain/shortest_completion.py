@@ -1,13 +1,13 @@
 """Searches a short completion of a text: bytes after which its grammar accepts.
 
-llguidance says which bytes may come next, not how far the end is. So the end is searched on the
+llguidance tells which bytes may come next, not how far the end is. So the end is searched on the
 byte vocabulary, shortest paths first. Of states at the same distance that allow the same bytes only
-a few are expanded, and steps that change the state come first: the path that closes all that is
-open is always among them. A step is a byte or a literal: a text that part of the grammar needs. The
-result is short, and mostly the shortest.
+a few are expanded, and steps that change the state come first: the path that closes everything open
+is always among them. A step is a byte or a literal, a text that some part of the grammar requires.
+The result is short, and usually the shortest.
 
-Literals shortcut patterns that may occur anywhere in a string: all bytes are allowed until such a
-pattern is complete, so single bytes give no direction. They never decide what is allowed.
+Literals are shortcuts for patterns that may match anywhere in a string: all bytes are allowed until
+the pattern is complete, so single bytes give no direction. Literals never decide what is allowed.
 """
 
 import heapq
@@ -36,10 +36,10 @@ TokenMask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 # First bytes that close or separate, then those of whole values, last those that open a value.
 CLOSING = b"}])\"'>"
-IDLE = b"\\ \t\n"  # escapes and spaces bring no end nearer
+IDLE = b"\\ \t\n"  # escapes and spaces bring the end no nearer
 PREFERRED = CLOSING + b"\n,:; 01ntfaA.-+/=|TZxe_#*23456789\\<[{("
 
-MAX_ALIKE = 3  # states at one distance expanded though they allow the same bytes
+MAX_ALIKE = 3  # states expanded per distance and set of allowed bytes
 MAX_STRUCTURAL = 6  # allowed bytes between values
 MIN_FREE_TEXT = 24  # allowed bytes inside free text
 
@@ -53,8 +53,8 @@ class SearchLimits:
     states: int  # visited in all
 
 
-MAX_SECONDS = 5.0  # of a search that is not brief: some grammars make each state expensive
-MAX_TAIL_WORK = (1 << 14, 1 << 15, 1 << 15)  # bytes that one search tests in known completions
+MAX_SECONDS = 5.0  # limit of a full search: some grammars make each state expensive
+MAX_TAIL_WORK = (1 << 14, 1 << 15, 1 << 15)  # bytes tested in known completions, per search
 BRIEF = SearchLimits(width=8, branches=12, states=1_000)
 QUICK = SearchLimits(width=12, branches=16, states=8_000)
 THOROUGH = SearchLimits(width=24, branches=256, states=8_000)
@@ -65,7 +65,7 @@ class _State:
     matcher: "LLMatcher"
     path: tuple[int, ...]
     allowed: TokenMask
-    idle: int  # bytes of the path that brought no end nearer: free text, spaces
+    idle: int  # bytes of the path without progress: free text, spaces
     unique: UniqueState | None
 
     @property
@@ -74,7 +74,7 @@ class _State:
 
     @property
     def crowd(self) -> tuple[bytes, int]:
-        """Equal for states of which a few are expanded."""
+        """Key of states that are alike; few of each are expanded."""
         return self.key, 0 if self.unique is None else hash(self.unique.open_items)
 
 
@@ -100,10 +100,10 @@ class CompletionSearch:
         is_brief: bool = False,
         unique: UniqueState | None = None,
     ) -> list[int] | None:
-        """Return bytes that complete the matcher's text; None: none found up to `limit`.
+        """Return bytes that complete the text; None if none are found within `limit`.
 
-        A brief search may miss completions, or return longer ones. `unique` is the state of
-        `uniqueItems` in the text.
+        A brief search may miss completions or return longer ones. `unique` is the `uniqueItems`
+        state of the text.
         """
         if matcher.is_accepting():
             return []
@@ -133,7 +133,7 @@ class CompletionSearch:
         max_states: int,
         prefer_literals: bool = False,
     ) -> list[int] | None:
-        """Follow the first child greedily: the path is long, but no width limit cuts it off."""
+        """Follow the first child greedily: a long path that no width limit cuts off."""
         visited = 0
         while len(state.path) <= limit and visited < max_states:
             if state.matcher.is_accepting():
@@ -157,7 +157,7 @@ class CompletionSearch:
         limits: SearchLimits,
         deadline: float = inf,
     ) -> list[int] | None:
-        serial = count()  # of paths equally long and idle, the first found is expanded first
+        serial = count()  # breaks ties in the order of discovery
         heap = [(0, 0, next(serial), start)]
         seen: dict[int, list[tuple[bytes, int]]] = {}
         while heap and next(serial) < limits.states and time.monotonic() < deadline:
@@ -228,21 +228,21 @@ class CompletionSearch:
 
 
 class KnownCompletion:
-    """A completion of an earlier state of the same text, for one search: a tail may do here.
+    """A completion of an earlier state of the same text, for one search: its tail may fit here.
 
-    `offset` is the number of bytes that the text has grown by since.
+    `offset` is the number of bytes added to the text since.
     """
 
     def __init__(self, byte_tokens: Sequence[int], offset: int) -> None:
         self.byte_tokens, self.offset = list(byte_tokens), offset
-        self._work = list(MAX_TAIL_WORK)  # that is left, of each order of tails
+        self._work = list(MAX_TAIL_WORK)  # work left for each order of tails
 
     def tail(self, matcher: "LLMatcher", num_more: int) -> list[int] | None:
-        """Return a tail that completes a text which has grown by `num_more` bytes more.
+        """Return a tail that completes the text extended by `num_more` bytes.
 
-        It is the shortest, unless that takes too much work: testing all takes the square of their
-        length. Then it is one that lacks no more bytes than the text has grown by, the shortest of
-        these if it is found soon, else the longest.
+        It is the shortest one unless testing all, which is quadratic, exceeds the work limit. Then
+        it is one that lacks no more bytes than the text has grown by: the shortest if found in
+        time, else the longest.
         """
         grown, length = self.offset + num_more, len(self.byte_tokens)
         orders = range(length - 1, -1, -1), range(grown, -1, -1), range(min(grown, length))

@@ -48,7 +48,7 @@ BARE_KEY = re.compile(r"[^\s:,{}\[\]\\\"']+")
 
 
 def grammar_of(args: ConstraintArgs, tokenizer: Tokenizer) -> Grammar:
-    """Return the grammar of the constraint that is given, tools included."""
+    """Return the grammar of a constraint, including tools."""
     present: dict[str, Any] = {n: value for n, value in args.items() if value is not None}
     others = [name for name in present if name not in ("tools", "tool_choice")]
     if len(others) == len(present):
@@ -60,7 +60,7 @@ def grammar_of(args: ConstraintArgs, tokenizer: Tokenizer) -> Grammar:
 
 
 def call_grammar(tools: Sequence[Tool], tokenizer: Tokenizer, choice: str = "required") -> Grammar:
-    """Constrain to one call of any tool or of the named one; `auto`: text, then calls, if any."""
+    """Constrain to one call of any tool or of the named one; `auto`: text, then optional calls."""
     if not tools:
         raise UsageError("there are no tools to call; declare at least one")
     names = [tool.name for tool in tools]
@@ -78,7 +78,7 @@ def call_grammar(tools: Sequence[Tool], tokenizer: Tokenizer, choice: str = "req
 
 
 class _GrammarWriter:
-    """Writes the rules of a grammar; a rule that is None cannot be matched."""
+    """Writes the rules of a grammar; a rule of None cannot be matched."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         names, ids = (TOOL_CALL, TOOL_CALL_END, STRING_QUOTE), tokenizer.control_ids
@@ -192,7 +192,7 @@ class _GrammarWriter:
 
     def _fields(self, fields: Sequence[tuple[str, bool]]) -> str:
         """Return the rule of these fields in their order, with commas between those present."""
-        rest, rest_after = "", ""  # the later fields, if none or some were written before
+        rest, rest_after = "", ""  # the later fields, after none or some earlier fields
         for field, is_required in reversed(fields):
             rule = self._rule(field)
             start, after = f"{rule} {rest_after}", f'"," {rule} {rest_after}'

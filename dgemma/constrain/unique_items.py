@@ -1,9 +1,9 @@
-"""Tracks `uniqueItems` while JSON is written, byte by byte: no grammar can compare items.
+"""Tracks `uniqueItems` byte by byte while JSON is written: a grammar cannot compare items.
 
-At each position of the text the schema nodes that may apply there are known. If one of them has
-`uniqueItems`, the items of the array are compared as they end; a repeated one is a violation. Where
-only some of the nodes have it, the array is unique all the same: the text then fits every node.
-Keys of objects with `minProperties` are compared too: a grammar counts a repeated one twice.
+At each position the schema nodes that may apply are known. If one of them has `uniqueItems`, the
+array's items are compared when they end, and a repeated item is a violation. If only some of the
+nodes have it, the array is kept unique too, so the text fits every node. Keys of objects with
+`minProperties` are compared as well: a grammar counts a repeated key twice.
 """
 
 import json
@@ -45,7 +45,7 @@ class _Frame:
     nodes: Nodes
     is_array: bool
     is_unique: bool = False  # items or keys are compared
-    item_start: int | None = None  # of the present item or value
+    item_start: int | None = None  # start of the current item or value
     index: int = 0
     key: str | None = None  # None: a key comes next
     seen: frozenset[Any] = field(default=frozenset())
@@ -196,7 +196,7 @@ class UniqueItems:
             yield from _mapping(schema, keyword).values()
 
     def _resolve(self, target: object) -> Any:
-        """Return the target of a reference; one that is not followed makes all arrays unique."""
+        """Return the target of a reference; an unresolvable one makes all arrays unique."""
         schema = follow(self.document, target)
         return EVERYWHERE if schema is None else schema
 

@@ -1,7 +1,7 @@
-"""The ids of a tokenizer as llguidance reads them: exact bytes for text, names for control ids.
+"""A tokenizer's vocabulary as llguidance reads it: bytes for text, names for control ids.
 
-Two vocabularies share the same ids. The full one matches tokens. The byte vocabulary keeps only
-single bytes and control ids, so that a grammar can be searched byte by byte at low cost.
+There are two vocabularies with the same ids. The full one matches tokens. The byte vocabulary has
+only single bytes and control ids, so that a grammar can be searched byte by byte.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class Vocabulary:
         return split
 
     def merge(self, split: Sequence[int]) -> list[int]:
-        """Merge single bytes into the tokens that the tokenizer itself would use."""
+        """Merge single bytes into the tokens that the tokenizer would use."""
         ids: list[int] = []
         run = bytearray()
         for token in split:
@@ -72,7 +72,7 @@ class Vocabulary:
 
 
 class _TokenizerAdapter:
-    """The attributes that llguidance reads of a tokenizer."""
+    """The tokenizer attributes that llguidance reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -80,7 +80,7 @@ def _check_mode(params: SamplingParams) -> None:
         raise UsageError(f"mode {mode!r} is not known; use {', '.join(MODES)}")
     if mode == "hybrid" and (params.pins != NO_PINS or params.initial_canvas):
         raise UsageError(
-            "hybrid mode takes no pins or initial canvas: where its canvases begin is not known"
+            "hybrid mode cannot honour pins or an initial canvas: where it begins is not known"
         )
     of_canvases = {
         "pins": params.pins != NO_PINS,

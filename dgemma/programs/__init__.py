@@ -1,1 +1,1 @@
-"""Programs: features that take several tasks of the engine, as generators that yield them."""
+"""Programs: features that need several tasks of the engine, as generators that yield tasks."""

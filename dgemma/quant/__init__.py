@@ -1,1 +1,1 @@
-"""Quantized weight formats: values with scales, and modules that hold them."""
+"""Quantized weight formats: values with scales, and modules with quantized weights."""

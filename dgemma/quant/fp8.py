@@ -18,13 +18,13 @@ from dgemma.quant.qtensor import QTensor
 
 E4M3 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-MIN_AMAX = 1e-12  # a row of zeros has a scale too
-MIN_CAPABILITY = (8, 9)  # of a GPU with fp8 arithmetic
-VOCAB_PIECE = 1 << 14  # rows of a vocabulary that are dequantized together
+MIN_AMAX = 1e-12  # keeps the scale of a zero row positive
+MIN_CAPABILITY = (8, 9)  # lowest compute capability with fp8 arithmetic
+VOCAB_PIECE = 1 << 14  # vocabulary rows dequantized together
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """True if the device has fp8 arithmetic; a CPU computes by definition."""
+    """True if the device has fp8 arithmetic; a CPU uses the reference."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
@@ -38,7 +38,7 @@ def quantize(x: Tensor) -> QTensor:
 
 @torch.no_grad()
 def quantize_stacked(weight_EOD: Tensor) -> QTensor:
-    """Quantize expert by expert, so that no float32 copy of the whole is made."""
+    """Quantize one expert at a time, without a float32 copy of all."""
     values = torch.empty(weight_EOD.shape, dtype=E4M3, device=weight_EOD.device)
     scale = torch.empty(weight_EOD.shape[:2], dtype=torch.float32, device=weight_EOD.device)
     for index, weight_OD in enumerate(weight_EOD):
@@ -62,7 +62,7 @@ def fp8_grouped(weight_EOD: QTensor) -> GroupedLinear:
 
 
 def fp8_logits(hidden_TD: Tensor, weight: "LinearWeight") -> Tensor:
-    """Multiply by an fp8 LM head, a piece of the vocabulary at a time."""
+    """Multiply by an fp8 LM head, one slice of the vocabulary at a time."""
     assert weight.scale_O is not None
     rows_TD = quantize(hidden_TD).dequantize()
     pieces = zip(*(torch.split(x, VOCAB_PIECE) for x in weight), strict=True)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def fp8_logits(hidden_TD: Tensor, weight: "LinearWeight") -> Tensor:
 
 
 class LinearWeight(NamedTuple):
-    """The stored weight of a linear; in fp8 it has a scale for each output."""
+    """The stored weight of a linear; in fp8 with a scale per output."""
 
     values_OI: Tensor
     scale_O: Tensor | None = None

@@ -1,11 +1,11 @@
-"""GGUF block formats: dequantization of each ggml type, and modules whose weights stay packed.
+"""GGUF block formats: dequantization of each ggml type, and modules with packed weights.
 
-A row of a matrix is a run of blocks; a block of B bytes holds N weights with their scales. Layouts
-are those of ggml's `ggml-common.h`. Every product here is exact in float32 and at most one sum
-rounds, so the values equal ggml's bit for bit, with or without fused multiply-add.
+A matrix row is a sequence of blocks; a block of B bytes holds N weights with their scales. Layouts
+are those of ggml's `ggml-common.h`. Every product is exact in float32 and at most one sum rounds,
+so the values equal ggml's bit for bit, with or without fused multiply-add.
 
-R blocks, B bytes of a block, N weights of a block, G groups of a block that share a scale;
-T tokens, D width, K experts per token, E experts, O outputs, I inputs.
+R blocks, B bytes of a block, N weights of a block, G groups of a block that share a scale; T
+tokens, D width, K experts per token, E experts, O outputs, I inputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dgemma.model.moe import Linear, moe_forward, per_expert
 
 SUPER_BLOCK = 256  # weights in a block of the K formats
-# Every type of the format's enumeration; those without an entry in FORMATS are refused by name.
+# All types of the ggml enumeration; those not in FORMATS are refused by name.
 TYPE_NAMES = {
     **dict(enumerate("F32 F16 Q4_0 Q4_1".split())),
     **dict(enumerate("Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K".split(), 6)),
@@ -44,7 +44,7 @@ class BlockFormat:
         return num_weights // self.num_weights * self.num_bytes
 
     def dequantize(self, packed: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the float32 tensor of a shape whose packed bytes these are."""
+        """Dequantize packed bytes to a float32 tensor of the given shape."""
         return self.decode(packed.view(-1, self.num_bytes)).reshape(shape)
 
 
@@ -142,10 +142,10 @@ def k_nibbles(block_RB: Tensor) -> Tensor:
 
 
 def k_scales(block_RB: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode the eight 6-bit scales and minimums that twelve bytes hold.
+    """Decode the eight 6-bit scales and minimums of twelve bytes.
 
-    The first four of each have bytes of their own, whose two upper bits are the upper bits of the
-    last four; the lower bits of those share bytes.
+    The first four of each have their own bytes, whose two upper bits are the upper bits of the last
+    four; the lower bits of those share bytes.
     """
     first_R4, second_R4, last_R4 = block_RB[:, 4:16].chunk(3, 1)
     scale_RG = torch.cat([first_R4 & 63, (last_R4 & 15) | (first_R4 >> 6 << 4)], 1)
@@ -229,10 +229,10 @@ FORMATS = {
 }
 
 
-# --- modules whose weights stay blocks
+# --- modules with packed weights
 #
-# A block tensor is a view of the mapped file: its bytes are read from the page cache, and only the
-# rows in use exist in floating point. An expert that no token is routed to is never touched.
+# A block tensor is a view of the mapped file: bytes come from the page cache, and only the
+# rows in use are dequantized. An expert without tokens is never read.
 
 # Weights decoded at once. A chunk and its temporaries stay in the caches of a CPU's cores, which is
 # two to four times as fast as a whole expert; a GPU takes whole experts.
@@ -242,7 +242,7 @@ GPU_CHUNK = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class BlockTensor:
-    """Packed bytes with their format; a row is a run of whole blocks."""
+    """Packed bytes and their format; a row is a whole number of blocks."""
 
     packed: Tensor  # uint8, flat
     format: BlockFormat
@@ -309,7 +309,7 @@ class BlockWeight:
 
 
 def block_linear(weight_OI: BlockWeight) -> Linear:
-    """Return x -> x @ weight.T; a run of outputs is decoded, multiplied and dropped at a time."""
+    """Return x -> x @ weight.T, dequantizing a slice of the outputs at a time."""
 
     def apply(x_TI: Tensor) -> Tensor:
         chunks = weight_OI.chunks(x_TI.device)
@@ -319,7 +319,7 @@ def block_linear(weight_OI: BlockWeight) -> Linear:
 
 
 class BlockLinear(nn.Module):
-    """A linear layer whose weight stays blocks."""
+    """A linear with packed weights."""
 
     def __init__(self, weight_OI: BlockWeight) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class BlockLinear(nn.Module):
 
 
 class BlockExperts(nn.Module):
-    """The mixture of experts; an expert is dequantized only if tokens are routed to it."""
+    """Mixture of experts with packed weights; only experts with tokens are dequantized."""
 
     def __init__(self, gate_up_EOI: BlockWeight, down_EOI: BlockWeight) -> None:
         super().__init__()

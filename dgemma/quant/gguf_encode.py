@@ -15,7 +15,7 @@ from torch import Tensor
 from dgemma.quant.gguf import FORMATS, BlockFormat
 
 BY_NAME = {block.name: block for block in FORMATS.values()}
-CHUNK_WEIGHTS = 1 << 20  # quantized at once: the search keeps a few copies
+CHUNK_WEIGHTS = 1 << 20  # weights quantized at once: the search needs a few copies
 Q4_MAX, Q6_MAX = 15, 32
 SCALE_BITS_MAX = 63  # of a 6-bit scale or minimum
 Q4_K_RANGES = tuple(0.1 * step - 1 for step in range(21))  # added to the 15 steps of a range
@@ -57,7 +57,7 @@ def _round_away(values: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Return the value farthest from zero along the last dimension, with its sign."""
+    """Return the value of largest magnitude along the last dimension."""
     return values.gather(-1, values.abs().argmax(-1, keepdim=True))
 
 
@@ -178,7 +178,7 @@ def _search_scale(weight_RGS: Tensor) -> Tensor:
         sum_qx = (q * weighted).sum(-1, keepdim=True)
         sum_qq = q.square_().mul_(importance).sum(-1, keepdim=True)
         scale = sum_qx * _inverse(sum_qq)
-        gain = scale * sum_qx  # the squared error that the fit takes away
+        gain = scale * sum_qx  # reduction of the squared error by the fit
         is_better = gain > best_gain
         best_gain = torch.where(is_better, gain, best_gain)
         best_scale = torch.where(is_better, scale, best_scale)

@@ -50,7 +50,7 @@ from dgemma.quant.nvfp4 import TILE_DEPTH, TILE_ROWS, can_tile
 
 BlockScales = Literal["symmetric", "affine", "k", "q6"]
 WORDS = TILE_DEPTH // 4  # of an output in a tile
-WEIGHTS_AT_ONCE = 1 << 24  # repacked together; each needs some forty bytes meanwhile
+WEIGHTS_AT_ONCE = 1 << 24  # repacked together, with about forty bytes each
 EXPONENT = 125  # a kernel multiplies a scale by 2^(125 + bits), which bfloat16 must hold
 ROUNDING = 0.99
 
@@ -109,7 +109,7 @@ BLOCK_FORMATS = {block.name: block for block in FORMATS.values()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledBlocks:
-    """Stacked matrices of one format, in tiles; each plane is flat from the second dimension on."""
+    """Stacked matrices of one format in tiles; planes are flat from the second dimension on."""
 
     format: TileFormat
     outputs: int
@@ -147,12 +147,12 @@ class TiledBlocks:
         return self.words_EW, self.extra_EW, self.scales_EW, self.super_EW
 
     def with_planes(self, planes: tuple[Tensor, ...]) -> "TiledBlocks":
-        """Return the same matrices in other memory."""
+        """Return the same matrices on other memory."""
         words, extra, scales, above = planes or (torch.empty(0),) * 4
         return replace(self, words_EW=words, extra_EW=extra, scales_EW=scales, super_EW=above)
 
     def write(self, block_RB: Tensor, experts: slice) -> Tensor:
-        """Repack the blocks of some experts; returns True, 0-d, if kernels must be exact."""
+        """Repack the blocks of some experts; return a 0-d flag: kernels must be exact."""
         fmt = self.format
         count = experts.stop - experts.start
         values, scales, above = _fields(fmt, block_RB)
@@ -191,7 +191,7 @@ class TiledBlocks:
 
 
 def can_tile_blocks(weight: BlockWeight) -> bool:
-    """True if kernels read the weight's format, one for all of it, and its shape."""
+    """True if kernels support the weight's shape and its single format."""
     names = {tensor.format.name for tensor in weight.tensors}
     outputs = [tensor.shape[-2] for tensor in weight.tensors]
     is_known = len(names) == 1 and names <= TILE_FORMATS.keys()
@@ -219,7 +219,7 @@ def tile_blocks(weight: BlockWeight, device: torch.device | str) -> TiledBlocks:
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         exact |= tiled.write(rows.reshape(-1, block.num_bytes), some)
         del parts, rows
-    empty_cache(device)  # or the next weight would be cut out of this one's work memory
+    empty_cache(device)  # otherwise the next weight would reuse parts of this workspace
     return replace(tiled, is_exact=bool(exact))
 
 
@@ -388,7 +388,7 @@ class TiledBlockExperts(nn.Module):
 
     @classmethod
     def quantized(cls, source: Experts) -> "TiledBlockExperts":
-        """Quantize 16-bit experts as a Q4_K_M does: Q4_K, or Q5_0 for rows of odd lengths."""
+        """Quantize 16-bit experts like a Q4_K_M: Q4_K, or Q5_0 where rows do not fit its blocks."""
         gate_up, down = (_quantized(w) for w in (source.gate_up_proj, source.down_proj))
         return cls.from_blocks(gate_up, down, source.gate_up_proj.device)
 
@@ -415,7 +415,7 @@ def _quantized(weight_EOI: Tensor) -> BlockWeight:
 
 
 def tiled_grouped(weight: TiledBlocks) -> GroupedLinear:
-    """Multiply one expert at a time, whose weights are dequantized for it."""
+    """Multiply one expert at a time, dequantizing its weights."""
 
     def product(expert: int) -> Linear:
         return lambda x_TD: F.linear(x_TD.float(), weight.dequantize(expert)).to(x_TD.dtype)

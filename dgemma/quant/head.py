@@ -30,27 +30,27 @@ from dgemma.quant.fp8 import E4M3, FP8_MAX, VOCAB_PIECE, LinearWeight, fp8_logit
 VOCAB_SPLIT = 57 * 128
 ALIGNMENT = 16  # bytes; of a row of the transposed table
 CHUNK = 2048  # tokens with one known maximum, as the logit statistics leave them
-MIN_PEAK = 1e-30  # largest probability of a split that has none
+MIN_PEAK = 1e-30  # smallest peak of a split, for splits without probability
 
 
 class SoftTable(NamedTuple):
-    """A vocabulary's vectors in e4m3, transposed for sums over the vocabulary."""
+    """A vocabulary's embeddings in e4m3, transposed for sums over the vocabulary."""
 
     values_DV: Tensor
-    rel_scale_V: Tensor  # of each token's vector, relative to the largest, which is FP8_MAX
-    unit_scale_1: Tensor  # of a relative scale of 1
+    rel_scale_V: Tensor  # scale per token, relative to the largest, which is FP8_MAX
+    unit_scale_1: Tensor  # scale that a relative scale of 1 stands for
     split: int = VOCAB_SPLIT
 
     @classmethod
     def transpose(cls, values_VD: Tensor, scale_V: Tensor) -> "SoftTable":
-        """Copy the LM head's values: MMAs sum along contiguous memory."""
+        """Copy the LM head's values transposed: MMAs sum along contiguous memory."""
         values_DV = values_VD.view(torch.uint8).t().contiguous().view(E4M3)
         unit_scale_1 = scale_V.max()[None] / FP8_MAX
         return cls(values_DV, scale_V / unit_scale_1, unit_scale_1)
 
 
 def can_transpose(vocab: int) -> bool:
-    """True if a vocabulary of this size is aligned as the kernels need it."""
+    """True if a vocabulary of this size has the alignment that the kernels need."""
     return vocab % ALIGNMENT == 0
 
 
@@ -68,7 +68,7 @@ def soft_embed_reference(p_TV: Tensor, weight_VD: Tensor, table: SoftTable) -> T
 
 
 def _split_peaks(rest_TV: Tensor, split: int) -> Iterator[Tensor]:
-    """For each split, the largest probability of all chunks that overlap it, [T, 1]."""
+    """Return for each split the largest probability of all overlapping chunks, [T, 1]."""
     peak_TC, vocab = chunk_peaks(rest_TV), rest_TV.shape[1]
     for begin in range(0, vocab, split):
         last = min(begin + split, vocab) - 1
@@ -77,15 +77,15 @@ def _split_peaks(rest_TV: Tensor, split: int) -> Iterator[Tensor]:
 
 
 def chunk_peaks(p_TV: Tensor) -> Tensor:
-    """Largest probability in each chunk of the vocabulary, [T, C]."""
+    """Return the largest probability in each chunk of the vocabulary, [T, C]."""
     padded_TV = F.pad(p_TV, (0, -p_TV.shape[1] % CHUNK)).contiguous()
     return padded_TV.view(len(p_TV), -1, CHUNK).amax(-1)
 
 
 class Fp8HeadTable(TokenTable):
-    """A token table with an fp8 LM head, which is not part of its checkpoint.
+    """A token table with an added fp8 LM head, which checkpoints do not contain.
 
-    `soft`: with fp8 soft embeddings too, where the vocabulary's size allows.
+    `soft`: also with fp8 soft embeddings, if the vocabulary's size allows it.
     """
 
     head_values: Tensor
@@ -134,9 +134,9 @@ class Fp8HeadTable(TokenTable):
 
 
 def quantize_head(model: Gemma, *, soft: bool = False) -> Gemma:
-    """Give a model an fp8 LM head, in place; it can then only be run.
+    """Replace a model's LM head by an fp8 one, in place, for inference only.
 
-    `soft`: fp8 soft embeddings too, where the vocabulary's size allows.
+    `soft`: also with fp8 soft embeddings, if the vocabulary's size allows it.
     """
     model.requires_grad_(False)
     model.embed_tokens = Fp8HeadTable(model.embed_tokens, soft=soft)

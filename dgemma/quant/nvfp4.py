@@ -53,7 +53,7 @@ class Nvfp4Tensor(NamedTuple):
     global_scale: Tensor  # float32, 0-d
 
     def dequantize(self) -> Tensor:
-        """Return the weights in float32, rounded once."""
+        """Return float32 weights, rounded once."""
         scale_OG = self.scale_OG.float()
         groups_OGJ = unpack(self.values_OI).view(*scale_OG.shape, GROUP)
         return (groups_OGJ * scale_OG[..., None] * self.global_scale).flatten(-2)
@@ -71,7 +71,7 @@ def unpack(values: Tensor) -> Tensor:
 
 
 def global_scale_of(*weights: Tensor) -> Tensor:
-    """Return the global scale that fits all of these matrices."""
+    """Return the common global scale of these matrices."""
     largest = torch.stack([weight.abs().amax().float() for weight in weights]).amax()
     return torch.where(largest > 0, largest / (E2M1_MAX * FP8_MAX), 1.0)
 
@@ -88,9 +88,9 @@ def quantize(weight_OI: Tensor, global_scale: Tensor) -> Nvfp4Tensor:
 
 
 def _nearest(x: Tensor) -> Tensor:
-    """Codes of the nearest e2m1 values: the number of midpoints between them that x exceeds.
+    """Return codes of the nearest e2m1 values: the number of midpoints that x exceeds.
 
-    On a midpoint the even code is taken: every second one is exceeded by reaching it.
+    On a midpoint the even code is taken, so every second midpoint counts when it is reached.
     """
     size = x.abs()
     code = (x < 0).to(torch.uint8) << 3
@@ -104,7 +104,7 @@ def _nearest(x: Tensor) -> Tensor:
 
 
 class TiledNvfp4(NamedTuple):
-    """Stacked matrices in NVFP4, in the order the kernels read."""
+    """Stacked NVFP4 matrices in the layout of the kernels."""
 
     words_EW: Tensor  # int16: [E, O / 16, I / 64, 16, 16], flat from the second on
     scales_EW: Tensor  # int32: [E, O / 16, I / 64, 16], likewise
@@ -128,14 +128,14 @@ class TiledNvfp4(NamedTuple):
         return cls(words_EW, scales_EW, global_scale_EH, outputs, inputs)
 
     def write(self, weight: Nvfp4Tensor, expert: int, part: int = 0) -> None:
-        """Tile one matrix. A group whose scale is zero becomes one of zeros."""
+        """Tile one matrix. A group with scale zero becomes a group of zeros."""
         parts = self.global_scale_EH.shape[1]
         for out, tiled in zip((self.words_EW, self.scales_EW), to_tiles(weight), strict=True):
             out[expert].view(parts, -1)[part].copy_(tiled.flatten())
         self.global_scale_EH[expert, part] = weight.global_scale * TILE_FACTOR
 
     def write_stacked(self, weight: Nvfp4Tensor, begin: int) -> None:
-        """Tile stacked matrices, [E, O, I] with a global scale each, from expert `begin` on."""
+        """Tile stacked matrices [E, O, I] with a global scale each, from expert `begin` on."""
         values_EOI, scale_EOG, global_scale_E11 = weight
         experts = slice(begin, begin + len(values_EOI))
         rows = Nvfp4Tensor(values_EOI.flatten(0, 1), scale_EOG.flatten(0, 1), global_scale_E11)
@@ -161,9 +161,9 @@ def can_tile(outputs: int, inputs: int) -> bool:
 
 @torch.no_grad()
 def quantize_tiled(weight_EOI: Tensor, parts: int) -> TiledNvfp4:
-    """Quantize stacked weights a few experts at a time, without a second copy of the whole.
+    """Quantize stacked weights a few experts at a time, without a second full copy.
 
-    The parts of an expert's outputs share a global scale.
+    Parts of an expert's outputs share a global scale.
     """
     experts, outputs, inputs = weight_EOI.shape
     tiled = TiledNvfp4.empty(experts, outputs, inputs, parts, weight_EOI.device)
@@ -231,7 +231,7 @@ def _as_float(bits: Tensor) -> Tensor:
 
 
 class Nvfp4Experts(nn.Module):
-    """A layer's experts, nine tenths of its weights, in NVFP4; activations are 16-bit."""
+    """A layer's experts in NVFP4, with 16-bit activations."""
 
     gate_up_words: Tensor
     gate_up_scales: Tensor
@@ -260,7 +260,7 @@ class Nvfp4Experts(nn.Module):
         num_experts: int,
         device: torch.device,
     ) -> "Nvfp4Experts":
-        """Tile a checkpoint's gate, up and down of each expert, one after the other, exactly."""
+        """Tile a checkpoint's gate, up and down of each expert, without rounding."""
         both: tuple[TiledNvfp4, TiledNvfp4] | None = None
         for index, (gate, up, down) in enumerate(experts):
             if both is None:
@@ -291,7 +291,7 @@ class Nvfp4Experts(nn.Module):
 
 
 def nvfp4_grouped(weight: TiledNvfp4) -> GroupedLinear:
-    """Multiply one expert at a time, whose weights are dequantized for it."""
+    """Multiply one expert at a time, dequantizing its weights."""
 
     def product(expert: int) -> Linear:
         return lambda x_TD: F.linear(x_TD.float(), weight.dequantize(expert)).to(x_TD.dtype)

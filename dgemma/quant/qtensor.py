@@ -1,6 +1,6 @@
-"""Quantized tensors: values with scales, and int8 weights with one float32 scale for each row.
+"""Quantized tensors: values with scales, and int8 weights with one float32 scale per row.
 
-An int8 scale keeps 16 significant bits, so that `values * scale` is exact in float32, the same on
+An int8 scale has 16 significant bits, so that `values * scale` is exact in float32, the same on
 every machine, and quantizes to the same values again.
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 INT8_MAX = 127
-DROPPED_BITS = 0xFF  # of a scale's 24: the product with a 7-bit integer still fits a float32
+DROPPED_BITS = 0xFF  # low bits of a 24-bit scale: its product with a 7-bit integer fits a float32
 
 
 class QTensor(NamedTuple):

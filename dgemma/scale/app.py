@@ -25,15 +25,15 @@ ROUTER = "dgemma.scale.app:PrefixRouter"
 MAX_ONGOING = 1 << 16  # per replica: its own queue is fair between keys, Ray's is not
 HEALTH_SECONDS = 1.0  # between checks: a replica that died is replaced after the next one
 HUNG_SECONDS = 10.0  # without an answer to a check; after three such checks it is replaced
-QUEUE_LENGTH_SECONDS = 3.0  # for a replica to tell its queue's length
+QUEUE_LENGTH_SECONDS = 3.0  # for a replica to report its queue length
 SHARE_OF_ROWS = 0.75  # of a batch that a replica has on average, when autoscaling adds one
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
-    """Ranks the replicas by prefix affinity and load."""
+    """Ranks replicas by prefix affinity and load."""
 
-    # Ray's 0.1 s may be less than a busy replica needs to tell its queue's length; its requests
-    # would go to others, which do not have their prefixes.
+    # Ray's 0.1 s may be too short for a busy replica; its requests
+    # would go to replicas without their prefixes.
     queue_len_response_deadline_s = QUEUE_LENGTH_SECONDS
     max_queue_len_response_deadline_s = QUEUE_LENGTH_SECONDS
 
@@ -42,7 +42,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are un
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates, each a rank of its own."""
+        """Return the candidates, each in its own rank."""
         arguments: list[Any] = [] if pending_request is None else pending_request.args
         opening = getattr(arguments[0], "opening", "") if arguments else ""
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -60,7 +60,7 @@ def model_app(
     *,
     is_on_loopback: bool = False,
 ) -> Any:
-    """Return the deployment of replicas. Keys, Host names and limits by key are the front's."""
+    """Return the deployment of replicas. The front handles keys, Host names and limits per key."""
     limits = replace(settings.limits, max_queue=MAX_ONGOING)
     trusting = replace(settings, keys=Keys(), hosts=frozenset(), cors_origins=(), limits=limits)
     size: dict[str, Any] = {"num_replicas": options.replicas}
@@ -97,7 +97,7 @@ def _autoscaling(limits: Limits, options: ReplicaOptions) -> dict[str, Any]:
 
 
 class FrontIngress:
-    """The front as a deployment: Ray's proxies speak HTTP, and call it."""
+    """The front as a deployment behind Ray's HTTP proxies."""
 
     def __init__(self, model: Any, settings: Settings) -> None:
         self.model, self.settings = model, settings

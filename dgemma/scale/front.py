@@ -1,8 +1,8 @@
-"""The front of all replicas: one address, keys, limits, health and metrics, and replay.
+"""The front of all replicas: address, keys, limits, health, metrics, and replay.
 
-It reads no prompt beyond its opening and loads no model. Every request gets a seed and ids here,
-with which another replica can repeat it: a reply whose replica dies is asked for again, and a
-stream continues where it was.
+It loads no model, and reads only the opening of a prompt. It gives every request a seed and ids,
+with which another replica can repeat it: if a replica dies, its replies are requested again and its
+streams continue where they stopped.
 """
 
 import asyncio
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-SECRET_HEADERS = frozenset({b"authorization", b"x-api-key", b"cookie"})  # end at the front
+SECRET_HEADERS = frozenset({b"authorization", b"x-api-key", b"cookie"})  # not passed on
 OWN_HEADERS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
-MAX_ATTEMPTS = 12  # replicas that may die under one request
+MAX_ATTEMPTS = 12  # attempts per request
 BACKOFF_SECONDS = 0.05  # before the second attempt, doubled with each up to...
 MAX_BACKOFF_SECONDS = 2.0
-POLL_SECONDS = 2.0  # between looks at all replicas
+POLL_SECONDS = 2.0  # between polls of all replicas
 POLL_TIMEOUT = 5.0
-LATE_SECONDS = 5.0  # after a request's deadline, by which its replica should have answered
-MAX_SILENT = 16  # replicas that do not answer, whose numbers are kept by name
+LATE_SECONDS = 5.0  # grace after a request's deadline
+MAX_SILENT = 16  # unresponsive replicas with separate metrics
 LATE = ApiError(503, "no replica answered in time; try again", code="timeout", retry_after=5)
 ABANDONED = ApiError(503, "the server is stopping; try again", code="draining", retry_after=5)
 
 
 @dataclass(slots=True)
 class FleetMetrics:
-    """Numbers of all replicas, summed; those of replicas that are gone still count."""
+    """Metrics summed over all replicas, including past ones."""
 
     _by_replica: dict[str, list[MetricFamily]] = field(default_factory=dict)
-    # Counters of those that did not answer lately: a hung one may come back...
+    # Counters of replicas that did not answer lately and may come back...
     _silent: dict[str, list[MetricFamily]] = field(default_factory=dict)
-    # ...and of those that have not for longest.
+    # ...and the sum of those silent for longest.
     _retired: dict[str, MetricFamily] = field(default_factory=dict)
 
     def take(self, stats: list[ReplicaStats]) -> None:
@@ -135,9 +135,9 @@ class Front:
             await asyncio.sleep(POLL_SECONDS)
 
     async def poll(self) -> None:
-        """Ask all replicas how they are; those that do not answer in time are not counted."""
+        """Ask all replicas for their state; late ones are not counted."""
         try:
-            # results_async would lose the answers of all if that of one is late.
+            # results_async would lose all answers if one is late.
             found = await asyncio.to_thread(
                 self.handle.broadcast("stats").results,
                 timeout_s=POLL_TIMEOUT,
@@ -185,7 +185,7 @@ class Front:
         relay = Relay(self, await self._ask(request, body), request.state.arrived)
         if request.method == "POST":
             self._check_room(owner)
-        self.in_flight[owner] += 1  # nothing is awaited between the check and this
+        self.in_flight[owner] += 1  # no await between check and count
         self.relays.add(relay)
         relay.on_close = lambda: self._end(owner, relay)
         try:
@@ -207,16 +207,16 @@ class Front:
         return reply
 
     def abandon(self) -> None:
-        """End all that runs, now: the server has no more time."""
+        """End all running requests now: the server has no time left."""
         for relay in self.relays:
             relay.abandon()
 
     def _end(self, owner: str, relay: "Relay") -> None:
         self.relays.discard(relay)
-        self.in_flight -= Counter({owner: 1})  # which drops it at 0
+        self.in_flight -= Counter({owner: 1})  # Counter subtraction drops zeros
 
     def _check_room(self, owner: str) -> None:
-        """Refuse what one owner's share of all replicas and of the queue cannot hold."""
+        """Refuse requests beyond an owner's share of replicas and queue."""
         limits, count = self.settings.limits, max(len(self.stats), 1)
         most = limits.max_queue + limits.max_batch_size * count
         if self.in_flight[owner] >= most:
@@ -244,16 +244,16 @@ def _opening(body: bytes) -> str:
     try:
         return opening(json.loads(body)) if body else ""
     except (ValueError, RecursionError):
-        return ""  # the replica says what is wrong
+        return ""  # the replica reports the error
 
 
 class Relay:
-    """One request, asked for again while its replicas die."""
+    """One request, repeated while its replicas die."""
 
     def __init__(self, front: Front, ask: ReplicaRequest, arrived: float) -> None:
         self.front, self.ask, self.arrived = front, ask, arrived
         self.replay = Replay()
-        self.pieces: Any = None  # of the present reply
+        self.pieces: Any = None  # body of the current reply
         self.num_attempts = 0
         self.is_abandoned = False
         self.on_close: Callable[[], None] = lambda: None
@@ -270,7 +270,7 @@ class Relay:
                 await self._again(error)
 
     async def lines(self) -> AsyncIterator[bytes | str]:
-        """Yield the events of a stream that has begun; nothing is sent twice."""
+        """Yield the events of a stream; nothing is sent twice."""
         try:
             while True:
                 try:
@@ -294,7 +294,7 @@ class Relay:
             self.close()
 
     def close(self) -> None:
-        """Let the replica know that nobody waits any more."""
+        """Tell the replica that the client is gone."""
         if self.pieces is not None:
             with suppress(Exception):
                 self.pieces.cancel()
@@ -327,13 +327,13 @@ class Relay:
         return head
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        """Yield what follows the head of the present reply."""
+        """Yield the body of the current reply."""
         with suppress(StopAsyncIteration):
             while True:
                 yield await self._next()
 
     async def _next(self) -> Any:
-        """Wait for the replica, or until there is one, but not much past the deadline."""
+        """Wait for the replica, or for one to exist, but not long past the deadline."""
         try:
             async with asyncio.timeout(max(self._seconds_left, 0) + LATE_SECONDS) as limit:
                 return await anext(self.pieces)
@@ -347,7 +347,7 @@ class Relay:
         return self.front.settings.limits.max_seconds - (time.monotonic() - self.arrived)
 
     async def _resume(self, error: Exception) -> None:
-        """Ask another replica for the same stream."""
+        """Request the same stream from another replica."""
         while True:
             await self._again(error)
             self.replay.restart()
@@ -377,7 +377,7 @@ class Relay:
 
 
 def is_death(error: Exception) -> bool:
-    """True if a call failed with its replica, not by itself."""
+    """True if a call failed because its replica died."""
     from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 
     if isinstance(error, RayTaskError):  # the replica's own exception
@@ -386,7 +386,7 @@ def is_death(error: Exception) -> bool:
 
 
 class RelayedStream(StreamingResponse):
-    """A relayed stream. Its replica is told when it ends, even before its first line."""
+    """A relayed stream. Its replica is notified when it ends, even before the first line."""
 
     def __init__(self, relay: Relay) -> None:
         super().__init__(relay.lines(), media_type="text/event-stream")
@@ -400,7 +400,7 @@ class RelayedStream(StreamingResponse):
 
 
 async def _with_heartbeat(work: Awaitable[None]) -> AsyncIterator[str]:
-    """Await work; yields a comment now and then, so that nobody hangs up."""
+    """Await work; yields comments that keep the connection alive."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=HEARTBEAT))[0]:

@@ -1,7 +1,7 @@
-"""Replicas on this machine: a private Ray without a door to the outside.
+"""Replicas on this machine: a private Ray that is closed to the network.
 
-Ray reports its use to its makers, listens on every interface and lets whoever reaches a port run
-code, unless it is told otherwise. `private_environment` tells it; tests read the open sockets.
+By default Ray reports usage statistics, listens on all interfaces, and lets anyone who reaches a
+port run code. `private_environment` configures it otherwise; tests check the open sockets.
 """
 
 import logging
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from dgemma.server.service import Settings
 
 NAME = "dgemma"
-MAX_TEMPORARY = 19  # characters: Ray's sockets add 84, and a system allows 103 or 107
+MAX_TEMPORARY = 19  # characters: Ray's socket paths add 84; the limit is 103 or 107
 OBJECT_STORE_BYTES = 100 << 20  # replies are small
-START_SECONDS = 180  # that a part of Ray may take to start; its own limits are a quiet machine's
+START_SECONDS = 180  # for parts of Ray to start; its own limits are too short on a busy machine
 logger = logging.getLogger("dgemma.scale")
 
 
 def private_environment(environment: MutableMapping[str, str], directory: Path) -> None:
-    """Set what Ray reads when it is imported: no reports, loopback alone, a secret of our own."""
+    """Set the variables that Ray reads on import: no reports, loopback only, a new secret."""
     token = directory / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="ascii")
@@ -48,7 +48,7 @@ def private_environment(environment: MutableMapping[str, str], directory: Path) 
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN_PATH=str(token),
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # makes the address of the only node 127.0.0.1
-        RAY_memory_monitor_refresh_ms="0",  # it would kill a replica that loads
+        RAY_memory_monitor_refresh_ms="0",  # it would kill a loading replica
         RAY_gcs_server_port_wait_time_s=str(START_SECONDS),
         RAY_agent_register_timeout_ms=str(1000 * START_SECONDS),
         RAY_worker_register_timeout_seconds=str(START_SECONDS),
@@ -61,7 +61,7 @@ def private_environment(environment: MutableMapping[str, str], directory: Path) 
 
 
 def short_directory() -> str:
-    """Return a directory for temporary files with a path that Ray's sockets have room for."""
+    """Return a temporary directory with a path short enough for Ray's sockets."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= MAX_TEMPORARY else "/tmp"
 
@@ -69,7 +69,7 @@ def short_directory() -> str:
 def local_options(
     replicas: int, max_replicas: int | None, gpus: float | None, cpus: int | None, device: str
 ) -> ReplicaOptions:
-    """Return the size of replicas on this machine: a GPU each, or an equal share of the cores."""
+    """Return the resources per replica: a GPU each, or an equal share of the cores."""
     most = max_replicas or replicas
     if ":" in device:
         raise UsageError(
@@ -98,7 +98,7 @@ def num_gpus(environment: Mapping[str, str]) -> int:
 
 
 class Fleet:
-    """Replicas of one model. `update` replaces them one after another."""
+    """The replicas of one model. `update` replaces them one by one."""
 
     def __init__(
         self, arguments: ModelOptions, settings: "Settings", options: ReplicaOptions
@@ -107,7 +107,7 @@ class Fleet:
         self._lock = threading.Lock()
 
     def update(self, options: ReplicaOptions | None = None) -> "DeploymentHandle[Any]":
-        """Start replicas that load the model anew; old ones finish what they have."""
+        """Start replicas that load the model anew; old ones finish their requests."""
         from ray import serve
 
         from dgemma.scale.app import model_app
@@ -132,9 +132,9 @@ class Fleet:
 
 @contextmanager
 def wait_for_slow_node() -> Iterator[None]:
-    """Let a Ray that starts meanwhile wait START_SECONDS for its node to register.
+    """Make a starting Ray wait START_SECONDS for its node to register.
 
-    Ray waits 30 s and has no setting for it, which a machine that is busy with other work exceeds.
+    Ray waits 30 s without a setting for it, which is too short on a busy machine.
     """
     from ray._private import services
 
@@ -145,7 +145,7 @@ def wait_for_slow_node() -> Iterator[None]:
         while True:
             try:
                 return get_node(*arguments)
-            except RuntimeError:  # it has not registered yet
+            except RuntimeError:  # not registered yet
                 if time.monotonic() > limit:
                     raise
             time.sleep(0.2)
@@ -169,9 +169,9 @@ def _start_ray(options: ReplicaOptions, directory: Path) -> None:
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _temp_dir=str(directory),  # which Ray opens to everybody, within ours
+            _temp_dir=str(directory),  # world-accessible, in a private directory
         )
-    except Exception as error:  # Ray has no type for it
+    except Exception as error:  # Ray raises no specific type
         raise DgemmaError(
             f"Ray did not start: {error}; it needs room in {directory}, 1 GiB of memory and a "
             "machine that is not overloaded"
@@ -196,7 +196,7 @@ def private_ray(options: ReplicaOptions) -> Iterator[None]:
         )
         yield
     finally:
-        if ray.is_initialized():  # else Serve would start a Ray, in order to stop it
+        if ray.is_initialized():  # else Serve would start a Ray in order to stop it
             # What Ray prints of the controller's own calls, which end with it:
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
                 serve.shutdown()
@@ -205,7 +205,7 @@ def private_ray(options: ReplicaOptions) -> Iterator[None]:
 
 
 def report_faults(path: Path, seconds: float = 0.5) -> None:
-    """Print what replicas write when they end; the same sentence again is not printed."""
+    """Print what replicas write when they end, each sentence once."""
     path.touch(mode=0o600)
     with path.open(encoding="utf-8", errors="replace") as file:
         last = ""
@@ -224,7 +224,7 @@ def serve_replicas(
     from dgemma.weights.hub import find_checkpoint
 
     require_ray()
-    find_checkpoint(fleet.arguments.model)  # refused here, not by every replica
+    find_checkpoint(fleet.arguments.model)  # refuse here, not in every replica
     with private_ray(fleet.options):
         from dgemma.scale.front import make_front
         from dgemma.server.lifecycle import make_server

@@ -1,8 +1,8 @@
-"""A stream that several replicas write, one after another, as its client sees it.
+"""Replay of a stream written by several replicas in turn, as its client sees it.
 
-Noise is keyed by the seed, so a replica that takes a request over writes the same events again. It
-starts after the tokens that were committed; events that the client has are dropped here, and their
-checksum is compared: a stream never continues with another text.
+Noise is keyed by the seed, so a replica that takes over a request writes the same events again. It
+starts after the committed tokens. Events already delivered are dropped here after comparing their
+checksum: a stream never continues with another text.
 """
 
 import json
@@ -16,7 +16,7 @@ NAME = re.compile(rb"id: (-?\d+)\.(\d+)-([0-9a-f]{8})\n")
 
 
 class ReplayDiffers(Exception):
-    """A replica wrote another text than its predecessor."""
+    """A replica wrote a text that differs from its predecessor's."""
 
 
 class Replay:
@@ -26,8 +26,8 @@ class Replay:
         self.committed: dict[int, list[dict[str, Any]]] = {}  # by answer
         self.is_over = False
         self._delivered: dict[bytes, tuple[int, bytes]] = {}  # number and checksum, by answer
-        self._missing: set[bytes] = set()  # answers whose delivered events have not come again
-        self._num_commits: Counter[int] = Counter()  # of the present replica
+        self._missing: set[bytes] = set()  # answers whose delivered events are not yet repeated
+        self._num_commits: Counter[int] = Counter()  # commits of the current replica
         self._tail = b""
 
     def restart(self) -> None:
@@ -37,7 +37,7 @@ class Replay:
         self._tail = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the present replica; return those that its client has not."""
+        """Process bytes of the current replica; return those that the client does not have."""
         *records, self._tail = (self._tail + data).split(RECORD_END.encode())
         return b"".join(self._record(record) for record in records)
 
@@ -63,7 +63,7 @@ class Replay:
         return event[name.end() :]
 
     def _unnamed(self, event: bytes) -> bytes:
-        """Pass on comments, errors and drafts, but no drafts of blocks that the client has."""
+        """Pass on comments, errors and drafts, except drafts of delivered blocks."""
         is_draft = not (self.is_over or event.startswith(b":"))
         return b"" if is_draft and self._missing else event
 

@@ -1,4 +1,4 @@
-"""One replica: an engine behind the routes, and its messages. No Ray here."""
+"""One replica: an engine behind the routes, and its messages. Does not import Ray."""
 
 import hashlib
 import os
@@ -11,10 +11,10 @@ from dgemma.server.call import Call, run_call
 from dgemma.server.service import Settings
 from dgemma.weights.hub import ModelOptions
 
-# Requests by which the preferred replica may be busier than the least busy one: a batch, within
-# which a request waits for nobody.
+# How much busier the preferred replica may be than the least busy one: a batch, within
+# which no request waits.
 SLACK = 8
-FAULTS = "DGEMMA_REPLICA_FAULTS"  # variable: the file to which a replica writes why it ends
+FAULTS = "DGEMMA_REPLICA_FAULTS"  # file to which a replica writes why it ended
 STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
 MetricFamily = tuple[str, str, str, list[Sample]]  # name, type, documentation, samples
@@ -26,7 +26,7 @@ class ReplicaOptions:
 
     replicas: int = 2
     max_replicas: int | None = None  # above `replicas`: autoscaling
-    cpus: float = 1.0  # of each; its threads, if OMP_NUM_THREADS is not set
+    cpus: float = 1.0  # per replica; its threads, unless OMP_NUM_THREADS is set
     gpus: float = 0.0
     upscale_seconds: float = 10.0  # of load before a replica is added
     downscale_seconds: float = 300.0  # without it before one is removed
@@ -47,7 +47,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRequest:
-    """A call, with what its replica is chosen by."""
+    """A call, and the key by which its replica is chosen."""
 
     call: Call
     opening: str = ""
@@ -55,7 +55,7 @@ class ReplicaRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyHead:
-    """The beginning of a reply: its status and headers, and who writes it."""
+    """The head of a reply: status, headers, and the replica that writes it."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
@@ -83,8 +83,8 @@ class ReplicaStats:
 def rank_replicas(opening: str, load: dict[str, int], slack: int = SLACK) -> list[str]:
     """Order replicas by rendezvous hashing of a prompt's opening; busy ones come last.
 
-    Adding or losing a replica moves only the conversations that it takes or held. A request
-    without an opening goes to the least busy one.
+    Adding or losing a replica moves only the conversations it takes over or had. A request without
+    an opening goes to the least busy replica.
     """
     if not opening:
         return sorted(load, key=lambda replica: load[replica])
@@ -98,7 +98,7 @@ def rank_replicas(opening: str, load: dict[str, int], slack: int = SLACK) -> lis
 
 
 class Model:
-    """One engine. The routes have no middleware: keys and limits are the front's."""
+    """One engine. Its routes have no middleware: the front checks keys and limits."""
 
     def __init__(
         self, arguments: ModelOptions, settings: Settings, *, is_on_loopback: bool = False
@@ -147,13 +147,13 @@ class Model:
         )
 
     def check_health(self) -> None:
-        """Tell Ray to replace this replica if its engine cannot serve any more."""
+        """Fail if the engine cannot serve any more, so that Ray replaces this replica."""
         if self.service.worker.fault:
             raise RuntimeError(self.service.worker.fault)
 
 
 def families(registry: Any) -> list[MetricFamily]:
-    """Return the numbers of a registry in a form that can be sent and summed."""
+    """Return the metrics of a registry in a form that can be sent and summed."""
     return [
         (
             metric.name,
@@ -170,10 +170,10 @@ def families(registry: Any) -> list[MetricFamily]:
 
 
 def bind_to_loopback() -> None:
-    """Keep this replica's gRPC port on loopback: Ray binds it to every interface.
+    """Bind this replica's gRPC port to loopback: Ray binds it to all interfaces.
 
-    There is no setting for it. A Ray that names this function otherwise fails here, which is better
-    than an open port.
+    There is no setting for it. A Ray with another name for this function fails here, which is
+    better than an open port.
     """
     from ray.serve._private import replica
 

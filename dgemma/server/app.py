@@ -1,7 +1,7 @@
-"""The application: middleware, error replies, and the routes of the server itself.
+"""The application: middleware, error replies, and general routes.
 
-The web page is a few files, read when the server starts, under a strict content policy: no script
-or style inside the markup, nothing from other places, no frames. No path of a request is opened.
+The web page is a few files, read at start, under a strict content security policy: no inline script
+or style, nothing from other origins, no frames. Paths of requests are never opened as files.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ from dgemma.server.worker import Worker
 if TYPE_CHECKING:
     from dgemma.engine import Engine
 
-PIECES = 4096  # tokens that are written as JSON at a time, so that other threads run between
-# Modules with the routes of an API each, in the order of the schema and of docs/serve.md.
+PIECES = 4096  # tokens written as JSON at a time; other threads run in between
+# Modules with the routes of one API each, in the order of the OpenAPI schema and docs/serve.md.
 RESOURCES = (
     *(chat_api, messages_api, responses_api, completions_api),
     *(infill_api, edit_api, sudoku_api, ollama_api),
@@ -230,7 +230,7 @@ def _page_file(request: Request, name: str) -> Response:
 
 
 class App(FastAPI):
-    """An application whose OpenAPI document lists what it really answers."""
+    """An application whose OpenAPI document lists exactly its real answers."""
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:
@@ -249,7 +249,7 @@ class App(FastAPI):
 
 
 def make_app(engine: "Engine", settings: Settings) -> App:
-    """Return an application for this engine; its thread runs while the application does."""
+    """Return an application for this engine; its worker thread runs while the application does."""
     app = make_routes(engine, settings)
     service = app.state.service
     add_middleware(app, settings, service.drain, service.metrics)
@@ -257,7 +257,7 @@ def make_app(engine: "Engine", settings: Settings) -> App:
 
 
 def make_routes(engine: "Engine", settings: Settings) -> App:
-    """Return the application without middleware: it trusts its callers (`server.call`)."""
+    """Return the application without middleware, which trusts its callers (`server.call`)."""
     metrics, drain = Metrics(), Drain(settings.limits.drain_seconds)
     worker = Worker(engine, settings.limits, metrics)
     metrics.watch_device(engine)
@@ -268,7 +268,7 @@ def make_routes(engine: "Engine", settings: Settings) -> App:
         yield
         worker.stop()
 
-    # The page that shows the document loads scripts from elsewhere, so there is none.
+    # No documentation page: it would load scripts from another origin.
     app = App(title="dgemma", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(
         engine=engine, worker=worker, metrics=metrics, drain=drain, settings=settings
@@ -280,7 +280,7 @@ def make_routes(engine: "Engine", settings: Settings) -> App:
 
 
 def add_middleware(app: Starlette, settings: Settings, drain: Drain, metrics: Metrics) -> None:
-    """Add all that a request meets before its route. The last one added is the first to see it."""
+    """Add all middleware. The last one added is the first to see a request."""
     app.add_middleware(BodyLimit, limits=settings.limits)
     app.add_middleware(
         Guard, keys=settings.keys, hosts=settings.hosts, origins=settings.cors_origins

@@ -1,4 +1,4 @@
-"""Access: API keys, addresses to listen on, and the Host and Origin headers that are served.
+"""Access control: API keys, listening addresses, and the Host and Origin headers to accept.
 
 Keys come from a file or the environment, never from the command line, where others could read them.
 """
@@ -20,12 +20,12 @@ ENVIRONMENT = "DGEMMA_API_KEYS"
 MIN_KEY = 8  # characters
 ANONYMOUS = "anonymous"
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})  # for supervisors, and the web page
-PAGE = "/page/"  # its files, which hold no secrets; the requests it sends need a key
+PAGE = "/page/"  # static files without secrets; the page's requests need a key
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The API keys that are accepted, as digests."""
+    """The accepted API keys, as digests."""
 
     digests: tuple[bytes, ...] = ()
 
@@ -41,7 +41,7 @@ class Keys:
         return cls(tuple(_digest(key) for key in keys))
 
     def owner(self, key: str) -> str | None:
-        """Return a name for the owner of this key, or None; compares every key, in equal time."""
+        """Return the name of a key's owner, or None; compares all keys in constant time."""
         own = _digest(key)
         matches = [hmac.compare_digest(own, digest) for digest in self.digests]
         return f"key-{matches.index(True)}" if any(matches) else None
@@ -67,7 +67,7 @@ def _key_texts(file: Path | None, environment: Mapping[str, str]) -> list[str]:
 
 
 def read_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """Read the key of a client, the first of those a server would take; None: there is none."""
+    """Return a client's key, the first one that a server would read, or None."""
     return next(iter(_key_texts(file, environment)), None)
 
 
@@ -81,7 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_listening(host: str, keys: Keys, *, allow_anonymous: bool) -> None:
-    """Refuse to listen beyond this machine without keys, unless that is allowed explicitly."""
+    """Refuse to listen beyond this machine without keys, unless explicitly allowed."""
     if not keys and not allow_anonymous and not is_loopback(host):
         raise UsageError(
             f"{host} is reachable from other machines, so a key is needed; give --api-key-file "
@@ -90,11 +90,11 @@ def check_listening(host: str, keys: Keys, *, allow_anonymous: bool) -> None:
 
 
 class Guard:
-    """Middleware that admits requests with a key, addressed to a name of this server.
+    """Middleware that requires a key, and a Host and Origin that this server accepts.
 
-    A server on a loopback address answers to loopback names alone: a web page that points its own
-    name at 127.0.0.1 (DNS rebinding) gets a 403. So does a page of another origin unless it is
-    allowed by name: a browser would send its requests, and only hide the answers.
+    A server on a loopback address accepts loopback names only: a web page that points its own name
+    to 127.0.0.1 (DNS rebinding) gets a 403. So does a page of another origin, unless allowed by
+    name: a browser would send its requests and only hide the answers.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Guard:
 
 
 def names_of(host: str, allowed: Collection[str]) -> frozenset[str]:
-    """Return the Host names that a server bound to `host` serves; none: all."""
+    """Return the Host names accepted by a server bound to `host`; empty: all."""
     if not is_loopback(host):
         return frozenset(name.lower() for name in allowed)
     return frozenset({host, "localhost", "127.0.0.1", "::1", *(name.lower() for name in allowed)})

@@ -1,8 +1,8 @@
-"""Batch files in OpenAI's format: a request a line in, a reply a line out, in any order.
+"""Batch files in OpenAI's format: one request per line in, one reply per line out, in any order.
 
-Every line has a seed, its own or one made from its `custom_id`, so a run that was broken off is
-continued by the same command: lines that have a reply are skipped, and the others get the replies
-they would have got. A line is refused by a reply; only a file that cannot be read ends a run.
+Every line has a seed, its own or one derived from its `custom_id`. So the same command continues an
+interrupted run: lines with a reply are skipped, and the others get the replies they would have got.
+An invalid line gets an error reply; only an unreadable file ends a run.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from dgemma.server.service import read_json
 if TYPE_CHECKING:
     from dgemma.server.app import App
 
-# Routes whose body has a seed; for others it is given beside the body, which only an engine takes.
+# Routes with a seed in the body; for others it is passed next to the body, to an engine only.
 SEEDED_PATHS = ("/v1/chat/", "/v1/completions", "/v1/dgemma/", "/v1/fim/", "/infill")
 RETRIED = frozenset({408, 429, 502, 503, 504})
-RETRY_SECONDS = 300.0  # that a server may be away or busy before a run is broken off
+RETRY_SECONDS = 300.0  # how long a server may be unreachable or busy before the run ends
 MAX_WAIT_SECONDS = 15.0
 REPLY_SECONDS = 3600.0
 URL_PATH = re.compile(r"/(?!/)[!-~]*")  # what a request line may hold
@@ -40,7 +40,7 @@ LineReply = tuple[int, dict[str, Any]]  # status and body
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """One request."""
+    """One request of the file."""
 
     custom_id: str
     url: str
@@ -48,7 +48,7 @@ class BatchLine:
 
     @property
     def seed(self) -> int:
-        """Seed of a line that names none: the same in every run."""
+        """Seed of a line without one: the same in every run."""
         return int.from_bytes(hashlib.blake2b(self.custom_id.encode(), digest_size=4).digest())
 
     @property
@@ -56,7 +56,7 @@ class BatchLine:
         body = self.body
         if body.get("seed") is None and self.url.startswith(SEEDED_PATHS):
             body = {**body, "seed": self.seed}
-        if self.url.startswith(OLLAMA_PATH):  # which streams if it is not told otherwise
+        if self.url.startswith(OLLAMA_PATH):  # streams by default
             body = {"stream": False, **body}
         return json.dumps(body).encode()
 
@@ -83,7 +83,7 @@ class BatchCounts:
     """The state of a run."""
 
     total: int
-    skipped: int = 0  # that had a reply before
+    skipped: int = 0  # lines that already had a reply
     done: int = 0
     failed: int = 0
     tokens: int = 0
@@ -95,7 +95,7 @@ class BatchCounts:
 def read_batch(path: Path) -> list[BatchLine]:
     """Read a file of requests; a line that cannot be one is named."""
     try:
-        # Not by splitlines: JSON's strings may hold other characters at which it ends a line.
+        # Not splitlines: JSON strings may contain other characters that it splits at.
         rows = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the batch file {path} cannot be read: {error}") from None
@@ -131,7 +131,7 @@ def _read_line(row: str, where: str) -> BatchLine:
 
 
 def finished_ids(path: Path) -> set[str]:
-    """Return the lines that have a reply; what a killed run wrote of its last line is cut off."""
+    """Return the ids of lines with a reply; removes a partial last line of a killed run."""
     if not path.exists():
         return set()
     ids, end = set(), 0
@@ -161,9 +161,9 @@ async def run_batch(
     num_parallel: int,
     on_reply: Callable[[BatchCounts], None] = lambda counts: None,
 ) -> BatchCounts:
-    """Answer all lines that have no reply yet, and append each as it comes."""
+    """Answer all lines without a reply, and append each reply when it is done."""
     known = finished_ids(output)
-    # Lines that begin alike follow each other: their prompts share a prefix in the cache.
+    # Sort lines by their beginning, so that prompts share prefixes in the cache.
     waiting = sorted(
         (line for line in lines if line.custom_id not in known),
         key=lambda line: opening(line.body),
@@ -195,7 +195,7 @@ async def run_batch(
 
 
 def write_line(descriptor: int, line: bytes) -> None:
-    """Append a line in one call; one that was cut short is removed, and the run ends."""
+    """Append a line in one write; a partial write is removed, and the run ends."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     try:
         if (written := os.write(descriptor, line)) == len(line):
@@ -215,7 +215,7 @@ def _refusal(line: BatchLine) -> dict[str, Any]:
 
 
 def engine_sender(app: "App") -> Sender:
-    """Answer lines with an engine of this process."""
+    """Answer lines with an engine in this process."""
 
     async def send(line: BatchLine) -> LineReply:
         call = Call(path=line.url, body=line.seeded_body, seed=line.seed)
@@ -226,7 +226,7 @@ def engine_sender(app: "App") -> Sender:
 
 
 def url_sender(url: str, key: str | None) -> Sender:
-    """Answer lines by a server that runs, waiting for it while it is busy or away."""
+    """Answer lines through a running server, waiting while it is busy or unreachable."""
 
     def post(line: BatchLine) -> tuple[int, bytes, float]:
         headers = {"content-type": "application/json"}

@@ -1,4 +1,4 @@
-"""From the fields of a body to the engine's parameters: sampling, samplers, constraints."""
+"""Maps the fields of a body to the engine's parameters: sampling, samplers, constraints."""
 
 import json
 import secrets
@@ -57,7 +57,7 @@ def generations(
 
 
 def check_streamed(body: Body) -> None:
-    """Refuse what only a stream can do."""
+    """Refuse options that need a stream."""
     if body.stream:
         return
     if body.diffusing:
@@ -67,7 +67,7 @@ def check_streamed(body: Body) -> None:
 
 
 def check_program(engine: "Engine", body: Body) -> None:
-    """Refuse what fills and edits cannot honour: their canvases have lengths of their own."""
+    """Refuse options that fills and edits cannot honour: they choose canvas lengths themselves."""
     extension = body.dgemma
     if not engine.model.config.can_denoise:
         raise UsageError("this checkpoint has no denoiser, so it can neither fill nor edit")
@@ -90,7 +90,7 @@ def new_seed(seed: int | None) -> int:
 
 
 def sampler_for(engine: "Engine", body: Body) -> "Sampler | None":
-    """Return the checkpoint's sampler with the body's changes; None if there are none."""
+    """Return the checkpoint's sampler with the body's changes, or None if there are none."""
     preset, temperature = body.dgemma.preset, body.sampling.temperature
     chosen = _chosen_sampler(engine, body.dgemma)
     if chosen is None and preset is None and temperature is None:
@@ -100,7 +100,7 @@ def sampler_for(engine: "Engine", body: Body) -> "Sampler | None":
 
 
 def _chosen_sampler(engine: "Engine", extension: Extension) -> "Sampler | None":
-    """Return the same without temperature and preset, which leave the policy for long replies."""
+    """Return the same, ignoring temperature and preset, which keep the long-reply policy."""
     changes = _present(extension, "max_denoising_steps", "t_max", "t_min")
     base = engine.sampler_of(extension.preset)
     rule = _rule(base, extension)
@@ -136,7 +136,7 @@ def _present(extension: Extension, *names: str) -> dict[str, Any]:
 def text_constraint(
     engine: "Engine", extension: Extension, response_format: ResponseFormat | None
 ) -> "Constraint | None":
-    """Compile the constraint on the text of an answer; None: there is none."""
+    """Compile the constraint on an answer's text, or return None."""
     constraints: dict[str, Any] = {
         f"dgemma.{name}": {name: value} for name, value in _present(extension, *FORMS).items()
     }
@@ -144,7 +144,7 @@ def text_constraint(
         constraints["response_format"] = {"schema": response_format.schema_body}
     if len(constraints) > 1:
         names = " and ".join(sorted(constraints))
-        raise ApiError(400, f"{names} are given; hold the text to one of them")
+        raise ApiError(400, f"{names} are given; give one of them")
     compiled = (compile_constraint(engine, text, name) for name, text in constraints.items())
     return next(compiled, None)
 
@@ -156,7 +156,7 @@ def check_unconstrained(extension: Extension) -> None:
 
 
 def compile_constraint(engine: "Engine", constraint: "ConstraintArgs", param: str) -> "Constraint":
-    """Compile a constraint; one that is too large or has no text is refused by name."""
+    """Compile a constraint; refuses one that is too large or matches no text."""
     from dgemma.constrain.matcher import MAX_COMPLETION_BYTES
     from dgemma.constrain.shortest_completion import MAX_SECONDS
 
@@ -188,9 +188,9 @@ def _size(constraint: "ConstraintArgs") -> int:
 
 
 def check_length(engine: "Engine", prompt: str | Sequence[int]) -> None:
-    """Refuse a prompt that cannot fit before it is encoded, which may take seconds.
+    """Refuse a prompt that cannot fit before encoding it, which may take seconds.
 
-    A text is measured by the longest token there is.
+    Assumes that every token is the longest of the vocabulary.
     """
     context, num_tokens = engine.model.config.max_position_embeddings, len(prompt)
     if num_tokens > context and isinstance(prompt, str):
@@ -203,7 +203,7 @@ def check_length(engine: "Engine", prompt: str | Sequence[int]) -> None:
 
 
 def check_ids(engine: "Engine", ids: Sequence[int]) -> None:
-    """Refuse ids that are no tokens of this model."""
+    """Refuse ids outside the vocabulary."""
     most = engine.tokenizer.vocab_size - 1
     unknown = [token for token in ids if not 0 <= token <= most]
     if unknown:

@@ -1,8 +1,8 @@
-"""Calls of the application without a socket: by a batch file, or by the front of several replicas.
+"""In-process calls of the application, for batch files and for the front of several replicas.
 
-A call brings what middleware would find out (the owner, the time of arrival) and what makes a
-repeated request repeat its reply: seed, ids, and the tokens that were committed before. None of it
-can be given over HTTP.
+A call carries what middleware would determine (owner, time of arrival) and what makes a repeated
+request repeat its reply: seed, ids, and previously committed tokens. None of these can be set over
+HTTP.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from dgemma.server.auth import ANONYMOUS
 
 logger = logging.getLogger("dgemma.server")
 JSON_TYPE = (b"content-type", b"application/json")
-OPENING_FIELDS = ("system", "instructions", "tools")  # of a prompt, before its first turn
+OPENING_FIELDS = ("system", "instructions", "tools")  # before the first turn
 TEXT_FIELDS = ("input", "prompt", "input_prefix", "text", "puzzle")
-MAX_OPENING = 4096  # characters, of a conversation...
-MAX_TEXT = 1024  # ...and of a text: an editor changes its end
-# Records of a resumable stream, beside the events of its format.
+MAX_OPENING = 4096  # characters of a conversation...
+MAX_TEXT = 1024  # ...and of a text, which an editor changes at its end
+# Records of a resumable stream, in addition to the events of its format.
 COMMITTED = ": committed "
 ENDED = ": ended"  # after the last event, or before an error
-RECORD_END = "\x1e"  # which JSON never contains
+RECORD_END = "\x1e"  # never part of JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class Call:
     query: bytes = b""
     headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)
     owner: str = ANONYMOUS
-    request_id: str | None = None  # as error replies name it
-    seconds: float = 0.0  # since it arrived
-    seed: int = field(default_factory=lambda: secrets.randbits(32))  # if the body has none
+    request_id: str | None = None  # id in error replies
+    seconds: float = 0.0  # seconds since the request arrived
+    seed: int = field(default_factory=lambda: secrets.randbits(32))  # used if the body has no seed
     reply_id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
-    is_resumable: bool = False  # its stream consists of records: named events, and commits
-    # Fields of `Committed` by answer: what the stream so far has committed.
+    is_resumable: bool = False  # stream named events and commit records
+    # By answer: fields of `Committed`, for everything committed so far.
     committed: Mapping[int, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
 
     def scope(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Call:
 
 
 def call_of(request: Request) -> Call | None:
-    """Return the call that a request is; None: it came through a socket."""
+    """Return the call behind a request, or None if it came over a socket."""
     call: Call | None = request.scope["state"].get("call")
     return call
 
@@ -84,7 +84,7 @@ def call_of(request: Request) -> Call | None:
 async def run_call(app: ASGIApp, call: Call) -> AsyncIterator[Message]:
     """Run a call; yields ASGI messages, the first with its route.
 
-    Closing the iterator is the client's leaving.
+    Closing the iterator disconnects the client.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     gone = asyncio.Event()
@@ -105,7 +105,7 @@ async def run_call(app: ASGIApp, call: Call) -> AsyncIterator[Message]:
     async def run() -> None:
         try:
             await app(scope, receive, send)
-        except Exception:  # its client has the reply to an unknown error
+        except Exception:  # the client already has an error reply
             logger.exception("a call failed")
         finally:
             messages.put_nowait(None)
@@ -131,7 +131,7 @@ async def whole_reply(app: ASGIApp, call: Call) -> tuple[int, bytes]:
 
 
 def opening(body: object) -> str:
-    """Return the text with which requests of one conversation begin; empty: not known.
+    """Return the text that requests of one conversation start with; empty if unknown.
 
     A conversation keeps its system text, tools and first turn; a document its beginning.
     """

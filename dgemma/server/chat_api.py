@@ -89,7 +89,7 @@ CONTENT_PART = {
 }
 CONTENT_PARTS = {"type": "array", "items": CONTENT_PART}
 TEXT_OR_NULL = {"type": ["string", "null"]}
-# Parsed by dgemma.text.messages, whose sentences say what is wrong; this is for the document.
+# Parsed by dgemma.text.messages, which has better error messages; these types document it.
 MESSAGE = {
     "type": "object",
     "required": ["role"],
@@ -119,7 +119,7 @@ ReasoningEffort = Literal["none", "minimal", "instant", "low", "medium", "high",
 
 
 def wants_thought(effort: str | None) -> bool | None:
-    """Return whether an effort asks for a thought; None: it is not given."""
+    """Return whether a reasoning effort asks for a thought; None if it is not given."""
     return None if effort is None else effort not in ("none", "minimal", "instant")
 
 
@@ -183,7 +183,7 @@ class ChatBody(FormattedBody):
 
     @property
     def named_tool(self) -> str | None:
-        """The one tool that must be called."""
+        """The name of the tool that must be called."""
         match self.tool_choice:
             case {"type": "function", "function": {"name": str(name), **more}, **others}:
                 return None if more or others else name
@@ -216,15 +216,15 @@ class ChatInput:
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     tool_choice: Literal["auto", "none", "required"] = "auto"
-    named_tool: str | None = None  # the one that must be called, if required
+    named_tool: str | None = None  # the tool that must be called, if one is required
     thinking: bool = False
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None
-    image_tokens: int | None = None  # of each picture; None: by its detail
+    image_tokens: int | None = None  # per picture; None: by its detail
 
     @property
     def needs_grammar(self) -> bool:
-        """True if its calls are constrained to the declarations of its tools."""
+        """True if calls are constrained to the declared tools."""
         is_strict = any(tool.strict for tool in self.tools)
         return self.tool_choice == "required" or (self.tool_choice == "auto" and is_strict)
 
@@ -256,7 +256,7 @@ def chat_generations(engine: "Engine", body: Body, chat: ChatInput) -> "list[Gen
 
 
 def chat_prompt(engine: "Engine", chat: ChatInput) -> "Prompt":
-    """Render a conversation, unless it cannot fit."""
+    """Render a conversation; refuses one that cannot fit."""
     for content in (message.content for message in chat.messages):
         for part in (content,) if isinstance(content, str) else content:
             if isinstance(part, str):
@@ -267,7 +267,7 @@ def chat_prompt(engine: "Engine", chat: ChatInput) -> "Prompt":
 
 
 def _calls_constraint(engine: "Engine", chat: ChatInput) -> "Constraint | None":
-    """Compile a constraint to tool calls, if a choice forces one or a tool is strict."""
+    """Compile a constraint to tool calls, if the choice forces one or a tool is strict."""
     if not chat.needs_grammar:
         return None
     named = chat.named_tool

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: plain text, or token ids, to continue; with a suffix, a hole to fill."""
+"""`POST /v1/completions`: continues plain text or token ids, or fills a hole before a suffix."""
 
 import time
 from collections.abc import Sequence
@@ -122,7 +122,7 @@ def parse_completion(engine: "Engine", body: CompletionBody) -> list[Any]:
 
 
 def _hole(prompt: str | Sequence[int], suffix: str) -> HoleContext | None:
-    """Return the hole before the suffix, or between sentinels inside the prompt."""
+    """Return the hole before the suffix, or between sentinels in the prompt."""
     if isinstance(prompt, str):
         return HoleContext(prompt, suffix) if suffix else find_hole(prompt)
     if suffix:
@@ -142,16 +142,16 @@ def _plain_prompt(engine: "Engine", prompt: str | Sequence[int]) -> "Prompt":
 
 @dataclass(frozen=True, slots=True)
 class EchoScore:
-    """A prompt and its next token, scored."""
+    """A scored prompt and its next token."""
 
     text: str
     ids: tuple[int, ...]
-    logprobs: tuple[float | None, ...]  # None: nothing comes before it
+    logprobs: tuple[float | None, ...]  # None for the first token
     best: tuple[tuple[int, float] | None, ...]
 
 
 def echo_program(engine: "Engine", given: str | Sequence[int], num_new: int) -> "Program[Done]":
-    """Score a prompt, and with `num_new` of 1 the likeliest token after it, even one that ends."""
+    """Score a prompt and, if `num_new` is 1, return the most likely next token."""
     prompt, started = _plain_prompt(engine, given), time.monotonic()
     return _echo(engine, prompt, isinstance(given, str), num_new, started)
 

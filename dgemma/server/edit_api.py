@@ -1,4 +1,4 @@
-"""Routes that change a text: this server's own, and Mercury's next edit and apply."""
+"""Routes that edit text: this server's own, and Mercury's next edit and apply."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -137,13 +137,13 @@ def parse_next_edit(engine: "Engine", body: MercuryBody) -> "list[Program[Done]]
     from dgemma.programs.edit.edit import STRENGTH
 
     region = read_region(body.message)
-    if not region.old.strip():  # nothing to edit: it is to be written
+    if not region.old.strip():  # nothing to edit: a hole to fill
         raise ApiError(400, "the code to edit is empty; use /v1/fim/completions to fill it")
     start = len(region.before)
     params = replace(
         _edit_params(engine, body),
         selection=((start, start + len(region.old)),),
-        strength=STRENGTH,  # given, so that what is not surprising stays in any case
+        strength=STRENGTH,  # explicit, so that unsurprising text always stays
     )
     instruction = NEXT_EDIT.format(history=region.history) if region.history else None
     show = partial(fenced_region, region)
@@ -180,7 +180,7 @@ def edit_answer(
     params: "EditParams",
     show: Callable[[str], str] = str,
 ) -> "Program[Done]":
-    """Change a text in place; emits the edited text."""
+    """Edit a text in place; emits the edited text."""
     from dgemma.engine import Text
     from dgemma.programs.edit.edit import edit_program
 
@@ -191,13 +191,13 @@ def edit_answer(
 
 
 def fenced_region(region: Region, text: str) -> str:
-    """Return the region of an edited text in a fence, or None: so Mercury's clients read it."""
+    """Return the region of an edited text in a fence, as Mercury's clients expect, or None."""
     new = text[len(region.before) : len(text) - len(region.after)]
     return "None" if new == region.old else f"```\n{new.removesuffix(chr(10))}\n```"
 
 
 def rewrite_answer(engine: "Engine", task: "Generation", old: str) -> "Program[Done]":
-    """Answer a prompt from the old text; emits the answer without a fence."""
+    """Answer a prompt from the old text; emits the answer without a code fence."""
     from dgemma.engine import Text
     from dgemma.programs.edit.edit import rewrite_program, without_fence
 

@@ -12,9 +12,9 @@ from dgemma.errors import DeadlineExceeded, PromptTooLong, UsageError
 
 logger = logging.getLogger("dgemma.server")
 INVALID, BUSY, BROKEN = "invalid_request_error", "overloaded_error", "server_error"
-# How pydantic names the kinds a value may be of, in the place of an error.
+# Pydantic's names of union members in error locations.
 UNION_BRANCH = re.compile(r"str|int|list\[.*\]")
-CLIENT_GONE = 499  # nobody is left to read it; it is counted, not sent
+CLIENT_GONE = 499  # counted in metrics, never sent
 MESSAGES_PATH, OLLAMA_PATH = "/v1/messages", "/api/"  # routes with their own error format
 ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -27,7 +27,7 @@ ANTHROPIC_KINDS = {
 
 
 class ApiError(Exception):
-    """A refusal with its status."""
+    """A refusal with its HTTP status."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ApiError(Exception):
         return self.body
 
     def response(self, scope: Scope) -> JSONResponse:
-        """Return the reply to the request of this scope."""
+        """Return the error reply to the request of this scope."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -73,7 +73,7 @@ class ApiError(Exception):
 
 
 def from_engine(error: Exception) -> ApiError:
-    """Return an engine's error as its client may see it."""
+    """Return an engine error without internals, for a client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DeadlineExceeded):
@@ -85,7 +85,7 @@ def from_engine(error: Exception) -> ApiError:
 
 
 def from_usage(error: UsageError) -> ApiError:
-    """Return the reply to a call that the engine or the message parser refuses."""
+    """Return the reply to a call refused by the engine or the message parser."""
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     return ApiError(400, str(error), code=code)
 
@@ -109,7 +109,7 @@ def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: short."""
+    """Return a short version of a value for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -120,7 +120,7 @@ def printable(text: str) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """Write a location in a body as people do: `dgemma.max_denoising_steps`, `stop[2]`."""
+    """Write a location in a body like `dgemma.max_denoising_steps` or `stop[2]`."""
     parts = location[1:] if location[:1] == ("body",) else location
     named = [part for part in parts if not UNION_BRANCH.fullmatch(str(part))]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named)

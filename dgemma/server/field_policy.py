@@ -1,9 +1,9 @@
-"""The policy of every field of a request: honoured, harmless or refused.
+"""The policy of every request field: honoured, harmless or refused.
 
-Honoured: it does what its name says; the schema of the request declares it. Harmless: it changes
-nothing that was promised; it is accepted and named in the reply. Refused: ignoring it would break
-a promise, so a request with it is a 400 that says why, unless its value has no effect. A field
-without a policy is a 400 too. docs/serve.md prints the tables.
+Honoured: it has an effect, and the request schema declares it. Harmless: ignoring it breaks no
+promise; it is accepted and named in the reply. Refused: ignoring it would break a promise, so the
+request gets a 400 with the reason, unless the value has no effect. A field without a policy gets a
+400 too. docs/serve.md prints the tables.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class FieldPolicy:
 
     kind: Kind
     note: str
-    neutral: tuple[object, ...] = ()  # values of a refused field without effect; null is one
+    neutral: tuple[object, ...] = ()  # values of a refused field without effect, like null
 
 
 FieldTable = dict[str, FieldPolicy]
@@ -62,18 +62,18 @@ COMMON: FieldTable = {
     "min_tokens": refused("an answer cannot be prevented from ending", 0),
     "ignore_eos": refused("an answer cannot be prevented from ending", False),
     "best_of": refused("answers are not ranked; use n", 1),
-    # Gateways such as sglang-router and vllm-router add these to every request.
+    # Added to every request by gateways such as sglang-router and vllm-router.
     "no_stop_trim": refused("the answer ends before a stop string", False),
     "continue_final_message": refused("an answer is a new turn", False),
     "skip_special_tokens": refused("control tokens are no part of a text", True),
-    "separate_reasoning": refused("a thought is told apart from the answer", True),
-    "stream_reasoning": refused("a thought is streamed as the answer is", True),
+    "separate_reasoning": refused("thoughts are always separate from the answer", True),
+    "stream_reasoning": refused("thoughts are streamed like the answer", True),
     "include_reasoning": refused("a thought is part of the reply", True),
     "return_hidden_states": refused("a reply is text", False),
 }
 
-# Fields that would change which token is drawn in AR, and their values without effect. They are not
-# applied: the likeliest token is drawn, or one of the whole distribution.
+# Fields that would change the draws in AR, and their values without effect. They are not
+# applied: a draw is the argmax, or from the whole distribution.
 TRUNCATIONS: dict[str, tuple[float, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -87,7 +87,7 @@ PENALTIES: dict[str, tuple[float, ...]] = {
     "repeat_penalty": (1,),
 }
 
-# Of a message, whatever its role; removed before the message is read, and named in the reply.
+# In messages of any role; removed before the message is read, and named in the reply.
 MESSAGE_HARMLESS: dict[str, str] = {
     "name": "the role says who speaks (in a tool message it is honoured)",
     "cache_control": "prefixes are found by their tokens; also in a content part",
@@ -96,7 +96,7 @@ MESSAGE_HARMLESS: dict[str, str] = {
 
 
 def sort_fields(body: Mapping[str, Any], table: FieldTable) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields to honour and the names of the harmless ones; refuse the rest by name."""
+    """Return the fields to honour and the names of harmless ones; refuses the others by name."""
     kept, ignored = {}, []
     for name, value in body.items():
         field = table.get(name) or _unknown(name, table)
@@ -112,10 +112,10 @@ def sort_fields(body: Mapping[str, Any], table: FieldTable) -> tuple[dict[str, A
 
 
 def check_ar(body: Mapping[str, Any], mode: str, temperature: float | None) -> None:
-    """Refuse, where tokens are drawn in AR, what would change the draw and is not applied."""
+    """Refuse fields that would change AR draws and are not applied."""
     if mode == "diffusion":
         return
-    # At temperature 0, the default in AR, the likeliest token is drawn, and truncation keeps it.
+    # At temperature 0, the default in AR, the argmax is taken, which truncation keeps.
     neutral = PENALTIES | (TRUNCATIONS if temperature else {})
     for name, allowed in neutral.items():
         value = body.get(name)
@@ -129,12 +129,12 @@ def check_ar(body: Mapping[str, Any], mode: str, temperature: float | None) -> N
 
 
 def refusal(param: str, sentence: str) -> ApiError:
-    """Return a 400 about one field; validation lets it pass as it is."""
+    """Return a 400 about one field; pydantic passes it through."""
     return ApiError(400, sentence, param=param, code="unsupported_parameter")
 
 
 def clean_messages(raw: object) -> tuple[object, list[str]]:
-    """Return messages without their harmless fields, and the names of those."""
+    """Return messages without harmless fields, and the names of these."""
     ignored: set[str] = set()
     if not isinstance(raw, list):
         return raw, []
@@ -154,7 +154,7 @@ def _clean_message(message: object, ignored: set[str]) -> object:
 
 
 def without(fields: Any, names: set[str], path: str, ignored: set[str]) -> Any:
-    """Return an object without its harmless fields, whose paths are added to `ignored`."""
+    """Return an object without its harmless fields; appends their paths to `ignored`."""
     if not isinstance(fields, dict):
         return fields
     ignored |= {f"{path}.{name}" for name in fields.keys() & names}

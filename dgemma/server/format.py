@@ -1,6 +1,6 @@
-"""Replies and chunks: the parts that all resources share.
+"""Replies and stream chunks: the parts shared by all resources.
 
-A format also writes its stream: lines of server-sent events, or whatever its clients read.
+A format also writes its stream: server-sent events, or another line format.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dgemma.text.messages import ToolCall
 
 FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "budget": "length"}
-MIN_LOGPROB = -9999.0  # how the API writes minus infinity
+MIN_LOGPROB = -9999.0  # the API's value for minus infinity
 FINGERPRINT = f"dgemma-{__version__}"
 STILL_WORKING = ": still at work\n\n"
 
@@ -27,7 +27,7 @@ Chunk = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """Fields that every reply and chunk of a request repeats."""
+    """Fields repeated in every reply and chunk of a request."""
 
     id: str
     created: int
@@ -46,7 +46,7 @@ class Envelope:
 
     @property
     def suffix(self) -> str:
-        """Characters that ids of parts and calls share, so that no other reply has the same."""
+        """Characters shared by the ids of parts and calls of a reply, unique to it."""
         return self.id[-12:]
 
     @property
@@ -54,7 +54,7 @@ class Envelope:
         return {"ignored": list(self.ignored)}
 
     def usage(self, answers: "Sequence[Done]") -> dict[str, Any]:
-        """Count tokens; a prompt counts once, however many answers it has."""
+        """Count tokens; a prompt counts once, whatever the number of answers."""
         prompts = answers[:: self.answers_per_prompt]
         prompt_tokens = sum(done.prompt_tokens for done in prompts)
         completion_tokens = sum(done.tokens for done in answers)
@@ -93,14 +93,14 @@ class Format:
         return []
 
     def after_text(self, text: str, is_thought: bool) -> Self:
-        """Return the format of the rest of a stream."""
+        """Return the format for the rest of a stream."""
         return self
 
     def usage_chunk(self, answers: "Sequence[Done]") -> Chunk:
         return {**self.empty_chunk(0), "usage": self.envelope.usage(answers)}
 
     def line(self, chunk: Chunk, number: int = 0) -> str:
-        """Write a chunk as the stream has it, after `number` others."""
+        """Write a chunk as a line of the stream, after `number` others."""
         return f"data: {write_json(chunk)}\n\n"
 
     def error_line(self, error: ApiError, number: int = 0) -> str:
@@ -108,7 +108,7 @@ class Format:
         return f"data: {write_json(error.body)}\n\n"
 
     def heartbeat(self) -> str:
-        """Write something that shows a silent stream to be alive."""
+        """Write a line that keeps a silent stream alive."""
         return STILL_WORKING
 
 
@@ -121,15 +121,15 @@ class ChoicesFormat(Format):
     first_delta: ClassVar[dict[str, Any] | None] = None
 
     def choice(self, done: "Done") -> dict[str, Any]:
-        """Return what an answer adds to its choice in a reply."""
+        """Return the answer's fields of its choice in a reply."""
         raise NotImplementedError
 
     def delta(self, text: str, is_thought: bool) -> dict[str, Any] | None:
-        """Return text as a chunk has it; None: it is not sent."""
+        """Return text as a chunk's delta; None: not sent."""
         raise NotImplementedError
 
     def finish(self, done: "Done") -> dict[str, Any]:
-        """Return the fields with which a choice ends, in a reply and in a stream."""
+        """Return the fields that end a choice, in a reply and in a stream."""
         return {"finish_reason": FINISH_REASONS[done.finish]}
 
     def last_deltas(self, done: "Done") -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ class ResultFormat(Format):
     """Write a result of this server's own APIs: one object, after drafts in a stream."""
 
     kind: str
-    describe: Callable[[Any], dict[str, Any]]  # the result of a program
+    describe: Callable[[Any], dict[str, Any]]  # describes the result of a program
     first: dict[str, Any] | None = None  # `dgemma` of a stream's first chunk
 
     def full(self, answers: "Sequence[Done]") -> dict[str, Any]:
@@ -196,7 +196,7 @@ class ResultFormat(Format):
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """A thought or text of a reply, as far as it is written."""
+    """A thought or text of a reply, as far as written."""
 
     is_thought: bool
     text: str = ""
@@ -209,8 +209,8 @@ Parts = tuple[ReplyPart, ...]
 class PartsFormat(Format):
     """A reply of one answer in parts: thoughts, texts, calls; streamed as named events."""
 
-    one_call: bool = False  # calls after the first are left out
-    parts: Parts = ()  # that its stream has, the last one open
+    one_call: bool = False  # drop calls after the first
+    parts: Parts = ()  # parts streamed so far; the last one is open
     end: ClassVar[str] = ""
 
     def start_part(self, number: int, part: ReplyPart) -> list[Chunk]:
@@ -255,7 +255,7 @@ class PartsFormat(Format):
         return self.end_part(len(parts) - 1, parts[-1]) if parts else []
 
     def parts_of(self, done: "Done") -> list[ReplyPart]:
-        """Return the parts of a whole reply; one that says nothing has an empty text."""
+        """Return the parts of a whole reply; an empty reply has one empty text."""
         texts = [ReplyPart(True, done.reply.thought), ReplyPart(False, done.text)]
         written = [part for part in texts if part.text]
         return written or ([] if done.reply.tool_calls else [ReplyPart(False)])
@@ -268,7 +268,7 @@ class PartsFormat(Format):
 
 
 def unique_calls(done: "Done", envelope: Envelope, *, one_call: bool) -> "list[ToolCall]":
-    """Return the calls of a reply, with ids that no other reply of the conversation has."""
+    """Return the calls of a reply, with ids unique in the conversation."""
     calls = done.reply.tool_calls[: 1 if one_call else None]
     return [replace(call, id=f"{call.id}_{envelope.suffix}") for call in calls]
 
@@ -287,5 +287,5 @@ def stats(done: "Done") -> dict[str, Any]:
 
 
 def finite(score: float) -> float:
-    """Replace what JSON cannot write."""
+    """Replace numbers that JSON cannot represent."""
     return score if isfinite(score) else MIN_LOGPROB

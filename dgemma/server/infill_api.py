@@ -1,4 +1,4 @@
-"""Routes that fill holes: Mistral's and Mercury's FIM, llama.cpp's infill, and our own."""
+"""Routes that fill holes: Mistral's and Mercury's FIM, llama.cpp's infill, and this server's."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -90,7 +90,7 @@ class ExtraText(BaseModel):
 
 
 class InfillBody(Body):
-    """`POST /infill`, as llama.cpp has it."""
+    """`POST /infill` of llama.cpp."""
 
     omitted: ClassVar[frozenset[str]] = frozenset({"max_tokens", "n", "diffusing"})
     unhonoured: ClassVar[FieldTable] = {
@@ -186,7 +186,7 @@ def parse_fill(engine: "Engine", body: FillBody) -> list[Any]:
 
 
 def check_no_effort(effort: "FillEffort | None") -> None:
-    """Refuse an effort where there is no hole to spend it on."""
+    """Refuse an effort without a hole."""
     if effort is not None:
         sentence = "effort is for a hole, and there is none; give a suffix"
         raise ApiError(400, sentence, param="effort")
@@ -195,20 +195,20 @@ def check_no_effort(effort: "FillEffort | None") -> None:
 def hole_programs(
     engine: "Engine", body: Body, hole: HoleContext, effort: "FillEffort | None" = None
 ) -> "list[Program[Done]]":
-    """Return a program for each answer; without an effort, at an editor's speed."""
+    """Return a program per answer; without an effort, a fast one for editors."""
     from dgemma.programs.infill.document import InfillDocument
 
     params = fill_params(engine, body, effort or "fast")
     assert params.seed is not None
     document = InfillDocument((hole.before, hole.after))
     seeds = [(params.seed + answer) % (1 << 64) for answer in range(body.n)]
-    # Proposals of the causal mode do not depend on the seed: they would be every answer's best.
+    # Causal candidates do not depend on the seed: they would be the best of every answer.
     others = [replace(params, seed=seed, num_proposals=0) for seed in seeds[1:]]
     return [fill_answer(engine, document, own) for own in (params, *others)]
 
 
 def fill_params(engine: "Engine", body: Body, effort: "FillEffort") -> "FillParams":
-    """Return the parameters of a fill; what has no meaning there is refused."""
+    """Return the parameters of a fill; refuses what does not apply to fills."""
     from dgemma.programs.infill.infill import FillParams, check_fill
     from dgemma.programs.infill.search import min_visible_after
 
@@ -230,7 +230,7 @@ def fill_params(engine: "Engine", body: Body, effort: "FillEffort") -> "FillPara
 def fill_answer(
     engine: "Engine", document: "InfillDocument", params: "FillParams"
 ) -> "Program[Done]":
-    """Fill the holes of a text; emits a single hole's text, or the whole."""
+    """Fill the holes of a text; emits the text of a single hole, or the whole text."""
     from dgemma.engine import Text
     from dgemma.programs.infill.infill import fill_program
 
@@ -241,7 +241,7 @@ def fill_answer(
 
 
 def program_done(engine: "Engine", result: Any, text: str, written: Iterable[str]) -> "Done":
-    """Return the end of a fill or an edit; its cost counts the tokens that were written."""
+    """Return the end of a fill or an edit; its cost counts the tokens written."""
     from dgemma.engine import Done
     from dgemma.text.reply import Reply
 
@@ -261,7 +261,7 @@ def program_done(engine: "Engine", result: Any, text: str, written: Iterable[str
 
 
 class FimChoice(ReplyChoice):
-    """Read by Mistral's clients as a message, and by Mercury's as a text."""
+    """A choice with the fields of both Mistral's (message) and Mercury's (text) clients."""
 
     text: str
     message: ReplyMessage
@@ -281,7 +281,7 @@ class Timings(BaseModel):
 
 
 class InfillReply(BaseModel):
-    """Timings in llama.cpp's format."""
+    """A reply of llama.cpp's `/infill`."""
 
     index: int
     content: str
@@ -320,7 +320,7 @@ class FillReply(ResultReply):
 
 
 class FimFormat(ChoicesFormat):
-    """A chat choice with the text beside the message: clients read one or the other."""
+    """Write FIM replies: chat choices with the text also at the top level."""
 
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
@@ -339,7 +339,7 @@ class FimFormat(ChoicesFormat):
 class InfillFormat(Format):
     """Write replies of llama.cpp's `/infill`."""
 
-    limit: int  # n_predict: 0 for a warm-up, below 0 for none
+    limit: int  # n_predict: 0 for a warm-up, negative for no limit
 
     def full(self, answers: "Sequence[Done]") -> dict[str, Any]:
         return self._reply(answers[0].text, answers[0]) if answers else self._reply("", None)
@@ -411,7 +411,7 @@ async def fim(request: Request, body: FimBody, service: ServiceDep) -> Response:
 async def infill(request: Request, body: InfillBody, service: ServiceDep) -> Response:
     """Fill the hole at a cursor, in llama.cpp's format."""
     fmt = InfillFormat(envelope=service.envelope(request, "infill-", body), limit=body.n_predict)
-    if body.n_predict == 0:  # an editor fills the prefix cache; nothing is to be written
+    if body.n_predict == 0:  # an editor warms up the prefix cache
         service.check_model(body.model)
         return JSONResponse(fmt.full([]))
     return await answer(request, service, body, parse_infill, fmt)

@@ -1,4 +1,4 @@
-"""A server on a socket, from its start to its drain.
+"""The HTTP server on its socket, from start to drain.
 
 Requests are counted and get ids; connections have time limits and a cap. The first signal starts
 the drain: new requests get a 503, running ones finish. The second signal quits at once.
@@ -26,15 +26,15 @@ from dgemma.server.metrics import Metrics
 
 ALWAYS_OPEN = frozenset({"/health", "/ready", "/metrics"})
 REQUEST_ID = re.compile(r"[\w.-]{1,64}")
-GRACEFUL_SECONDS = 5  # for what is left when the drain's time is over
+GRACEFUL_SECONDS = 5  # for requests that outlive the drain
 MAX_HEADERS = 32 << 10  # bytes
 ACCEPT_BATCH = 32  # connections accepted at a time, before the first of them is counted
-RESERVED_DESCRIPTORS = 64 + 2 * ACCEPT_BATCH  # of the process's limit, for all but connections
+RESERVED_DESCRIPTORS = 64 + 2 * ACCEPT_BATCH  # not for connections
 BACKLOG = 1024  # connections that wait in the kernel
 
 
 class Drain:
-    """The state of a server that stops: since when, and how many requests are in flight."""
+    """The state of a stopping server: start time, and requests in flight."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -42,7 +42,7 @@ class Drain:
         self.began: float | None = None
 
     def begin(self) -> bool:
-        """Take no more requests; False if that was so before."""
+        """Start the drain; False if it had started."""
         if self.began is not None:
             return False
         self.began = time.monotonic()
@@ -97,10 +97,10 @@ class Gate:
 
 
 class BodyLimit:
-    """Middleware that bounds the size of a body and the time it may take to arrive.
+    """Middleware that limits the size of a body and the time it may take to arrive.
 
-    It leaves the size in the request's state, for large bodies are not parsed on the event loop,
-    and the time from which deadlines count.
+    Stores the size in the request's state, since large bodies are not parsed on the event loop, and
+    the arrival time from which deadlines count.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
@@ -145,7 +145,7 @@ def _declared_length(scope: Scope) -> int:
 
 
 def _replay(body: bytearray, receive: Receive) -> Receive:
-    """Return a receive function that hands out a body that was read already."""
+    """Return a receive function that replays a body that has been read."""
     whole: list[MutableMapping[str, Any]] = [
         {"type": "http.request", "body": bytes(body), "more_body": False}
     ]
@@ -157,7 +157,7 @@ def _replay(body: bytearray, receive: Receive) -> Receive:
 
 
 class Server(uvicorn.Server):
-    """A server that drains on the first signal. What does not end in time is abandoned."""
+    """A server that drains on the first signal. Requests that outlive the drain are abandoned."""
 
     def __init__(
         self,
@@ -177,8 +177,8 @@ class Server(uvicorn.Server):
         self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # asyncio accepts as many connections in a row as its backlog: with all of them it would
-        # run out of file descriptors before the cap can act. The kernel's own may be longer.
+        # asyncio accepts as many connections in a row as its backlog: a full backlog would
+        # exhaust file descriptors before the cap applies. The kernel's backlog may be longer.
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(BACKLOG)
@@ -191,15 +191,15 @@ class Server(uvicorn.Server):
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP with a cap on connections, and time limits on request heads and on stalled clients.
+    """HTTP with a cap on connections and time limits on request heads and stalled clients.
 
-    Beyond the cap, the connection that has been without a request for longest is closed: silent
-    ones cannot keep others out. If all others are busy, uvicorn answers the request with a 503.
+    Beyond the cap, the connection that has been idle longest is closed, so that silent clients
+    cannot keep others out. If all others are busy, uvicorn answers with a 503.
     """
 
     limits: ClassVar[Limits]
     max_connections: ClassVar[int]
-    # Connections without a head, or idle between two requests, oldest first; with their timers.
+    # Connections without a request head, or idle between requests, oldest first, with timers.
     headless: "ClassVar[dict[BoundedProtocol, asyncio.TimerHandle]]"
     stall_timer: asyncio.TimerHandle | None = None
 
@@ -253,7 +253,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def max_connections() -> int:
-    """Return the connections that the process's file descriptors allow."""
+    """Return the number of connections that the file descriptor limit allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 20
@@ -278,7 +278,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: Starlette, on_drain: Callable[[int], None] = lambda count: None) -> Server:
-    """Return a server that is not running yet; `on_drain` gets the number of requests in flight."""
+    """Return a server that is not yet running; `on_drain` gets the number of requests in flight."""
     service, limits = app.state.service, app.state.service.settings.limits
     connections = min(limits.max_connections, max_connections())
     bounds = {"limits": limits, "max_connections": connections, "headless": {}}
@@ -287,8 +287,8 @@ def make_server(app: Starlette, on_drain: Callable[[int], None] = lambda count: 
         http=type("LimitedProtocol", (BoundedProtocol,), bounds),
         limit_concurrency=connections + 1,
         ws="none",
-        loop="asyncio",  # whatever else is installed: uvloop comes with Ray
-        log_level="error",  # anybody can cause the warnings
+        loop="asyncio",  # even if uvloop is installed, as with Ray
+        log_level="error",  # any client can cause warnings
         access_log=False,
         backlog=ACCEPT_BATCH,
         server_header=False,
@@ -304,6 +304,6 @@ def _request_id(given: bytes) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """Return the route instead of the path, of which there are any number."""
+    """Return the route instead of the path, of which there are arbitrarily many."""
     route = scope.get("route")
     return "other" if route is None else str(route.path)

@@ -1,11 +1,11 @@
-"""Limits of a server: on a request, on connections and bodies, on the queue."""
+"""Limits of a server: per request, on connections and bodies, and on the queue."""
 
 from dataclasses import dataclass
 
 from dgemma.errors import UsageError
 from dgemma.options import option
 
-# Of one request; the schemas hold them.
+# Per request, enforced by the schemas.
 MAX_MESSAGES = 1024
 MAX_TOOLS = 128
 MAX_STOPS = 64
@@ -14,13 +14,13 @@ MAX_ANSWERS = 8
 MAX_PROMPTS = 16
 MAX_CONSTRAINT = 1 << 16  # characters of a schema, regex or grammar
 MAX_HOLES = 64
-MAX_STEPS = 512  # per canvas; noise is made for all of them at once
+MAX_STEPS = 512  # per canvas; noise is generated for all steps at once
 IMAGE_BODY = 32 << 20  # bytes; a photograph of 12 megapixels has 8 million in base64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits that the operator may choose; fields with a `help` are the command's options."""
+    """Limits set by the operator; fields with a `help` are command-line options."""
 
     max_batch_size: int = option(8, "Most requests in one pass.")
     max_queue: int = option(64, "Most waiting requests of a key.")
@@ -34,17 +34,17 @@ class Limits:
     drain_seconds: float = option(120.0, "Time for running requests to finish after a signal.")
     body_seconds: float = 30.0  # for a body to arrive
     header_seconds: float = 15.0  # for the head of a request to arrive
-    stall_seconds: float = 60.0  # that a client may leave a reply unread
+    stall_seconds: float = 60.0  # how long a client may leave a reply unread
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value, option = getattr(self, name), name.replace("_", "-")
-            if not value > 0:  # nor may it be NaN
+            if not value > 0:  # also refuses NaN
                 raise UsageError(f"{name} (--{option}) is {value}; it must be above 0")
 
 
 def default_max_body(model: str, vision: str = "auto") -> int:
-    """Largest request in bytes for a model that need not be loaded: more if it reads pictures."""
+    """Default body limit for a model in bytes, larger if it reads pictures."""
     from dgemma.weights.files import has_image_tower
     from dgemma.weights.gguf_vision import find_tower
     from dgemma.weights.hub import find_checkpoint

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dgemma.engine import Done, Engine
     from dgemma.engine.generation import Generation
 
-VERSIONS = ("2023-06-01", "2026-10-21")  # of the API, in the header anthropic-version
+VERSIONS = ("2023-06-01", "2026-10-21")  # accepted values of the header anthropic-version
 TOOL_HARMLESS = {
     "cache_control",
     "eager_input_streaming",
@@ -47,7 +47,7 @@ STOP_REASONS = {
 }
 BLOCKS = {"type": "array", "items": {"type": "object", "required": ["type"]}}
 TEXT_OR_BLOCKS = {"anyOf": [{"type": "string"}, BLOCKS]}
-# Parsed below, whose sentences say what is wrong; these are for the document.
+# Parsed below with better error messages; these types document it.
 TURN = {
     "type": "object",
     "required": ["role", "content"],
@@ -216,7 +216,7 @@ def _chat_input(body: CountTokensBody, max_tokens: int | None) -> ChatInput:
 
 
 class MessagesUsage(BaseModel):
-    input_tokens: int  # without those found in the cache
+    input_tokens: int  # not found in the prefix cache
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
     output_tokens: int
@@ -231,7 +231,7 @@ class MessageReply(BaseModel):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessagesUsage
-    dgemma: dict[str, Any]  # its cost, and the harmless fields that were given
+    dgemma: dict[str, Any]  # cost, and harmless fields that were given
 
 
 class TokenCount(BaseModel):
@@ -315,7 +315,7 @@ class MessagesFormat(PartsFormat):
         if not part.is_thought:
             return {"type": "text", "text": text}
         shown = "" if self.hides_thought else text
-        # Nothing is verified when it is sent back; clients only expect one.
+        # Not verified when sent back; clients expect one.
         return {"type": "thinking", "thinking": shown, "signature": self.envelope.id}
 
     def _call(self, call: ToolCall, arguments: object) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def _usage_fields(new: int, cached: int, written: int) -> dict[str, int]:
 
 
 async def check_version(anthropic_version: Annotated[str | None, Header()] = None) -> None:
-    """Refuse other versions of the API than those that are spoken; none is fine."""
+    """Refuse unsupported versions of the API; a missing header is accepted."""
     if anthropic_version is not None and anthropic_version not in VERSIONS:
         spoken = " and ".join(VERSIONS)
         sentence = f"anthropic-version is {anthropic_version[:60]!r}; this server speaks {spoken}"

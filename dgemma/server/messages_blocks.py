@@ -1,4 +1,4 @@
-"""Anthropic's content blocks, read as messages."""
+"""Converts Anthropic's content blocks to messages."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -18,7 +18,7 @@ BLOCK_FIELDS = {
     "image": {"type", "source"},
 }
 ROLES = ("user", "assistant", "system")
-PARAGRAPH = "\n\n"  # joins the text blocks of a message, which templates would join without
+PARAGRAPH = "\n\n"  # separates text blocks; templates would join them without a separator
 
 
 def system_messages(system: str | list[Any]) -> list[Message]:
@@ -27,7 +27,7 @@ def system_messages(system: str | list[Any]) -> list[Message]:
 
 
 def read_turn(raw: object) -> list[Message]:
-    """Read one message; the results of tools in it become messages of their own."""
+    """Read one message; tool results in it become separate messages."""
     fields = reader.read_fields(raw, {"role", "content"}, "a message")
     role, content = fields.get("role"), fields.get("content")
     if role not in ROLES:
@@ -49,7 +49,7 @@ def _is_result(block: object) -> bool:
 
 
 def _content(parts: Iterable[Part]) -> str | tuple[Part, ...]:
-    """Join texts that follow each other; pictures stay in place."""
+    """Join consecutive texts; pictures stay in place."""
     kept: list[Part] = []
     for part in parts:
         if kept and isinstance(part, str) and isinstance(kept[-1], str):
@@ -82,7 +82,7 @@ def _read_assistant(blocks: Sequence[object]) -> Message:
 
 
 def _read_result(raw: object) -> Message:
-    """Read the result of a tool; one that failed says so in its text."""
+    """Read the result of a tool; a failure is stated in its text."""
     block = _read_block(raw, ("tool_result",))
     content = block.get("content") or ""
     blocks = [] if isinstance(content, str) else reader.read_list(content, "content")
@@ -98,7 +98,7 @@ def _read_result(raw: object) -> Message:
 
 
 def _read_part(raw: object) -> Part:
-    """Read a text or a picture, which is only taken as base64."""
+    """Read a text or a picture, which must be base64."""
     if reader.read_object(raw, "a content block").get("type") != "image":
         return _read_text(raw)
     source = reader.read_object(_read_block(raw, ("image",)).get("source"), "an image's source")

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. Speed counts committed tokens; discarded work does not count."""
+"""Prometheus metrics. Speed counts committed tokens only, no discarded work."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ STEPS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

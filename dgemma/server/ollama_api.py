@@ -1,6 +1,6 @@
 """A subset of Ollama's API under `/api`: chat, generate, tags, show, version; streams are NDJSON.
 
-No models are pulled, created or unloaded: the one that is served is there.
+No models are pulled, created or unloaded: only the served one exists.
 """
 
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class OllamaOptions(BaseModel):
 
 
 class OllamaBody(Body):
-    """Fields that `/api/chat` and `/api/generate` share."""
+    """Fields shared by `/api/chat` and `/api/generate`."""
 
     omitted: ClassVar[frozenset[str]] = frozenset(
         "stream_options max_tokens temperature seed stop n diffusing".split()
@@ -241,7 +241,7 @@ def _chat(
 
 
 def _read_messages(raw: Sequence[object]) -> list[Message]:
-    """Read messages; results without the name of their tool belong to the calls in order."""
+    """Read messages; tool results without a tool name belong to the calls in order."""
     messages, names = [], list[str]()
     for message in reader.read_each(raw, "messages", _read_message):
         if message.role == "assistant":
@@ -351,7 +351,7 @@ class OllamaFormat(Format):
         return self.line(error.body_for(OLLAMA_PATH))
 
     def loaded(self) -> dict[str, Any]:
-        """Return the reply to a request that says nothing: the model is loaded."""
+        """Return the reply to an empty request: the model is loaded."""
         return {**self._text("", ""), "done": True, "done_reason": "load"}
 
     def _text(self, text: str, thought: str, calls: Sequence[Any] = ()) -> dict[str, Any]:
@@ -446,5 +446,5 @@ async def show(body: ShowBody, service: ServiceDep) -> dict[str, Any]:
 
 @router.get("/api/version")
 async def version() -> OllamaVersion:
-    """Tell which version of Ollama's API is spoken."""
+    """Return the supported version of Ollama's API."""
     return OllamaVersion(version=API_VERSION, dgemma=__version__)

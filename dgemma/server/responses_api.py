@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: schema, parsing and replies. Nothing is stored: input has all items."""
+"""`POST /v1/responses`: schema, parsing and replies. Stateless: input contains all items."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STATELESS = "nothing is stored; send all items of the conversation in input"
 ENCRYPTED = "reasoning.encrypted_content"
 TOOL_HARMLESS = {"defer_loading", "allowed_callers", "output_schema", "async"}
-# Fields of items; those after the bar are accepted and mean nothing to the model.
+# Fields of items; those after the bar are accepted without effect.
 ITEM_FIELDS = {
     "message": "role content | id status phase",
     "function_call": "call_id name arguments | id status caller async",
@@ -34,7 +34,7 @@ ITEM_FIELDS = {
     "reasoning": "content summary | id status encrypted_content",
 }
 ITEM = {"type": "object", "properties": {"type": {"enum": list(ITEM_FIELDS)}}}
-# Parsed below, whose sentences say what is wrong; these are for the document.
+# Parsed below with better error messages; these types document it.
 RawInput = Annotated[
     str | list[Any],
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": ITEM}]}),
@@ -189,7 +189,7 @@ def parse_responses(engine: "Engine", body: ResponsesBody) -> "list[Generation]"
 
 
 def _read_input(raw: str | Sequence[object]) -> list[Message]:
-    """Read items; what the assistant thought, said and called in a row is one message."""
+    """Read items; consecutive thoughts, texts and calls of the assistant become one message."""
     if isinstance(raw, str):
         return [Message(role="user", content=raw)]
     messages: list[Message] = []
@@ -266,12 +266,12 @@ class ResponseReply(BaseModel):
     model: str
     output: list[dict[str, Any]]
     usage: ResponsesUsage
-    dgemma: dict[str, Any]  # its cost, and the harmless fields that were given
+    dgemma: dict[str, Any]  # cost, and harmless fields that were given
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesFormat(PartsFormat):
-    """The JSON of responses; `echoed` are the request's fields that a response repeats."""
+    """Write responses. `echoed`: request fields that a response repeats."""
 
     tokenizer: "Tokenizer"
     echoed: dict[str, Any]
@@ -404,12 +404,12 @@ def _content(part: ReplyPart) -> dict[str, Any]:
 
 
 def _thought_tokens(done: "Done", tokenizer: "Tokenizer") -> int:
-    """Count the tokens of thoughts, with those that open and close them."""
+    """Count the tokens of thoughts, including their control tokens."""
     opens, closes = (tokenizer.control_ids.get(name) for name in (CHANNEL, CHANNEL_END))
     if not done.reply.thought:
         return 0
     marks = [token for token in done.ids if token in (opens, closes)]
-    is_open, num_tokens = marks[:1] != [opens], 0  # the prompt may have opened the first one
+    is_open, num_tokens = marks[:1] != [opens], 0  # the prompt may have opened a thought
     for token in done.ids:
         is_open = is_open or token == opens
         num_tokens += is_open

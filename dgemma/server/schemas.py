@@ -1,6 +1,7 @@
-"""Schemas that requests and replies share. Bodies are read strictly.
+"""Schemas shared by requests and replies.
 
-A field of a request is declared once: type, bounds and the note that docs/serve.md prints.
+Bodies are read strictly. A request field is declared once: type, bounds, and the note that
+docs/serve.md prints.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 64)]
 
 
 def honoured(default: Any, note: str, **bounds: Any) -> Any:
-    """Declare a field of a request that does what its note says; `...`: it is required."""
+    """Declare an honoured request field with its note; `...`: required."""
     return Field(default, description=note, **bounds)
 
 
@@ -42,7 +43,7 @@ def _as_list(value: object) -> object:
 
 
 def texts_schema(*others: dict[str, Any]) -> WithJsonSchema:
-    """Describe a text or a list of texts, neither empty."""
+    """Schema of a non-empty text or list of texts."""
     text = {"type": "string", "minLength": 1}
     return WithJsonSchema({"anyOf": [text, {"type": "array", "items": text}, *others]})
 
@@ -67,7 +68,7 @@ class StreamOptions(BaseModel):
 
 
 class NamedSchema(BaseModel):
-    """The schema of a response format, as OpenAI has it."""
+    """The schema of a response format, as in OpenAI's API."""
 
     model_config = STRICT
 
@@ -78,13 +79,13 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """A format that the answer must have."""
+    """The required format of an answer."""
 
     model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # as llama.cpp has it
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # llama.cpp's name
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -167,7 +168,7 @@ class Extension(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of an answer that each API has in fields of its own."""
+    """Answer parameters that each API names differently."""
 
     max_tokens: int | None
     temperature: float | None
@@ -176,12 +177,12 @@ class Sampling:
 
 
 class Body(BaseModel):
-    """The body of a request. `table` has the policy of each of its fields."""
+    """A request body. `table` has the policy of each field."""
 
     model_config = STRICT
     unhonoured: ClassVar[FieldTable] = COMMON  # harmless and refused fields
-    omitted: ClassVar[frozenset[str]] = frozenset()  # inherited fields that this body has not
-    harmless_inside: ClassVar[dict[str, set[str]]] = {}  # fields of the objects in a list
+    omitted: ClassVar[frozenset[str]] = frozenset()  # inherited fields that this body does not have
+    harmless_inside: ClassVar[dict[str, set[str]]] = {}  # harmless fields of objects in a list
     table: ClassVar[FieldTable]
     _ignored: list[str] = PrivateAttr(default_factory=list)
     _inside: set[str] = PrivateAttr(default_factory=set)
@@ -220,7 +221,7 @@ class Body(BaseModel):
 
     @property
     def ignored_inside(self) -> set[str]:
-        """Paths of those inside of other fields."""
+        """Paths of the harmless fields in other fields."""
         return self._inside
 
     @property
@@ -233,13 +234,13 @@ class Body(BaseModel):
 
     @property
     def has_constraint(self) -> bool:
-        """True if a grammar has to be compiled, which may take seconds."""
+        """True if a grammar must be compiled, which may take seconds."""
         constraints = (self.dgemma.regex, self.dgemma.grammar, self.dgemma.choices)
         return any(constraint is not None for constraint in constraints)
 
     @property
     def has_images(self) -> bool:
-        """True if pictures have to be decoded, which may take seconds."""
+        """True if pictures must be decoded, which may take seconds."""
         return False
 
     @model_validator(mode="wrap")
@@ -275,7 +276,7 @@ class Body(BaseModel):
 
 
 def field_table(body: type[Body]) -> FieldTable:
-    """Return the policies of a body's fields: declared as honoured, unless listed otherwise."""
+    """Return the policies of a body's fields; declared ones are honoured unless listed."""
     own = {
         name: FieldPolicy("honoured", field.description or "")
         for name, field in body.model_fields.items()
@@ -285,7 +286,7 @@ def field_table(body: type[Body]) -> FieldTable:
 
 
 class FormattedBody(Body):
-    """The body of a request whose answer may have a format."""
+    """A request body whose answer may have a required format."""
 
     response_format: ResponseFormat | None = honoured(
         None, "text, json_object or json_schema; the answer fits, or there is none"
@@ -299,7 +300,7 @@ class FormattedBody(Body):
 
 
 def names_images(entries: Sequence[object], depth: int = 2) -> bool:
-    """True if a part of any entry is a picture or video; results of tools may nest parts."""
+    """True if a part of any entry is a picture or video; tool results may nest parts."""
     values = [value for entry in entries if isinstance(entry, dict) for value in entry.values()]
     parts = [part for value in values if isinstance(value, list) for part in value]
     kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
@@ -339,7 +340,7 @@ class UnreadableCall(BaseModel):
 
 
 class AnswerStats(BaseModel):
-    """The cost of an answer, in `dgemma` of its choice; read from the engine's Done."""
+    """The cost of an answer, in `dgemma` of its choice; fields of the engine's Done."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -352,11 +353,11 @@ class AnswerStats(BaseModel):
     unconverged_blocks: int  # blocks that ran out of steps
     retries: int
     fault: str
-    forced_from: int | None  # character from which on a limit decided, under a constraint
-    remaining_entropy: Rounded  # nats left on a canvas that the deadline cut short
+    forced_from: int | None  # first character forced by a limit, under a constraint
+    remaining_entropy: Rounded  # in nats, of a canvas cut short by the deadline
     seconds: Rounded
     prefill_seconds: Rounded
-    notes: list[str]  # pictures that were shrunk so much that small text is lost
+    notes: list[str]  # warnings, such as pictures shrunk until small text is lost
     broken_calls: list[UnreadableCall] = Field(validation_alias=AliasPath("reply", "broken_calls"))
 
 
@@ -377,7 +378,7 @@ class ReplyEnvelope(BaseModel):
 
 
 class ChoicesReply(ReplyEnvelope):
-    """A reply with `choices`, as OpenAI has it."""
+    """A reply with `choices`, as in OpenAI's API."""
 
     dgemma: RequestNote
 
@@ -393,11 +394,11 @@ class ReplyChoice(BaseModel):
 class ResultReply(ReplyEnvelope):
     """A reply of this server's own routes."""
 
-    dgemma: dict[str, Any]  # its cost, and the harmless fields that were given
+    dgemma: dict[str, Any]  # cost, and harmless fields that were given
 
 
 class Modalities(BaseModel):
-    vision: bool  # pictures are read
+    vision: bool  # accepts pictures
 
 
 class ModelCard(BaseModel):
@@ -426,7 +427,7 @@ class ModelList(BaseModel):
 
 class TokenPiece(BaseModel):
     id: int
-    piece: str | list[int]  # bytes, where they are no whole character
+    piece: str | list[int]  # bytes, if they are not whole characters
 
 
 class TokenList(BaseModel):

@@ -1,7 +1,7 @@
-"""Prompts that mark their own hole, and messages that mark what is to be edited.
+"""Sentinels in prompts: editors' holes inside one prompt, and regions to edit in messages.
 
-Editors spell the hole with the sentinels of the model they were made for, inside one prompt. Here
-they are plain text that is split on; none of them is a token of this model.
+Editors mark a hole with the sentinels of the model they were made for. Here sentinels are plain
+text to split at; none is a token of this model.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dgemma.errors import UsageError
 from dgemma.text.control_tokens import FILL_MARK
 
-# Prefix, suffix and middle of each family; the text between them is taken as it is.
+# Prefix, suffix and middle of each family; the text between them is used verbatim.
 FAMILIES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
@@ -31,7 +31,7 @@ class HoleContext:
 
 
 def find_hole(prompt: str) -> HoleContext | None:
-    """Return the hole of a prompt with sentinels; None if it has none, or not all in order."""
+    """Return the hole of a prompt with sentinels; None if they are missing or out of order."""
     for family in FAMILIES:
         hole = _between(prompt, *family)
         if hole is not None:
@@ -71,7 +71,7 @@ class Region:
 
 
 def read_region(message: str) -> Region:
-    """Read a next-edit message in Mercury's format."""
+    """Read a next-edit message in Mercury format."""
     file = _inside(message, "current_file_content")
     file = re.sub(r"\A\n?current_file_path:[^\n]*\n", "", file)
     before, opened, rest = file.partition("<|code_to_edit|>\n")
@@ -83,7 +83,7 @@ def read_region(message: str) -> Region:
 
 
 def read_update(message: str) -> tuple[str, str]:
-    """Return the file and the snippet of an apply message in Mercury's format."""
+    """Return the file and the snippet of an apply message in Mercury format."""
     original = _inside(message, "original_code").removeprefix("\n")
     return original, _inside(message, "update_snippet").strip("\n")
 

@@ -1,7 +1,7 @@
-"""The path of one HTTP request: parse, submit, follow its events, format.
+"""The path of one HTTP request: parse, submit, follow events, format.
 
-A small body is parsed on the event loop. A large one, and one with a grammar, is parsed by a host
-task of the engine's scheduler: it waits for its fair turn and has a deadline like any other work.
+A small body is parsed on the event loop. A large body, or one with a grammar, is parsed by a host
+task of the engine's scheduler, with fairness and a deadline like all other work.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     Tasks = Sequence[Program[Any] | Task]
 
 T = TypeVar("T")
-MAX_INLINE_BYTES = 1 << 14  # of a body that is parsed on the event loop
-GRACE_SECONDS = 2.0  # after a deadline, in which the engine may return the answer so far
-MAX_BACKLOG = 256  # events that a client may fall behind before drafts are left out
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON escapes it
+MAX_INLINE_BYTES = 1 << 14  # largest body parsed on the event loop
+GRACE_SECONDS = 2.0  # time after a deadline for the engine to return the answer so far
+MAX_BACKLOG = 256  # events a client may lag behind before drafts are dropped
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -56,17 +56,17 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Settings:
     """Settings of a server."""
 
-    names: tuple[str, ...]  # of the model, the first as it is listed
+    names: tuple[str, ...]  # names of the model; the first one is listed
     limits: Limits = field(default_factory=Limits)
     keys: Keys = field(default_factory=Keys)
-    hosts: frozenset[str] = frozenset()  # names the server answers to; none: to all
+    hosts: frozenset[str] = frozenset()  # accepted Host names; empty: all
     cors_origins: tuple[str, ...] = ()
 
 
 class Submission:
-    """The engine's requests of one HTTP request, on the event loop.
+    """The engine requests of one HTTP request, seen from the event loop.
 
-    Submitted when made, cancelled when closed before their end. Deadlines are enforced here: an
+    Submitted on construction, cancelled if closed before their end. Enforces deadlines, since an
     engine in a hung pass cannot.
     """
 
@@ -81,12 +81,12 @@ class Submission:
         worker.submit({r: partial(self._put, index) for index, r in enumerate(self.requests)})
 
     def _put(self, index: int, item: "Item") -> None:
-        """Take an item from the engine's thread."""
+        """Receive an item from the engine's thread."""
         from dgemma.engine import Draft
 
         if isinstance(item, Draft) and self._items.qsize() > MAX_BACKLOG:
-            return  # nothing in it is final, and the client is too slow for it
-        with suppress(RuntimeError):  # the event loop is closed: nobody will read it
+            return  # a draft is not final, and the client is too slow for it
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item))
 
     @property
@@ -110,7 +110,7 @@ class Submission:
         return index, item
 
     async def results(self) -> list[Any]:
-        """Return all results; raises if a request failed. Closes itself."""
+        """Return all results; raises if a request failed. Closes the submission."""
         try:
             while not self.is_over:
                 await self.next()
@@ -119,14 +119,14 @@ class Submission:
         return [request.result for request in self.requests]
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel unfinished requests."""
         if self._open:
             self.worker.cancel(list(self._open))
             self._open.clear()
 
 
 def _raise_error(request: "EngineRequest[Any]") -> None:
-    """Raise the error that a request ended with, as its client may see it."""
+    """Raise a request's error in the version for clients."""
     from dgemma.engine import Done
 
     if request.error is not None:
@@ -138,7 +138,7 @@ def _raise_error(request: "EngineRequest[Any]") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Everything that the routes work with."""
+    """Everything that the routes need."""
 
     engine: "Engine"
     worker: Worker
@@ -151,13 +151,13 @@ class Service:
         self.worker.abandon()
 
     def deadline(self, request: Request, seconds: float | None = None) -> float:
-        """Return the deadline of a request, from its arrival."""
+        """Return a request's deadline, counted from its arrival."""
         arrived: float = request.state.arrived
         most = self.settings.limits.max_seconds
         return arrived + min(seconds or most, most)
 
     async def run(self, program: "Program[T]", owner: str, deadline: float) -> T:
-        """Run a program in its owner's fair turn; cancelling this cancels it."""
+        """Run a program in its owner's fair turn; cancelling the coroutine cancels it."""
         (result,) = await Submission(self.worker, [program], owner, deadline).results()
         found: T = result
         return found
@@ -165,7 +165,7 @@ class Service:
     async def run_in_thread(
         self, request: Request, deadline: float, function: Callable[..., T], *arguments: Any
     ) -> T:
-        """Call a function in a host thread, unless the client leaves before."""
+        """Call a function in a host thread; cancelled if the client disconnects."""
         from dgemma.engine.request import in_thread
 
         program = in_thread(function, *arguments)
@@ -221,12 +221,12 @@ class Service:
 
 
 def iso_time(seconds: float) -> str:
-    """Write a time as other APIs do."""
+    """Write a time in ISO format, as other APIs do."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 async def service_of(request: Request) -> Service:
-    """Return the service. Not a plain function: those are called in a thread, for each request."""
+    """Return the service. A coroutine: FastAPI calls plain functions in a thread."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
@@ -239,7 +239,7 @@ ServiceDep = Annotated[Service, Depends(service_of)]
 
 
 class StrictRequest(Request):
-    """A request whose JSON is read strictly, and away from the event loop if it is long."""
+    """A request whose JSON is parsed strictly, and off the event loop if it is long."""
 
     async def json(self) -> Any:
         body = await self.body()
@@ -250,9 +250,9 @@ class StrictRequest(Request):
 
 
 def read_json(data: bytes) -> Any:
-    """Parse JSON; refuses keys that are given twice, infinite numbers, and text that is no Unicode.
+    """Parse JSON; refuses duplicate keys, infinite numbers, and surrogates.
 
-    Replies could not hold the last two.
+    Replies could not represent the last two.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def read_json(data: bytes) -> Any:
             parse_constant=refuse,
             parse_float=finite,
         )
-        if SURROGATE.search(data):  # of a pair or not
+        if SURROGATE.search(data):  # paired or not
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeEncodeError as error:
@@ -289,7 +289,7 @@ def read_json(data: bytes) -> Any:
 
 
 class StrictRoute(APIRoute):
-    """A route whose body is read by StrictRequest."""
+    """A route that reads its body with StrictRequest."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -301,9 +301,9 @@ class StrictRoute(APIRoute):
 
 
 def _as_json(scope: Scope) -> Scope:
-    """Take a body of Ollama's routes as JSON: its clients do not say so, as curl's -d does not.
+    """Treat a body of Ollama's routes as JSON: its clients and curl -d do not set the type.
 
-    What a page of another origin can send without asking is refused by its Origin header.
+    A page of another origin that sends it without a preflight is refused by its Origin header.
     """
     if not scope["path"].startswith(OLLAMA_PATH):
         return scope
@@ -322,7 +322,7 @@ REASONS = {
     500: "The engine failed",
     503: "The server is stopping, or the request waited too long; see Retry-After",
 }
-# Tools differ in whether a schema means the whole stream or each event of it, so it says neither.
+# Tools disagree on whether a schema describes the stream or one event, so there is none.
 EVENTS = {"description": "What happens as it happens; docs/serve.md has the format"}
 EVENT_STREAM = "text/event-stream"
 
@@ -336,7 +336,7 @@ def make_router(error: type[BaseModel] = ErrorReply, **more: Any) -> APIRouter:
 
 
 def whole_or_stream(reply: type[BaseModel], media_type: str = EVENT_STREAM) -> dict[str, Any]:
-    """Describe a route's answers: one reply, or a stream, as the body asks."""
+    """Describe a route's answers: one reply, or a stream if the body asks for it."""
     stream = {"content": {media_type: {"schema": EVENTS}}}
     return {"response_model": None, "responses": {200: {"model": reply, **stream}}}
 
@@ -348,10 +348,10 @@ async def answer(
     parse: "Callable[[Engine, Any], Tasks]",
     format: Format,
 ) -> Response:
-    """Answer a request when it is done, or, for a stream, when it starts."""
+    """Answer a request: at its end or, for a stream, when it starts."""
     service.check_model(body.model)
     deadline = service.deadline(request, body.dgemma.max_seconds)
-    service.worker.check_room(request.state.owner, 1)  # before the work of reading the prompt
+    service.worker.check_room(request.state.owner, 1)  # before reading the prompt, which is costly
     call = call_of(request)
     if call is not None and body.sampling.seed is None:
         body = body.model_copy(update={"seed": call.seed})
@@ -369,7 +369,7 @@ async def answer(
     headers = {"x-dgemma-ignored": ", ".join(body.ignored)} if body.ignored else {}
     try:
         if body.stream:
-            # Errors before its start have a status of their own.
+            # Errors before the stream starts still have a status.
             await while_connected(request, submission.next())
             return EventStream(Stream(submission, format, body, service, call), headers)
         answers = await while_connected(request, _finish(service, submission, body))
@@ -380,9 +380,9 @@ async def answer(
 
 
 def _resumable(engine: "Engine", index: int, task: Any, call: Call) -> Any:
-    """Return a generation that reports commits, and continues those that were begun before.
+    """Return a generation that reports commits and continues committed tokens.
 
-    Constrained text is written again.
+    Constrained text is written again from the start.
     """
     from dgemma.engine import Committed
     from dgemma.engine.generation import Generation
@@ -405,7 +405,7 @@ async def _finish(service: Service, submission: Submission, body: Body) -> "list
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Await work unless the client leaves before it is done."""
+    """Await work; cancel it if the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request.receive))
     try:
@@ -425,7 +425,7 @@ async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events. Its requests are cancelled when it ends, even before its first line."""
+    """A stream of events. Its requests are cancelled when it ends, even before the first line."""
 
     def __init__(self, stream: Stream, headers: dict[str, str]) -> None:
         media_type, headers = stream.format.media_type, {**STREAM_HEADERS, **headers}

@@ -1,12 +1,12 @@
 """Answers as server-sent events: chunks of final text, and drafts on request.
 
-A draft is a legal chunk whose delta is empty, with the canvas in `dgemma`; a client that appends
-deltas sees final text alone. Text may be paced: a whole block arrives at once, and people read
-word by word.
+A draft is a valid chunk with an empty delta and the canvas in `dgemma`; a client that appends
+deltas sees final text only. Text may be paced, since a block arrives at once and people read word
+by word.
 
 A stream that must survive its server (`Call.is_resumable`) is written in records. They name each
-final event by its answer, its number and a checksum of the text so far (`0.3-1c291ca3`), and
-report commits: the front asks another server for the same stream, and drops what was delivered.
+final event by answer, number and a checksum of the text so far (`0.3-1c291ca3`), and report
+commits: the front asks another server for the same stream and drops what was already delivered.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from dgemma.server.worker import Item
     from dgemma.text.tokenizer import StopIds, Tokenizer
 
-HEARTBEAT = 15.0  # seconds of silence before a comment is sent, so that nobody hangs up
-MAX_PAUSE = 0.5  # seconds of a paced stream between looks at the drain
-END_INDEX = -1  # of the events that belong to no answer
+HEARTBEAT = 15.0  # seconds of silence before a comment is sent, to keep the connection
+MAX_PAUSE = 0.5  # longest sleep of a paced stream, which then checks for a drain
+END_INDEX = -1  # index of events that belong to no answer
 WORD = re.compile(r"\s*\S+\s*\Z|\s*\S+|\s+")
 
 
 class Stream:
-    """Writes one request's answers as they come."""
+    """Writes the answers of one request as they arrive."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class Stream:
             DraftText(task, engine.tokenizer, engine.stop_ids) for task in submission.tasks
         ]
         self.answers: dict[int, Done] = {}
-        self.numbers = count()  # of lines
+        self.numbers = count()  # numbers the lines
         self.has_ids = call is not None and call.is_resumable
         committed = {} if call is None else call.committed
-        # Commits of a stream that another server began: their text is old, and not paced again.
+        # Commits of a stream begun by another server; their text is not paced again.
         self.num_old = Counter({index: len(given) for index, given in committed.items()})
         self.num_commits: Counter[int] = Counter()
-        self.num_final: Counter[int] = Counter()  # events, by answer
+        self.num_final: Counter[int] = Counter()  # number of final events by answer
         self.sums: Counter[int] = Counter()
 
     async def lines(self) -> AsyncIterator[str]:
-        """Yield every event as text; closing this cancels what has not ended."""
+        """Yield every event as text; closing the iterator cancels unfinished requests."""
         try:
             async for line in self._events():
                 yield line + RECORD_END if self.has_ids else line
@@ -144,7 +144,7 @@ class Stream:
                 yield line
 
     async def _pause(self, seconds: float) -> AsyncIterator[str]:
-        """Wait as the pace asks, but not past the deadline or into a drain."""
+        """Sleep for the pace, but not past the deadline or into a drain."""
         end, silent = min(time.monotonic() + seconds, self.submission.deadline), 0.0
         while (left := end - time.monotonic()) > 0 and self.service.drain.began is None:
             await asyncio.sleep(min(left, MAX_PAUSE))
@@ -165,7 +165,7 @@ class Stream:
         return chunks
 
     def _corrections(self, index: int) -> list[Chunk]:
-        """Return the final text, where the last draft showed something else."""
+        """Return the final text where the last draft showed another."""
         drafts, chunks = self.drafts[index], list[Chunk]()
         for is_thought in (True, False) if self.body.diffusing else ():
             if drafts.shown[is_thought] != (text := drafts.final[is_thought]):
@@ -173,7 +173,7 @@ class Stream:
         return chunks
 
     def _final(self, index: int, chunks: Iterable[Chunk], text: str = "") -> list[str]:
-        """Write chunks that a repeated request repeats, with the text they add."""
+        """Write reproducible chunks: a repeated request repeats them."""
         self.sums[index] = zlib.crc32(text.encode("utf-8", "surrogatepass"), self.sums[index])
         return [self._name(index) + self._line(chunk) for chunk in chunks]
 
@@ -191,26 +191,26 @@ class Stream:
 
 
 def _prompt_tokens(task: object) -> int:
-    """Return the tokens of a generation's prompt; a program has prompts of its own."""
+    """Return the prompt tokens of a generation; a program has prompts of its own."""
     from dgemma.engine.generation import Generation
 
     return len(task.prompt.ids) if isinstance(task, Generation) else 0
 
 
 class DraftText:
-    """The text of one answer as it would be if the canvas were committed now.
+    """The text of one answer if its canvas were committed now.
 
-    For clients that replace the text with each chunk. Nothing of it is final. The answer is the
-    text of False, the thought that of True.
+    For clients that replace the text with each chunk; nothing in it is final. Key False is the
+    answer, True the thought.
     """
 
     def __init__(self, task: Any, tokenizer: "Tokenizer", stops: "StopIds") -> None:
-        self.task: Generation = task  # of a chat or a completion: no others have such drafts
+        self.task: Generation = task  # of a chat or a completion; other tasks have no such drafts
         self.tokenizer, self.stops = tokenizer, stops
         self.final = {False: "", True: ""}
-        self.shown = dict(self.final)  # the last that was shown, or final since
-        self._before = dict(self.final)  # before the first canvas, by what was written in AR
-        self._blocks: list[int] = []  # tokens of finished canvases
+        self.shown = dict(self.final)  # last shown, or final since
+        self._before = dict(self.final)  # text before the first canvas, written in AR
+        self._blocks: list[int] = []  # tokens per finished canvas
         self._last: Draft | None = None
 
     def commit(self, text: "Text") -> None:
@@ -218,7 +218,7 @@ class DraftText:
         self.shown[text.is_thought] = self.final[text.is_thought]
 
     def show(self, draft: "Draft") -> dict[bool, str]:
-        """Return answer and thought with this canvas as it is."""
+        """Return answer and thought with this canvas as it stands."""
         from dgemma.text.detokenizer import StopStrings
         from dgemma.text.reply import parse_reply
 
@@ -234,7 +234,7 @@ class DraftText:
         return self.shown
 
     def _turn_to(self, draft: "Draft") -> None:
-        """Remember what precedes this canvas."""
+        """Store the text before this canvas."""
         last, self._last = self._last, draft
         if last is None:
             self._before.update(self.final)
@@ -247,10 +247,9 @@ class DraftText:
             self._before.update(self.final)
 
     def _open_thought(self, last: "Draft") -> list[int]:
-        """Return the token that opens a thought, where the last canvas seems to have left one open.
+        """Return the token that opens a thought, if the last canvas left a thought open.
 
-        Its end may have been inserted; then drafts are shown as the thought until their text is
-        final.
+        Its end may have been inserted; then drafts count as thought until their text is final.
         """
         opens = self.tokenizer.control_ids.get(CHANNEL)
         was_open = bool(self._blocks) or last.guess[0] == opens
@@ -265,7 +264,7 @@ def committed_line(index: int, committed: "Committed") -> str:
 
 
 def draft_data(draft: "Draft") -> dict[str, Any]:
-    """Write a canvas as docs/serve.md describes it."""
+    """Write a canvas in the format of docs/serve.md."""
     return {
         "type": "draft",
         "block": draft.block,

@@ -1,7 +1,7 @@
-"""The thread that owns the engine: it steps, and hands events to the event loop.
+"""The thread that owns the engine: it steps, and passes events to the event loop.
 
-The event loop calls `submit`, `cancel` and `abandon`, which return at once. The queue is the
-engine's own scheduler; here are only the requests that arrived since the last pass. An error in
+The event loop calls `submit`, `cancel` and `abandon`, which return immediately. The queue is the
+engine's scheduler; this module holds only requests that arrived since the last pass. An error in
 the engine, in clean-up or in delivery fails the request it belongs to and never ends this thread;
 if the thread ends nevertheless, all waiting requests fail at once.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from dgemma.engine import Committed, Draft, Engine, Retry, Text
     from dgemma.engine.request import Request as EngineRequest
 
-    # None: it has left the queue. The request itself: it has ended, with a result or an error.
+    # None: the request left the queue. The request itself: it ended, with a result or an error.
     Item: TypeAlias = Text | Committed | Draft | Retry | EngineRequest[Any] | None
-    Deliver: TypeAlias = Callable[[Item], None]  # to the client, from the engine's thread
+    Deliver: TypeAlias = Callable[[Item], None]  # called in the engine's thread
 
 logger = logging.getLogger("dgemma.server")
-MAX_FAILURES = 3  # passes that fail in a row before the server reports itself unhealthy
+MAX_FAILURES = 3  # consecutive failed passes before the server is unhealthy
 MAX_RETRY_AFTER = 60  # seconds
 THREAD_ENDED = "the engine thread has ended; restart the server"
 
@@ -39,28 +39,28 @@ class Worker:
     def __init__(self, engine: "Engine", limits: Limits, metrics: Metrics) -> None:
         self.engine, self.limits, self.metrics = engine, limits, metrics
         engine.set_limits(max_batch_size=limits.max_batch_size, max_tokens=limits.max_context)
-        # Mode auto needs both modes timed, which takes seconds: done when nothing else is to do.
+        # Mode auto needs both modes timed, which takes seconds: done when idle.
         self._needs_costs = threading.Event()
         engine.on_missing_costs = self._needs_costs.set
         self._live: dict[EngineRequest[Any], Deliver] = {}
-        # Of those, the ones whose start, and whose first text, was not reported yet.
+        # Those whose start, and whose first text, is not yet reported.
         self._unreported: set[EngineRequest[Any]] = set()
         self._without_text: set[EngineRequest[Any]] = set()
-        # Work of the event loop for the thread, which `_woken` wakes.
+        # Work for the thread from the event loop; `_woken` wakes it.
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken, self._lock = threading.Event(), threading.RLock()
         self._is_stopping, self._is_abandoned = threading.Event(), threading.Event()
         self._has_ended = threading.Event()
         engine.on_host_task_done = self._woken.set
         self._step_started: float | None = None
-        self._mean_seconds = 1.0  # of an answer, lately
+        self._mean_seconds = 1.0  # moving average of an answer
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- called by the event loop
 
     @property
     def fault(self) -> str:
-        """Reason why the engine cannot serve; empty if it can."""
+        """Reason why the engine cannot serve, or an empty string."""
         if self._has_ended.is_set():
             return THREAD_ENDED
         started, most = self._step_started, self.limits.max_pass_seconds
@@ -84,13 +84,13 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what still runs is left unfinished."""
+        """End the thread and abandon running requests."""
         self._is_stopping.set()
         self._woken.set()
         self._thread.join(timeout=10)
 
     def check_room(self, owner: str, count: int) -> None:
-        """Refuse what the queue cannot hold, and anything once the thread has ended."""
+        """Refuse requests beyond the queue limit, and all requests once the thread has ended."""
         if self._has_ended.is_set():
             raise ApiError(500, THREAD_ENDED)
         with self._lock:
@@ -103,7 +103,7 @@ class Worker:
             raise ApiError(429, sentence, code="queue_full", retry_after=retry_after)
 
     def submit(self, requests: "dict[EngineRequest[Any], Deliver]") -> None:
-        """Queue the answers of one HTTP request, all of them or none."""
+        """Queue the answers of one HTTP request, all or none."""
         with self._lock:
             self.check_room(next(iter(requests)).owner, len(requests))
             self._live.update(requests)
@@ -118,7 +118,7 @@ class Worker:
         self._woken.set()
 
     def abandon(self) -> None:
-        """End all that waits and runs, now: the server has no more time."""
+        """End all waiting and running requests now: the server has no time left."""
         self._is_abandoned.set()
         self._woken.set()
 
@@ -142,24 +142,24 @@ class Worker:
                 self._fail(request, ApiError(500, THREAD_ENDED))
 
     def _measure(self) -> None:
-        """Time both modes for mode auto; requests that arrive wait some seconds."""
-        self._needs_costs.clear()  # also where it fails: the next request asks again
+        """Time both modes for mode auto; arriving requests wait for some seconds."""
+        self._needs_costs.clear()  # even if it fails: the next request asks again
         try:
             self.engine.measure_break_even()
         except Exception:
             logger.exception("mode auto could not be timed; it remains diffusion")
 
     def _wait(self) -> bool:
-        """Sleep until there is something to do; False: the thread should end."""
+        """Sleep until there is work; False: end the thread."""
         with self._lock:
             deadline = min((request.deadline for request in self._live), default=inf)
-        # The engine ends what is past its deadline.
+        # The engine ends requests past their deadline.
         self._woken.wait(None if deadline == inf else max(deadline - time.monotonic(), 0))
         self._woken.clear()
         return not self._is_stopping.is_set()
 
     def _receive(self) -> None:
-        """Bring what arrived and what was cancelled into the engine."""
+        """Pass new and cancelled requests to the engine."""
         while self._inbox:
             self._inbox.popleft()()
         with self._lock:
@@ -179,7 +179,7 @@ class Worker:
         try:
             if self.engine.step():
                 self._woken.set()
-        except Exception:  # a bug in the engine itself: it is not known whose requests are affected
+        except Exception:  # a bug in the engine: any request may be affected
             logger.exception("a step of the engine failed")
             self.engine.fail_all(ApiError(500, "the engine failed; try again"))
         finally:
@@ -203,7 +203,7 @@ class Worker:
 
         deliver = self._live[request]
         is_new = (request.has_started or request.is_over) and request in self._unreported
-        if is_new and request.error is None:  # else a stream has not begun, and gets a status
+        if is_new and request.error is None:  # else the status tells the error
             self._unreported.discard(request)
             deliver(None)
         while request.events:
@@ -228,7 +228,7 @@ class Worker:
     def _guard(
         self, request: "EngineRequest[Any]", action: "Callable[[EngineRequest[Any]], None]"
     ) -> None:
-        """Do something for a request; if that fails, only this request does."""
+        """Run a function for a request; an error fails only that request."""
         try:
             action(request)
         except Exception:
@@ -236,7 +236,7 @@ class Worker:
             self._fail(request, ApiError(500, "the engine failed on this request"))
 
     def _fail(self, request: "EngineRequest[Any]", error: ApiError) -> None:
-        """End a request with an error, whatever state it is in."""
+        """End a request with an error, in any state."""
         request.fail(error)
         try:
             try:
@@ -247,7 +247,7 @@ class Worker:
             logger.exception("the clean-up of a failed request failed")
 
     def _end(self, request: "EngineRequest[Any]") -> None:
-        """Deliver the end of a request and forget it."""
+        """Report the end of a request and remove it."""
         deliver = self._forget(request)
         if deliver is not None:
             deliver(request)

@@ -1,10 +1,10 @@
 """Files of a checkpoint directory, and the byte range of each tensor, checked before use.
 
-    file:  8 bytes: length n | n bytes: JSON {name: dtype, shape, data_offsets} | tensor bytes
+file: 8 bytes: length n | n bytes: JSON {name: dtype, shape, data_offsets} | tensor bytes
 
-Headers are parsed here and not by the safetensors package, so that a refusal can name file and
-tensor. Any set of names is accepted; `names` checks them. Imports only the standard library:
-finding a model must not wait for torch.
+Headers are parsed here, not by the safetensors package, so that a refusal can name file and tensor.
+Any set of names is accepted; `names` checks them. Imports only the standard library: finding a
+model must not wait for torch.
 """
 
 import hashlib
@@ -38,21 +38,21 @@ COMPANIONS = (
     "processor_config.json",
 )
 SAVED = ".saved"  # a whole checkpoint whose files are not yet linked into its directory
-SHA256 = "sha256"  # key of an index's metadata: the digest of each file in hexadecimal
-HUB_METADATA = ".cache/huggingface/download"  # in a directory of downloads: what the hub said
+SHA256 = "sha256"  # key in an index's metadata: hexadecimal digest of each file
+HUB_METADATA = ".cache/huggingface/download"  # metadata of a hub download
 DIGEST = re.compile(r"[0-9a-f]{64}")
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32_000_000  # the format allows 100 MB, which take gigabytes once parsed
 MAX_FILE_NAME = 200  # characters of a shard's name
-MAX_DIMS = 8  # of a tensor
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # the types this build reads
-INT8_ITEM_BYTES = {"I8": 1, "U8": 1, "F16": 2, "F32": 4}  # in the integer layout
-PACKED_ITEM_BYTES = {**ITEM_BYTES, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of any checkpoint
-IMAGE_PROJECTION = "embed_vision.embedding_projection.weight"  # with this end of its name
+MAX_DIMS = 8  # dimensions of a tensor
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # supported dtypes
+INT8_ITEM_BYTES = {"I8": 1, "U8": 1, "F16": 2, "F32": 4}  # dtypes of the integer layout
+PACKED_ITEM_BYTES = {**ITEM_BYTES, "I8": 1, "U8": 1, "F8_E4M3": 1}  # dtypes of any checkpoint
+IMAGE_PROJECTION = "embed_vision.embedding_projection.weight"  # suffix of its name
 FIELDS = {"dtype", "shape", "data_offsets"}
 
 TensorShape = tuple[int, ...]
-OnProgress = Callable[[int, int], None]  # bytes, tensors or lines done, and in all
+OnProgress = Callable[[int, int], None]  # (done, total) in bytes, tensors or lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class StoredTensor:
     """File and byte range of one tensor. `start` and `stop` count from the start of the file."""
 
     path: Path
-    dtype: str  # as the file spells it
+    dtype: str  # the file's name for it
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -71,9 +71,9 @@ class StoredTensor:
 
 
 def read_headers(directory: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, StoredTensor]:
-    """Read every tensor header of a checkpoint directory; refuses files that disagree.
+    """Read all tensor headers of a checkpoint directory; refuses inconsistent files.
 
-    `types` are the allowed dtypes with their sizes; the package's integer layout has its own.
+    `types`: allowed dtypes with their sizes; the package's integer layout has others.
     """
     try:
         weights = find_weights(directory)
@@ -86,7 +86,7 @@ def read_headers(directory: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict
 
 
 def has_image_tower(directory: Path) -> bool:
-    """True if a checkpoint stores an image tower; one of zeros, which `export` writes, is none."""
+    """True if a checkpoint stores an image tower that is not all zeros, as `export` writes."""
     stored = read_headers(directory, PACKED_ITEM_BYTES)
     for tensor in (t for name, t in stored.items() if name.endswith(IMAGE_PROJECTION)):
         with open_regular(tensor.path) as file:
@@ -96,7 +96,7 @@ def has_image_tower(directory: Path) -> bool:
 
 
 def find_weights(directory: Path) -> Path:
-    """Return the single weight file of a directory, or the index of its shards, all present."""
+    """Return the single weight file of a directory, or the index of its shards."""
     entries = [directory / name for name in ENTRY_POINTS if (directory / name).exists()]
     if len(entries) > 1:
         names = " and ".join(path.name for path in entries)
@@ -114,16 +114,16 @@ def find_weights(directory: Path) -> Path:
 
 
 def whole_checkpoint(directory: Path) -> Path:
-    """Return the directory to read: a save that was interrupted when it was whole, or this one."""
+    """Return the directory to read: a complete but unpublished save inside it, or itself."""
     saved = directory / SAVED
     return saved if saved.is_dir() else directory
 
 
 def verify_digests(directory: Path) -> dict[str, str]:
-    """Compare the weight files with the SHA-256 that is recorded of them; raises on a difference.
+    """Compare the weight files with their recorded SHA-256; raises on a mismatch.
 
-    Returns the digests of the files that have one: in the index, as this package writes it, or
-    from the hub, of a download.
+    Digests are recorded in the index, as this package writes it, or by the hub, for a download.
+    Returns those that exist.
     """
     entry = find_weights(directory)
     names = [entry.name]
@@ -156,7 +156,7 @@ def file_digest(path: Path) -> str:
 
 
 def _hub_digest(path: Path) -> str | None:
-    """Return the digest that the hub gave for a large file: the name of its blob, or its ETag."""
+    """Return the hub's digest of a large file: the name of its blob, or its ETag."""
     blob = path.resolve().name
     if path.is_symlink() and DIGEST.fullmatch(blob):
         return blob
@@ -168,12 +168,12 @@ def _hub_digest(path: Path) -> str | None:
 
 
 def find_shards(directory: Path) -> list[Path]:
-    """Return all files of a directory that are named like shards."""
+    """Return all files of a directory with shard names."""
     return sorted(path for pattern in (SHARDS, INT8_SHARDS) for path in directory.glob(pattern))
 
 
 def read_header(path: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, StoredTensor]:
-    """Read the header of one file; refuses other dtypes and wrong byte ranges."""
+    """Read the header of a file; refuses unsupported dtypes and wrong byte ranges."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -193,14 +193,14 @@ def read_header(path: Path, types: Mapping[str, int] = ITEM_BYTES) -> dict[str, 
 
 
 def listing(names: Iterable[str], limit: int = 4) -> str:
-    """Write the first few names, and how many more there are."""
+    """Write the first few names, and the number of others."""
     names = list(names)
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def describe(findings: Mapping[str, Sequence[str]]) -> str:
-    """Write problems by kind with the names they concern; empty if there are none."""
+    """Write problems by kind with the names concerned, or an empty string."""
     return "; ".join(f"{what} {listing(names)}" for what, names in findings.items() if names)
 
 
@@ -296,7 +296,7 @@ def _check_sizes(path: Path, tensors: Mapping[str, StoredTensor], types: Mapping
 def _check_ranges(
     path: Path, tensors: Mapping[str, StoredTensor], data_start: int, size: int
 ) -> None:
-    """Refuse gaps and overlaps between byte ranges, and bytes after the last."""
+    """Refuse gaps and overlaps between byte ranges, and trailing bytes."""
     position = data_start
     for name, stored in tensors.items():
         if stored.start != position:

@@ -35,13 +35,13 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
-MAX_NAME_BYTES = 63  # of a tensor
+MAX_NAME_BYTES = 63  # bytes of a tensor name
 MAX_KEY_BYTES = 65535
 STRING, ARRAY = 8, 9  # value types; the others are numbers, by their struct codes
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-MIN_TENSOR_BYTES = 8 + 4 + 4 + 8  # of a table entry: empty name, no dims, type, offset
+MIN_TENSOR_BYTES = 8 + 4 + 4 + 8  # smallest table entry: empty name, no dims, type, offset
 MIN_KEY_BYTES = 8 + 4 + 1
-LENGTH = struct.Struct("<Q")  # of a string, before its bytes
+LENGTH = struct.Struct("<Q")  # length prefix of a string
 SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -97,7 +97,7 @@ class GGUFFile:
             )
 
     def value(self, key: str, kind: type[T]) -> T:
-        """Return a metadata value of a type; an int will do where a float is wanted."""
+        """Return a metadata value of a type; an int is accepted as a float."""
         value = self.metadata.get(key)
         if kind is float and type(value) is int:
             value = float(value)
@@ -109,7 +109,7 @@ class GGUFFile:
         return value
 
     def packed(self, name: str) -> Tensor:
-        """Return a tensor's bytes as they are stored: a uint8 view of the map, not a copy."""
+        """Return a tensor's stored bytes: a uint8 view of the map, not a copy."""
         tensor = self._tensor(name)
         return torch.frombuffer(
             self._maps[tensor.path],
@@ -119,7 +119,7 @@ class GGUFFile:
         )
 
     def release(self, name: str) -> None:
-        """Let the system drop the pages of a tensor that has been read; they can be read again."""
+        """Let the OS drop the pages of a tensor; they can be read again."""
         tensor = self._tensor(name)
         start = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (tensor.start + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -127,7 +127,7 @@ class GGUFFile:
             self._maps[tensor.path].madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def dequantize(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Return a tensor in float32, unpacked on the device."""
+        """Return a tensor in float32, dequantized on the device."""
         tensor = self._tensor(name)
         return tensor.format.dequantize(self.packed(name).to(device), tensor.shape)
 
@@ -145,7 +145,7 @@ class _TableEntry:
 
 
 class _Header:
-    """A cursor over the header. Every read is checked against the end of the file."""
+    """A cursor over the header that checks each read against the file size."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
@@ -212,7 +212,7 @@ class _Header:
                 texts.append(str(data[begin:end], "utf-8"))
             except ValueError:
                 self.position = start
-                self.string()  # refuses it by name
+                self.string()  # refused by name
                 raise
             start = end
         self.position = start
@@ -307,7 +307,7 @@ def _other_shards(first: _Shard) -> Iterator[_Shard]:
 def _placed(
     path: Path, table: Mapping[str, _TableEntry], metadata: Mapping[str, Any], end: int, size: int
 ) -> dict[str, GGUFTensor]:
-    """Return the tensors with their byte ranges, which must be aligned, apart and in the file."""
+    """Return the tensors with their byte ranges: aligned, disjoint and in the file."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise CheckpointError(f"{path}: general.alignment is {alignment}; it is a power of two")

@@ -1,11 +1,9 @@
-"""A GGUF file as a checkpoint: its tensors under the names and shapes of the released layout.
+"""A GGUF file as a checkpoint: its tensors by the names and shapes of the released layout.
 
-Every tensor of the file is accounted for: a missing, left-over or misshapen one is refused by the
-name it has in the file. Weights are dequantized when they are read, or handed out as blocks; the
-rest of the package sees the released names in float32.
-
-On a CPU experts may stay blocks of the mapped file. The token table is then dequantized all the
-same, since each step reads all of it three times, and as many dense layers as a budget allows.
+Missing, unexpected and misshapen tensors are refused by their name in the file. Weights are
+dequantized when read, or returned as blocks; the rest of the package sees released names in
+float32. On a CPU experts may stay blocks of the mapped file; the token table, which each step reads
+three times, is always dequantized, and as many dense layers as a memory budget allows.
 """
 
 from collections.abc import Mapping
@@ -40,8 +38,8 @@ from dgemma.weights.names import (
     text_specs,
 )
 
-DTYPE = "F32"  # of dequantized weights
-# Bytes that dequantized weights may take beyond their bytes in the file. With the runtime's own
+DTYPE = "F32"  # dtype of dequantized weights
+# Memory for dequantized weights beyond their size in the file. With the runtime's
 # memory a model then peaks at less than its file and 3 GB.
 EXTRA_BYTES = 2_200_000_000
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -68,13 +66,13 @@ class GGUFTensors:
         return self.load(name)
 
     def blocks(self, name: str) -> BlockWeight:
-        """Return a weight as blocks: views of the file."""
+        """Return a weight as blocks, views of the file."""
         return BlockWeight(tuple(self._block_tensor(each) for each in self.names[name]))
 
     def load(
         self, name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Dequantize a weight on a device, and let the system drop the pages that were read."""
+        """Dequantize a weight on a device, and let the OS drop the pages that were read."""
         weight = self.blocks(name).dequantize(dtype, device)
         for each in self.names[name]:
             self.file.release(each)
@@ -87,7 +85,7 @@ class GGUFTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFCheckpoint:
-    """An open file: configs, tensors, and sentences on what was assumed or ignored."""
+    """An open file: configs, tensors, and notes on what was assumed or ignored."""
 
     file: GGUFFile
     config: ModelConfig
@@ -103,7 +101,7 @@ class GGUFCheckpoint:
         return read_tokenizer(self.file.metadata, self.path)
 
     def type_counts(self) -> dict[str, int]:
-        """Count the tensors of each type, matrices of many weights first."""
+        """Count the tensors of each type, types of matrices first."""
         counts: dict[str, int] = {}
         for tensor in self.file.tensors.values():
             counts[tensor.format.name] = counts.get(tensor.format.name, 0) + 1
@@ -111,7 +109,7 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Open and check a file. Opened once for all who read it, until it changes."""
+    """Open and check a file. Cached until the file changes."""
     try:
         status = path.stat()
     except OSError as error:
@@ -137,7 +135,7 @@ def _open(path: Path, _mtime: int, _size: int) -> GGUFCheckpoint:
 
 
 def _stored(file: GGUFFile, names: tuple[str, ...]) -> StoredTensor:
-    """Describe a weight; that of several tensors has their rows one after the other."""
+    """Describe a weight; several tensors are concatenated by rows."""
     tensors = [file.tensors[name] for name in names]
     first = tensors[0]
     shape = first.shape
@@ -149,7 +147,7 @@ def _stored(file: GGUFFile, names: tuple[str, ...]) -> StoredTensor:
 
 
 def _assign(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Return the file's tensors for each released name; refuses what does not fit."""
+    """Return the file's tensors for each released name; refuses mismatches."""
     names: dict[str, tuple[str, ...]] = {}
     missing, misshapen = [], []
     for released, spec in text_specs(config).items():
@@ -176,7 +174,7 @@ def _assign(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _choose(file: GGUFFile, name: str, spec: TensorSpec, config: ModelConfig) -> tuple[str, ...]:
-    """Return the tensors of the file that hold a weight, by any spelling that is read."""
+    """Return the file's tensors for a weight, under any accepted name."""
     if name in file.tensors:
         return (name,)
     alias = ALIASES.get(name)
@@ -185,7 +183,7 @@ def _choose(file: GGUFFile, name: str, spec: TensorSpec, config: ModelConfig) ->
     separate = separate_names(name)
     if separate and all(each in file.tensors for each in separate):
         return separate
-    if spec.group == "twin":  # a file without the encoder's scalars: the decoder's are its own
+    if spec.group == "twin":  # without encoder scalars, the decoder's are used
         decoder = gguf_name(spec.target, config)
         has_any = any(each.endswith("." + ENCODER_SCALE) for each in file.tensors)
         if not has_any and decoder in file.tensors:
@@ -194,7 +192,7 @@ def _choose(file: GGUFFile, name: str, spec: TensorSpec, config: ModelConfig) ->
 
 
 def _is_tied_copy(file: GGUFFile) -> bool:
-    """True if the file repeats the token table as its head; another head is refused."""
+    """True if the file's LM head repeats the token table; refuses a different head."""
     if OUTPUT not in file.tensors or TOKEN_EMBD not in file.tensors:
         return False
     head, table = file.tensors[OUTPUT], file.tensors[TOKEN_EMBD]
@@ -215,7 +213,7 @@ def dequantized_layers(
 ) -> set[int | None]:
     """Return the layers whose dense weights are dequantized; None: self-conditioning.
 
-    `text` has the parameter of each stored name.
+    `text`: parameter by stored name.
     """
     extra: dict[int | None, int] = {}
     left = EXTRA_BYTES
@@ -245,7 +243,7 @@ def load_tiled_experts(
 ) -> set[str]:
     """Repack a layer's experts on a device; with `staging`, keep them in host memory.
 
-    `names` has the parameter inside the module of each stored name; returns the names taken.
+    `names`: parameter in the module by stored name. Returns the names loaded.
     """
     stored = {parameter: name for name, parameter in names.items()}
     if not all(parameter in stored for parameter in EXPERTS):
@@ -265,7 +263,7 @@ def load_blocks(
 ) -> set[str]:
     """Put blocks into a module: its experts and, with `dense`, its linears.
 
-    `names` has the parameter inside the module of each stored name; returns the names taken.
+    `names`: parameter in the module by stored name. Returns the names loaded.
     """
     stored = {parameter: name for name, parameter in names.items()}
     taken = set()

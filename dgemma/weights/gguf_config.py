@@ -1,9 +1,9 @@
 """Model and generation configs from the metadata of a GGUF file.
 
-Every key is used, or checked against the one value this build runs, or ignored for a reason that is
-written below. An unknown key of the architecture is refused: it may change what the model computes.
-Other unknown keys are ignored and named. Floats are stored in 32 bits and read as the shortest
-decimal that gives them, so that 0.4 is 0.4 again.
+Every key is used, checked against the one supported value, or ignored for a stated reason. An
+unknown key of the architecture is refused, since it may change what the model computes; other
+unknown keys are ignored and reported. Floats are stored in 32 bits and read as the shortest decimal
+with that value, so that 0.4 is 0.4 again.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ from dgemma.weights.files import listing
 from dgemma.weights.gguf import GGUFFile
 from dgemma.weights.names import ALIASES, FAMILY_OF, ROPE_FREQS, TOKEN_EMBD
 
-UNROTATED = 1e29  # divisors of an angle above this one switch its rotation off
+UNROTATED = 1e29  # a larger divisor of an angle means no rotation
 DEFAULT_CANVAS = 256
-# Fields of ModelConfig by the key that holds them, after the architecture's name.
+# Fields of ModelConfig by metadata key, without the architecture prefix.
 SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -52,7 +52,7 @@ NUMBERS = {
 }
 BLOCK_COUNT, KV_HEADS = "block_count", "attention.head_count_kv"
 PATTERN, SOFTCAP = "attention.sliding_window_pattern", "final_logit_softcapping"
-# GGUFKeys that must equal another one where they are there.
+# Keys that must equal another key if present.
 EQUAL = {
     "attention.value_length": "attention.key_length",
     "attention.value_length_swa": "attention.key_length_swa",
@@ -60,7 +60,7 @@ EQUAL = {
     "rope.dimension_count_swa": "attention.key_length_swa",
 }
 CAUSAL = "attention.causal"
-# GGUFKeys with one supported value each; absent means that value.
+# Keys with one supported value each; absent means that value.
 FIXED: dict[str, tuple[Any, str]] = {
     "attention.shared_kv_layers": (0, "layers that share keys and values"),
     "embedding_length_per_layer_input": (0, "per-layer embeddings"),
@@ -78,7 +78,7 @@ SAMPLER: dict[str, tuple[str, type]] = {
     "diffusion.eb_stability_threshold": ("stability_threshold", int),
     "diffusion.eb_confidence_threshold": ("confidence_threshold", float),
 }
-# What no other program writes: defaults of models trained here.
+# Keys of this package: defaults of models trained with it.
 LONG_REPLY = "dgemma.long_reply."
 OWN_GENERATION = "dgemma.generation"  # JSON, as in generation_config.json
 STOP_IDS, MAX_NEW_TOKENS = "dgemma.stop_ids", "dgemma.max_new_tokens"
@@ -118,7 +118,7 @@ OTHER_MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFConfig:
-    """The configs of a file, and sentences on what was assumed or ignored."""
+    """The configs of a file, and notes on what was assumed or ignored."""
 
     config: ModelConfig
     generation: GenerationConfig
@@ -126,7 +126,7 @@ class GGUFConfig:
 
 
 def read_gguf_config(file: GGUFFile) -> GGUFConfig:
-    """Read the configs of a file; refuses what this build cannot run."""
+    """Read the configs of a file; refuses what is not supported."""
     family = check_architecture(file)
     keys = GGUFKeys(file)
     notes: list[str] = []
@@ -140,7 +140,7 @@ def read_gguf_config(file: GGUFFile) -> GGUFConfig:
 
 
 def check_architecture(file: GGUFFile) -> Family:
-    """Return the family of a file, or refuse it by a sentence that says what the file is."""
+    """Return the model family of a file; refuses other architectures by name."""
     name = file.value("general.architecture", str)
     kind = file.metadata.get("general.type", "model")
     if name in FAMILY_OF and kind == "model":
@@ -156,7 +156,7 @@ def check_architecture(file: GGUFFile) -> Family:
 
 
 class GGUFKeys:
-    """The metadata of a file, and which of its keys were read."""
+    """The metadata of a file; records which keys were read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.path = file, file.path
@@ -175,7 +175,7 @@ class GGUFKeys:
         return self.get(self.prefix + key, kind)
 
     def size(self, key: str) -> int:
-        """Read a number that some models have once for each layer; it must not vary here."""
+        """Read a number that some models store per layer; it must not vary here."""
         value = self.file.metadata.get(self.prefix + key)
         if isinstance(value, list):
             self.used.add(self.prefix + key)
@@ -188,7 +188,7 @@ class GGUFKeys:
         return int(self.of_model(key, int))
 
     def per_layer(self, key: str, count: int, kind: type) -> list[Any]:
-        """Read a list with a value for each layer; one number stands for all."""
+        """Read a list with a value per layer; a single number applies to all."""
         value = self.file.metadata.get(self.prefix + key)
         self.used.add(self.prefix + key)
         values = [value] * count if type(value) is kind else value
@@ -205,7 +205,7 @@ class GGUFKeys:
         return values
 
     def leftover_notes(self) -> list[str]:
-        """Refuse unknown keys of the architecture; name the others that are not used."""
+        """Refuse unknown keys of the architecture; return notes on other unused keys."""
         left = [key for key in self.file.metadata if key not in self.used]
         unknown = [key for key in left if key.startswith(self.prefix)]
         if unknown:
@@ -261,7 +261,7 @@ def _model(keys: GGUFKeys, family: Family, notes: list[str]) -> ModelConfig:
 def _constant(
     keys: GGUFKeys, kv_heads: list[int], is_sliding: list[bool], layer_type: LayerType
 ) -> int:
-    """Return the key/value heads of a layer type, the same in all its layers; 0: no layer."""
+    """Return the number of key/value heads of a layer type, constant over its layers; 0: none."""
     pairs = zip(kv_heads, is_sliding, strict=True)
     heads = sorted({count for count, sliding in pairs if sliding is (layer_type == SLIDING)})
     if len(heads) > 1:
@@ -305,7 +305,7 @@ def _vocab_size(keys: GGUFKeys) -> int:
 
 
 def _rotary_fraction(file: GGUFFile, head_dim: int) -> float:
-    """Read the rotating fraction of full layers: divisors are 1 for a while, then switch off."""
+    """Read the rotated fraction of full layers: divisors are 1, then practically infinite."""
     if ROPE_FREQS not in file.tensors:
         raise CheckpointError(
             f"{file.path} has no {ROPE_FREQS}, which says how much of a full layer's heads rotates"
@@ -377,7 +377,7 @@ def _generation(keys: GGUFKeys, family: Family, notes: list[str]) -> GenerationC
 
 
 def stop_ids_of(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a reply: the file names <eos>, the others are found by their text."""
+    """Return the ids that end a reply: the file stores <eos>, others are found by their text."""
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     by_text = [tokens.index(name) for name in (TURN_END, TOOL_RESPONSE) if name in tokens]
     keys = ("eos", "eot", "eom")

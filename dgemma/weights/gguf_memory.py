@@ -1,12 +1,14 @@
-"""GGUF files in memory: its layout on a GPU, which layers are streamed, and predicted times.
+"""Memory of GGUF files: the layout on a GPU, which layers are streamed, and predicted times.
 
-The types of the tensors decide, so that the same is known of a file that is only thought of. On a
-GPU, where experts have kernels, `plan_gguf` keeps them packed, with the rest in 16 or 8 bits, and
-streams as few layers as the memory allows.
+All of it follows from tensor types, so it can also be computed for a file that does not exist. On a
+GPU with kernels for the experts' types, `plan_gguf` keeps experts packed, the rest in 16 or 8 bits,
+and streams as few layers as memory allows.
 
-    step, commit   max(pass, copied bytes / link) + what is outside the layers
-    token          pass + bytes of the experts in use, read in host memory / link
-    CPU            pass + decoding of the experts in use, for files that stay mapped
+step, commit: max(pass, copied bytes / link) + time outside the layers
+
+token: pass + bytes of the experts in use, read from host memory / link
+
+CPU: pass + decoding of the experts in use, for files that stay mapped
 """
 
 from collections.abc import Callable, Sequence
@@ -41,19 +43,19 @@ from dgemma.weights.names import gguf_name, layer_of, text_specs
 # Of captured passes, logits and KV caches beyond the least ones, and libraries, where all of a GPU
 # is to be used.
 WORKSPACE_BYTES = 1.2e9
-MAX_DEQUANTIZED_BYTES = 3e9  # of a GGUF model on a CPU; larger ones stay blocks
+MAX_DEQUANTIZED_BYTES = 3e9  # larger GGUF models stay blocks on a CPU
 # Free memory is measured with the driver already loaded.
 WITHOUT_DRIVER = replace(DEVICES["h200"], runtime=0.0)
-EFFICIENCY = 0.57  # of the roofline floor, on an H200: docs/fit.md
-IN_PLACE = 0.82  # of the link's rate, where a kernel reads host memory
-# Weights of a Q4_K_M that the known CPU decodes in a second; others in proportion to their GEMMs.
+EFFICIENCY = 0.57  # fraction of the roofline, on an H200: docs/fit.md
+IN_PLACE = 0.82  # fraction of the link's rate when kernels read host memory
+# Q4_K_M weights per second decoded by the measured CPU; others in proportion to their GEMMs.
 DECODED_PER_SECOND = 1.5e9
 
-WeightBlocks = Callable[[str], BlockWeight]  # a weight by its released name
+WeightBlocks = Callable[[str], BlockWeight]  # weight by released name
 
 
 class GGUFPlan(NamedTuple):
-    """Bytes on a GPU: of the whole, and with the streamed layers' experts in host memory."""
+    """GPU memory in bytes: of all weights, and with streamed experts in host memory."""
 
     quant: Quant
     whole: float
@@ -62,7 +64,7 @@ class GGUFPlan(NamedTuple):
 
 
 def blocks_of_type(config: ModelConfig, file_type: str) -> WeightBlocks:
-    """Return the weights of a file of a type that does not exist: formats and shapes, no data."""
+    """Return the formats and shapes of a hypothetical file of a type, without data."""
     from dgemma.weights.gguf_write import gguf_shapes, tensor_types
 
     shapes, data = gguf_shapes(config), torch.empty(0, dtype=torch.uint8)
@@ -76,7 +78,7 @@ def blocks_of_type(config: ModelConfig, file_type: str) -> WeightBlocks:
 
 
 def tiled_bytes(config: ModelConfig, blocks: WeightBlocks) -> list[int] | None:
-    """Return the bytes of each layer's experts in tiles; None if a layer has no kernels."""
+    """Return the tiled size of each layer's experts; None if a layer has no kernels."""
     sizes = [0] * config.num_hidden_layers
     for name, spec in text_specs(config).items():
         if spec.group == "text" and spec.target.endswith(EXPERTS):
@@ -129,11 +131,11 @@ def packed_format(
 
 
 class GGUFWeights(NamedTuple):
-    """Sizes of a file that predictions depend on."""
+    """Sizes of a file, as predictions need them."""
 
     name: str
-    num_bytes: float  # of its tensors
-    tiled: tuple[int, ...] | None  # of each layer's experts; None: without kernels
+    num_bytes: float  # of all tensors
+    tiled: tuple[int, ...] | None  # per layer's experts; None: no kernels
 
 
 def gguf_weights(name: str, config: ModelConfig, blocks: WeightBlocks) -> GGUFWeights:
@@ -171,7 +173,7 @@ def predict_gguf(
 
 
 def _streamed(config: ModelConfig, whole: Prediction, copied: float, plan: GGUFPlan) -> Prediction:
-    """Add the copies of streamed layers to the times of a model that is all on the device."""
+    """Add the copies of streamed layers to the predicted times."""
     link = 1e9 * whole.device.link
     used = config.top_k_experts / config.num_experts
     commit = max(whole.commit, copied / link)
@@ -189,14 +191,14 @@ def _streamed(config: ModelConfig, whole: Prediction, copied: float, plan: GGUFP
 
 
 def _on_cpu(config: ModelConfig, context: int, file: GGUFWeights, device: Device) -> Prediction:
-    """Predict a file on a CPU: a small one is dequantized at load, others are decoded in use."""
+    """Predict a file on a CPU: small ones are dequantized at load, others in use."""
     fmt = replace(FLOAT32, name=file.name)
     plain = predict(config, context, fmt, device)
     if plain.memory.weights <= MAX_DEQUANTIZED_BYTES:
         return plain
     held = replace(plain.memory, weights=file.num_bytes + EXTRA_BYTES)
     rate = DECODED_PER_SECOND * device.rate(32) / DEVICES["cpu"].rate(32)
-    # A canvas reads all experts, a token its own.
+    # A canvas uses all experts, a token its top-k.
     whole = stored_parameters(config)["experts"] / rate
     few = whole * config.top_k_experts / config.num_experts
     return replace(

@@ -1,8 +1,8 @@
-"""The tokenizer and the chat template of a GGUF file: from its metadata, and back into it.
+"""Tokenizer and chat template of a GGUF file: read from its metadata, and written to it.
 
-The kind `gemma4` is a BPE over UTF-8 with byte fallback. Rebuilt from pieces, merges and types, the
-released tokenizer is byte for byte the released `tokenizer.json`. Scores mean nothing, and
-`add_bos_token` is not obeyed: the chat template writes <bos> itself.
+Kind `gemma4` is a BPE over UTF-8 with byte fallback. Rebuilt from pieces, merges and types, the
+released tokenizer equals the released `tokenizer.json` byte for byte. Scores are not used, and
+`add_bos_token` is ignored: the chat template writes <bos> itself.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ MERGES, TYPES = "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
 SCORES, UNKNOWN = "tokenizer.ggml.scores", "tokenizer.ggml.unknown_token_id"
 CHAT_TEMPLATE = "tokenizer.chat_template"
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6  # token types
-SCORE = -1000.0  # of every piece, as the reference converter writes it
-# Pieces that some converters mark as control tokens, and the released tokenizer does not.
+SCORE = -1000.0  # score of every piece, as in the reference converter
+# Pieces marked as control tokens by some converters, but not by the released tokenizer.
 PLAIN_PIECES = ("<s>", "</s>")
-# Control tokens that the reference converter marks as user-defined, so that they are printed.
+# Control tokens that the reference converter marks as user-defined, to print them.
 VISIBLE = {
     CHANNEL,
     CHANNEL_END,
@@ -49,7 +49,7 @@ VISIBLE = {
 }
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 NORMALIZER = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
-# SHA-256 of the released pieces and merges, by which the released tokenizer is known.
+# SHA-256 of the released pieces and merges.
 RELEASED_DIGEST = "20ce819120147107df35c5a8f77914ad7d76d59363932ce592f07926457e247c"
 RELEASED_TEMPLATE = Path(__file__).resolve().parents[1] / "text" / "gemma4.jinja"
 
@@ -58,7 +58,7 @@ TEMPLATE_OPTIONS = ("auto", "file")
 
 @dataclass(frozen=True, slots=True)
 class ChosenTemplate:
-    """A chat template, and a sentence that says whose it is."""
+    """A chat template and a note on its origin."""
 
     template: ChatTemplate | None
     note: str
@@ -70,7 +70,7 @@ def read_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 
 
 def tokenizer_json(metadata: Mapping[str, Any], path: Path) -> str:
-    """Return the tokenizer of a file as a `tokenizer.json` holds it."""
+    """Return the tokenizer of a file in the format of `tokenizer.json`."""
     text: str = _backend(metadata, path).to_str(pretty=True)
     return text
 
@@ -90,7 +90,7 @@ def choose_template(
 ) -> ChosenTemplate:
     """Choose the chat template: this package's for the released tokenizer, else the file's.
 
-    Templates inside published files are older than the release's. `file` takes the file's own.
+    Templates in published files are older than the release's. `file` selects the file's.
     """
     if choice not in TEMPLATE_OPTIONS:
         raise UsageError(f"template {choice!r} is not known; use {' or '.join(TEMPLATE_OPTIONS)}")
@@ -193,7 +193,7 @@ class TokenizerKeys:
 
 
 def metadata_keys(metadata: Mapping[str, Any]) -> TokenizerKeys:
-    """Return the tokenizer of a file that was read, to be written again."""
+    """Return the tokenizer of an open file, to write it again."""
     template = metadata.get(CHAT_TEMPLATE)
     return TokenizerKeys(
         metadata[TOKENS],
@@ -234,7 +234,7 @@ def _type(piece: str, control: set[str]) -> int:
 
 
 def _check_kind(raw: Mapping[str, Any], path: Path) -> None:
-    """Refuse a tokenizer that GGUF's kind `gemma4` cannot hold."""
+    """Refuse a tokenizer that GGUF kind `gemma4` cannot represent."""
     model, vocab = raw["model"], raw["model"]["vocab"]
     added = raw["added_tokens"]
     reasons = {

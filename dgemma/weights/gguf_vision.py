@@ -1,9 +1,9 @@
-"""The image tower of a GGUF model, which is never in the model's own file.
+"""The image tower of a GGUF model, which is stored in a separate file.
 
-It comes from an `mmproj` file, as llama.cpp's converter writes one for Gemma 4 (architecture
-`clip`, projector `gemma4v`), or from released safetensors files: the shard that holds it, or a
-directory. An mmproj file has the release's matrices under other names, and the patch embedding in
-the order of a convolution. Every key and tensor is accounted for, as in a model's file.
+Either an `mmproj` file, as llama.cpp's converter writes for Gemma 4 (architecture `clip`, projector
+`gemma4v`), or released safetensors: the shard that holds the tower, or a directory. An mmproj file
+has other tensor names, and the patch embedding as a convolution. Every key and tensor is checked,
+as in a model file.
 """
 
 import logging
@@ -48,12 +48,12 @@ FIXED: dict[str, object] = {
     "vision.image_mean": [0.0, 0.0, 0.0],
     "vision.image_std": [1.0, 1.0, 1.0],
 }
-# The activation is fixed by the architecture, and a request sets the size of its pictures.
+# Ignored: the architecture fixes the activation, and requests set picture sizes.
 IGNORED = ("use_gelu", "vision.image_size", "vision.image_min_pixels", "vision.image_max_pixels")
 PROJECTOR_KEYS = ("projector_type", "vision.projector_type")
 PARTS = re.compile(r"^model\.(encoder\.)?(vision_tower|embed_vision)\.")
 PATCHES, POSITIONS, BIAS = "v.patch_embd", "v.position_embd", "v.std_bias"
-# Names without the ending `.weight`, which buffers lack.
+# Names without `.weight`, which buffers do not have.
 GLOBAL_NAMES = {
     PATCHES: "vision_tower.patch_embedder.input_proj.weight",
     POSITIONS: "vision_tower.patch_embedder.position_embedding_table",
@@ -84,7 +84,7 @@ class Tower(NamedTuple):
 
 
 def find_tower(model: Path, choice: str) -> Path | None:
-    """Return the files of a tower: those named, or else the one mmproj file beside the model."""
+    """Return the files of a tower: those given, or the only mmproj file next to the model."""
     if choice == NONE:
         return None
     if model.is_dir():
@@ -114,7 +114,7 @@ def find_tower(model: Path, choice: str) -> Path | None:
 
 
 def open_tower(path: Path, config: ModelConfig) -> Tower:
-    """Open a tower for a language model; refuses one that is another model's."""
+    """Open a tower for a language model; refuses the tower of another model."""
     logger.warning("the image tower is that of %s", path)
     if path.suffix.lower() == GGUF_SUFFIX:
         return _from_mmproj(GGUFFile(path), config)
@@ -133,7 +133,7 @@ def with_tower(checkpoint: Checkpoint, tower: Tower) -> Checkpoint:
 
 def _from_release(path: Path, config: ModelConfig) -> Tower:
     directory = path if path.is_dir() else path.parent
-    vision: VisionConfig | None = RELEASED_TOWER  # whose shard has no config of its own
+    vision: VisionConfig | None = RELEASED_TOWER  # default for a shard, which has no config
     if path.is_dir() or (directory / "config.json").is_file():
         vision = load_config(directory).vision
     if vision is None:
@@ -186,7 +186,7 @@ class MmprojTensors(Mapping[str, Tensor]):
         weight = self.file.dequantize(self.names[name])
         if not self._is_convolution(name):
             return weight
-        # The release has the colours of a patch's pixels last.
+        # In the release the colour channel comes last.
         return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -246,12 +246,12 @@ def _mmproj_config(file: GGUFFile, config: ModelConfig) -> VisionConfig:
         rms_norm_eps=keys.of_model(EPS, float),
         standardize=BIAS in file.tensors,
     )
-    keys.leftover_notes()  # refuses what is not known
+    keys.leftover_notes()  # refuses unknown keys
     return vision
 
 
 def _length(file: GGUFFile, name: str, dimension: int) -> int:
-    """Read a size that has no key from the shape of a tensor."""
+    """Read a size without a key from the shape of a tensor."""
     tensor = file.tensors.get(f"{name}.weight") or file.tensors.get(name)
     if tensor is None or len(tensor.shape) < -dimension:
         raise CheckpointError(f"{file.path} has no {name}.weight, or of another shape")
@@ -259,7 +259,7 @@ def _length(file: GGUFFile, name: str, dimension: int) -> int:
 
 
 def _released_name(stored: str, prefix: str) -> str:
-    """Return the released name; an unknown one stays, and is refused with the others."""
+    """Return the released name; an unknown name is returned unchanged and refused later."""
     name = stored.removesuffix(".weight")
     if name in GLOBAL_NAMES:
         return prefix + GLOBAL_NAMES[name]
@@ -271,7 +271,7 @@ def _released_name(stored: str, prefix: str) -> str:
 
 
 def tower_bytes(path: Path) -> int:
-    """Return the bytes of a tower in 16 bits, by the headers of its files."""
+    """Return the size of a tower in 16 bits, from its file headers."""
     if path.suffix.lower() == GGUF_SUFFIX:
         return sum(2 * prod(tensor.shape) for tensor in GGUFFile(path).tensors.values())
     headers = read_headers(path) if path.is_dir() else read_header(path)

@@ -1,9 +1,9 @@
-"""Write a checkpoint as a GGUF file, with the keys and types that llama.cpp's converter writes.
+"""Write a checkpoint as a GGUF file, with the keys and types of llama.cpp's converter.
 
-Types and shapes are known beforehand, so the header is written first and a weight is in memory only
-while it is quantized. The file has another name until it is whole. Defaults of models trained here
-that have no key of their own go under `dgemma.`, and only where a reader would not infer them;
-other programs ignore those.
+Types and shapes are known in advance, so the header is written first, and a weight is in memory
+only while it is quantized. The file has a temporary name until it is complete. Defaults of models
+trained with this package that have no standard key are stored under `dgemma.`, unless a reader
+would infer them; other programs ignore these keys.
 """
 
 import json
@@ -46,7 +46,7 @@ from dgemma.weights.safetensors_io import sync
 from dgemma.weights.save import released_tensors
 from dgemma.weights.source import generation_config, load_tokenizer_keys, model_config
 
-# What llama.cpp calls each mix; Q4_K is the small one of its kind without exceptions.
+# llama.cpp's name of each mix; Q4_K alone is its "small" one without exceptions.
 FILE_TYPES = {
     "F32": 0,
     "F16": 1,
@@ -60,7 +60,7 @@ FILE_TYPES = {
 }
 TYPE_IDS = {block.name: type_id for type_id, block in FORMATS.items()}
 UNROTATED = 1e30  # divisor of an angle that does not rotate
-# Rows that are no multiple of 256 cannot be K-quants, those of 32 cannot be quantized at all.
+# Rows must be a multiple of 256 for K-quants, and of 32 to be quantized at all.
 FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 LAST_FALLBACK = "F16"
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -78,7 +78,7 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 class MetadataValue(NamedTuple):
-    """A value of a type; `[type]` is a list of them."""
+    """A typed value; `[type]` is a list."""
 
     type: str
     value: Any
@@ -133,7 +133,7 @@ def gguf_metadata(
 
 
 def size_label(config: ModelConfig) -> str:
-    """Return experts x (shared weights + one expert's), as model cards of this format print it."""
+    """Return experts x (shared weights + one expert's), as in model cards of this format."""
     sizes = {name: weight.numel() for name, weight in skeleton(config).state_dict().items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     count = sum(sizes.values()) - experts + experts // config.num_experts
@@ -221,7 +221,7 @@ def _tokenizer_keys(config: ModelConfig, tokenizer: words.TokenizerKeys) -> Meta
 def _own_keys(
     config: ModelConfig, generation: GenerationConfig, tokenizer: words.TokenizerKeys
 ) -> Metadata:
-    """Return what only this package reads, where a reader would not infer it."""
+    """Return keys that only this package reads, where a reader would not infer them."""
     found: Metadata = {}
     if config.long_reply is not None:
         for field in fields(config.long_reply):
@@ -245,7 +245,7 @@ def _own_keys(
 
 
 def tensor_types(shapes: Mapping[str, TensorShape], file_type: str) -> dict[str, BlockFormat]:
-    """Return the type of each tensor in a file of a type, by llama.cpp's rules."""
+    """Return the type of each tensor for a file type, by llama.cpp's rules."""
     if file_type not in FILE_TYPES:
         raise UsageError(f"GGUF type {file_type!r} is not known; use {', '.join(FILE_TYPES)}")
     wider = _wider(list(shapes)) if file_type == "Q4_K_M" else set()
@@ -257,9 +257,9 @@ def tensor_types(shapes: Mapping[str, TensorShape], file_type: str) -> dict[str,
 
 
 def _wider(names: list[str]) -> set[str]:
-    """Return the tensors that Q4_K_M gives more bits: some value and down projections.
+    """Return the tensors with more bits in Q4_K_M: some value and down projections.
 
-    Value projections are counted among themselves, since full layers have none.
+    Value projections are counted separately, since full layers have none.
     """
     layers = sorted({_layer(name) for name in names if name.startswith(BLOCK)})
     values = [f"{BLOCK}{layer}.attn_v.weight" for layer in layers]
@@ -295,7 +295,7 @@ def _fallback(kind: str, inputs: int) -> str:
 
 
 def gguf_shapes(config: ModelConfig) -> dict[str, TensorShape]:
-    """Return all tensors of a model's file: its own first, then layer by layer, by name."""
+    """Return all tensors of a model file in order: outside the layers, then by layer and name."""
     shapes: dict[str, TensorShape] = {
         gguf_name(name, config): spec.shape for name, spec in text_specs(config).items()
     }
@@ -308,7 +308,7 @@ def gguf_shapes(config: ModelConfig) -> dict[str, TensorShape]:
 
 
 def rope_freqs(config: ModelConfig) -> Tensor:
-    """Return the divisors of a full layer's angles: 1 where it rotates, then 1e30."""
+    """Return the angle divisors of full layers: 1 if rotated, else 1e30."""
     count = config.global_head_dim // 2
     rotating = int(config.global_head_dim * config.full_rotary_fraction / 2)
     return torch.tensor([1.0] * rotating + [UNROTATED] * (count - rotating))
@@ -331,8 +331,8 @@ def write_gguf(
     file_type: str,
     on_tensor: OnProgress | None = None,
 ) -> None:
-    """Write a whole model; `path` appears when all of it is on the disk."""
-    # Before any file is made: both may refuse.
+    """Write a whole model; `path` appears when the file is complete."""
+    # Before any file is created: both may refuse.
     types = tensor_types(gguf_shapes(weights.config), file_type)
     metadata = gguf_metadata(
         weights.config, weights.generation, tokenizer, weights.name, FILE_TYPES[file_type]
@@ -379,9 +379,9 @@ def export_gguf(
     adapter: Path | None = None,
     on_tensor: OnProgress | None = None,
 ) -> None:
-    """Write a checkpoint as a GGUF file; an adapter is merged into the weights.
+    """Write a checkpoint as a GGUF file; an adapter is merged.
 
-    Without one, weights are read from the source one at a time.
+    Without an adapter, weights are read from the source one at a time.
     """
     config, generation = model_config(source), generation_config(source)
     tokenizer = load_tokenizer_keys(source)
@@ -401,7 +401,7 @@ def export_gguf(
 def header_bytes(
     metadata: Metadata, shapes: Mapping[str, TensorShape], types: Mapping[str, BlockFormat]
 ) -> bytes:
-    """Return everything before the data: counts, metadata, tensor table, padding."""
+    """Return everything before the tensor data: counts, metadata, tensor table, padding."""
     chunks = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(shapes), len(metadata))]
     for key, value in metadata.items():
         chunks += [encode_string(key), value.encode()]

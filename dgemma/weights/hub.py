@@ -1,7 +1,7 @@
-"""Resolves `--model` to a directory or a GGUF file: a path, the hub's cache, the built-in model.
+"""Resolves `--model` to a directory or a GGUF file: a path, the hub's cache, or the built-in model.
 
-Only `download` uses the network. The hub package is imported at use: it is slow to import, and most
-calls name a directory.
+Only `download` uses the network. The hub package is imported at use, since its import is slow and
+most calls name a directory.
 """
 
 import os
@@ -24,7 +24,7 @@ from dgemma.weights.files import (
     whole_checkpoint,
 )
 
-# Before the hub package is imported, here or by the user's program: it reads it once.
+# Set before the hub package is imported anywhere: it reads the variable once.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 NANO = "nano"
 NANO_DIRECTORY = Path(__file__).resolve().parents[1] / "models" / NANO
@@ -34,7 +34,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """A checkpoint and how it is loaded; the command line's options are made of these fields."""
+    """A checkpoint and how it is loaded; these fields are command-line options."""
 
     model: str = option(
         NANO, "A checkpoint directory, a GGUF file, a downloaded hub id, or nano.", "--model", "-m"
@@ -76,7 +76,7 @@ def find_checkpoint(name: str) -> Path:
 
 
 def _check_directory(path: Path) -> Path:
-    """Refuse a directory that holds GGUF files and no checkpoint: one of them is meant."""
+    """Refuse a directory with GGUF files but no checkpoint: the file must be given."""
     files = sorted(file.name for file in path.glob(f"*{GGUF_SUFFIX}"))
     if files and not (path / CONFIGS[0]).is_file():
         raise UsageError(
@@ -86,13 +86,13 @@ def _check_directory(path: Path) -> Path:
 
 
 def download(repo_id: str, revision: str | None = None, directory: Path | None = None) -> Path:
-    """Fetch the files of a checkpoint into the hub cache or `directory`; returns the directory."""
+    """Fetch a checkpoint's files into the hub cache or `directory`; return the directory."""
     if not HUB_NAME.fullmatch(repo_id):
         raise UsageError(f"{repo_id!r} is not a hub name; those look like owner/name")
     _refuse_gguf_repository(repo_id)
     from huggingface_hub import errors, snapshot_download
 
-    # Of the HTTP package that the installed version uses.
+    # From whichever HTTP package the installed version uses.
     http_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
     try:
         path = snapshot_download(
@@ -110,7 +110,7 @@ def download(repo_id: str, revision: str | None = None, directory: Path | None =
 
 
 def _refuse_gguf_repository(name: str) -> None:
-    """Refuse a repository of GGUF files: which of them is meant cannot be guessed."""
+    """Refuse a repository of GGUF files: the file to fetch must be given."""
     if name.lower().endswith("-gguf"):
         raise UsageError(
             f"{name} holds GGUF files of several types; fetch one with `hf download {name} "
@@ -154,7 +154,7 @@ def _check_complete(directory: Path, name: str) -> None:
 
 
 def _explain(repo_id: str, revision: str | None, error: Exception) -> str:
-    """Say in one sentence what failed, and what to do."""
+    """Return one sentence on what failed and what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

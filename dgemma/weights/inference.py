@@ -1,8 +1,8 @@
-"""Loads a checkpoint for inference in the best format that file, device and memory allow.
+"""Load a checkpoint for inference, in the best format for file, device and memory.
 
-`auto` keeps the stored format where there are GEMMs for it. A requested format that cannot run is
-refused before anything is loaded, with an alternative. Order matters: adapters attach to plain
-modules, and packing comes last.
+`auto` keeps the stored format if there are GEMMs for it. An unsupported format is refused before
+loading, with an alternative. Order matters: adapters attach to plain modules, and packing comes
+last.
 """
 
 import time
@@ -48,8 +48,8 @@ from dgemma.weights.quant_schemes import SchemeName, read_scheme
 from dgemma.weights.source import model_config
 
 QUANT_OPTIONS = ("auto", "none", "int8", "fp8", "nvfp4")
-MIN_CONTEXT = 4096  # tokens that must fit in memory with the weights
-MIN_FREE_BYTES = 4e9  # left for longer contexts before the token table is stored again
+MIN_CONTEXT = 4096  # context that must fit in memory with the weights
+MIN_FREE_BYTES = 4e9  # kept free for longer contexts before extra fp8 tables are made
 # Minimum speedup of 8-bit GEMMs over float32. At nano's widths they are 2.0 times as fast, and a
 # whole step 1.5 times.
 MIN_SPEEDUP = 1.2
@@ -73,8 +73,8 @@ class QuantChoice:
 
     quant: Quant
     reason: str
-    fp8_head: bool = False  # an LM head in 8 bits besides the token table
-    fp8_soft_embed: bool = False  # and a third table for soft embeddings
+    fp8_head: bool = False  # add an fp8 LM head to the token table
+    fp8_soft_embed: bool = False  # and a transposed fp8 table for soft embeddings
     streamed: frozenset[int] = frozenset()  # layers whose experts stay in host memory
 
 
@@ -88,7 +88,7 @@ class LoadPlan:
 
 
 class Timing(NamedTuple):
-    """Seconds of the same GEMMs, in int8 and unquantized."""
+    """Seconds of the same GEMMs in int8 and unquantized."""
 
     int8: float
     plain: float
@@ -104,7 +104,7 @@ def load_for_inference(
     adapter: Adapter | None = None,
     on_tensor: OnProgress | None = None,
 ) -> Checkpoint:
-    """Load a checkpoint to run it; the model can be neither trained nor saved."""
+    """Load a checkpoint for inference only: the model cannot be trained or saved."""
     plan = plan_load(directory, options, adapted=adapter is not None)
     choice, device, dtype = plan.choice, plan.device, plan.dtype
     is_int8 = choice.quant == "int8"
@@ -117,7 +117,7 @@ def load_for_inference(
     if choice.fp8_head:
         quantize_head(model, soft=choice.fp8_soft_embed)
     if adapter is not None:
-        # The fused kernels take plain linears: on a GPU an adapter is merged into the weights.
+        # Fused kernels need plain linears: on a GPU an adapter is merged.
         (merge if device.type == "cuda" else attach)(model, adapter)
         if is_int8:
             pack_int8(model)
@@ -127,7 +127,7 @@ def load_for_inference(
 
 
 def plan_load(directory: Path, options: ModelOptions, *, adapted: bool = False) -> LoadPlan:
-    """Choose device, dtype and format; refuses what cannot run."""
+    """Choose device, dtype and format; refuses unsupported ones."""
     device = choose_device(options.device)
     dtype, is_free = choose_dtype(options.dtype, device), options.dtype == "auto"
     tower = find_tower(directory, options.vision)
@@ -143,7 +143,7 @@ def plan_load(directory: Path, options: ModelOptions, *, adapted: bool = False) 
                 f"{choice.quant}"
             )
         choice = choose_quant("none", directory, device, dtype)
-    # Activations between int8 GEMMs are exact and faster in float32.
+    # Between int8 GEMMs float32 activations are exact and faster.
     return LoadPlan(device, torch.float32 if choice.quant == "int8" and is_free else dtype, choice)
 
 
@@ -181,7 +181,7 @@ def choose_quant(
         return choice
     if choice.quant not in ("gguf", "gguf_fp8"):
         _check_memory(config, choice.quant, stored, dtype, _free(device))
-    # Only where quantization was requested: a quantized file leaves the head in 16 bits.
+    # Only if quantization was requested: a quantized file keeps a 16-bit head.
     is_requested = choice.quant in ("fp8", "nvfp4") and stored is None and has_e4m3(device)
     has_kernels = is_requested and unsupported_reason(device, dtype) is None
     tables = num_fp8_tables(config, choice.quant, device) if has_kernels else 0
@@ -213,7 +213,7 @@ def _auto_gguf(
     dtype: torch.dtype,
     reserved: float,
 ) -> QuantChoice:
-    """Choose blocks: mapped ones on a CPU, unless the model is small; repacked ones on a GPU."""
+    """Choose the format of blocks: on a CPU mapped unless small, on a GPU repacked."""
     if device.type == "cuda":
         reason = unsupported_reason(device, dtype)
         sizes = tiled_bytes(config, open_gguf(directory).tensors.blocks)
@@ -234,7 +234,7 @@ def _auto_gguf(
 def gguf_choice(
     config: ModelConfig, sizes: Sequence[int], free: float, *, has_fp8: bool
 ) -> QuantChoice:
-    """Choose how a GGUF file is held on a GPU; `sizes`: bytes of each layer's experts."""
+    """Choose the format of a GGUF file on a GPU; `sizes`: bytes of each layer's experts."""
     plan = plan_gguf(config, sizes, free, has_fp8=has_fp8, context=_context(config))
     if plan.total > free:
         raise UsageError(
@@ -252,9 +252,9 @@ def gguf_choice(
 
 
 def _auto_cpu(config: ModelConfig, dtype: torch.dtype) -> QuantChoice:
-    """Choose int8 where it is clearly faster.
+    """Choose int8 if it is clearly faster.
 
-    Instructions decide first and a timing confirms, so that a busy moment does not change answers.
+    The CPU's instructions decide and a timing confirms, so that load does not change answers.
     """
     timing = time_int8(config, dtype)
     speedup = f"8-bit products are {timing.ratio:.1f} times as fast as {_short(dtype)} here"
@@ -266,7 +266,7 @@ def _auto_cpu(config: ModelConfig, dtype: torch.dtype) -> QuantChoice:
 
 
 def _packed_obstacle(config: ModelConfig, stored: SchemeName, device: torch.device) -> str | None:
-    """Return the reason why packed weights cannot run on a device, or None."""
+    """Return why packed weights cannot run on a device, or None."""
     if STORED_FORMATS[stored].experts == "fp8" and not has_e4m3(device):
         return "the GPU has no fp8 arithmetic"
     try:
@@ -278,7 +278,7 @@ def _packed_obstacle(config: ModelConfig, stored: SchemeName, device: torch.devi
 
 def _check_device(quant: Quant, device: torch.device) -> None:
     if device.type != "cuda":
-        return  # the reference runs every format: slow, and with the same values
+        return  # the reference backend runs every format, slowly
     if quant == "int8":
         raise UsageError("--quant int8 is for CPUs; on a GPU use fp8 or nvfp4")
     if quant == "fp8" and not has_e4m3(device):
@@ -296,15 +296,15 @@ def _check_device(quant: Quant, device: torch.device) -> None:
 def needed_bytes(
     config: ModelConfig, quant: Quant, stored: SchemeName | None, dtype: torch.dtype
 ) -> float:
-    """Return the bytes of weights, KV cache of a short context and logits in a format."""
+    """Return the memory of weights, a short context's KV cache and logits in a format."""
     fmt = _weight_format(quant, stored, dtype)
     return memory(config, _context(config), fmt, WITHOUT_DRIVER).total
 
 
 def num_fp8_tables(config: ModelConfig, quant: Quant, device: torch.device) -> int:
-    """Return how many fp8 copies of the token table fit: for the LM head, and soft embeddings.
+    """Return how many fp8 copies of the token table fit: LM head, then soft embeddings.
 
-    By total memory: what other processes use at the moment must not change the answers.
+    By total memory, since other processes must not change the answers.
     """
     left = (
         usable_memory(device) - needed_bytes(config, quant, None, torch.bfloat16) - MIN_FREE_BYTES
@@ -353,7 +353,7 @@ def _context(config: ModelConfig) -> int:
 
 
 def _free(device: torch.device) -> float:
-    """Return the bytes of a device that torch may take, with those that it caches unused."""
+    """Return the memory that torch can allocate on a device, including its cache."""
     free, _ = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - allocated
@@ -364,7 +364,7 @@ def _free(device: torch.device) -> float:
 
 
 def time_int8(config: ModelConfig, dtype: torch.dtype) -> Timing:
-    """Time a canvas's GEMMs of the model's widths, both ways; a tenth of a second or less."""
+    """Time GEMMs of a canvas with the model's widths, both ways, in at most 0.1 s."""
     rows, width, inner = config.canvas_length, config.hidden_size, config.moe_intermediate_size
     per_expert = max(1, rows * config.top_k_experts // config.num_experts)
     shapes = (
@@ -392,12 +392,12 @@ def _plain(weight_OI: torch.Tensor) -> Linear:
 
 
 def _waves(rows: int, columns: int) -> torch.Tensor:
-    """Return arbitrary values between -1 and 1."""
+    """Return deterministic values between -1 and 1."""
     return torch.arange(rows * columns, dtype=torch.float32).sin_().view(rows, columns)
 
 
 def _seconds(gemm: Linear, x: torch.Tensor) -> float:
-    """Return the fastest of a few rounds: disturbances only add time."""
+    """Return the fastest of a few rounds, since disturbances only add time."""
     times = []
     for _ in range(TIMED_ROUNDS + 1):
         begin = time.perf_counter()

@@ -38,7 +38,7 @@ from dgemma.weights.safetensors_io import MappedTensors, Tensors
 
 GROUP = 32  # inputs that share a scale
 PLANE_BITS = (4, 5, 6)
-# Candidates for a group's scale: its largest magnitude is clipped to 1 / CLIPS of itself.
+# Candidate scales of a group clip its largest magnitude to 1 / CLIPS of itself.
 CLIPS = tuple(1 + k / 32 for k in range(12))
 # The eight bits of a byte as the lowest bits of eight bytes.
 BYTES = np.arange(256, dtype=np.uint8)[:, None]
@@ -52,7 +52,7 @@ class GroupQuantized(NamedTuple):
     scale: Tensor  # float16 [..., I / 32]
 
     def dequantize(self) -> Tensor:
-        # int8 times float16 would be float16.
+        # int8 * float16 would be float16.
         return (_groups(self.values.float()) * self.scale.float()[..., None]).flatten(-2)
 
 
@@ -111,7 +111,7 @@ def _groups(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """The scales that belong to values of one dtype, and the words for refusals."""
+    """The scales of one value dtype, and wording for refusals."""
 
     values: str
     shapes: str
@@ -144,7 +144,7 @@ ENCODINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bits:
-    """Bits of the stored matrices: those of the experts, and all others."""
+    """Bits of the stored matrices: experts, and all others."""
 
     experts: int = 8
     rest: int = 8
@@ -167,12 +167,12 @@ INT8 = Bits()
 
 
 def to_int_layout(tensors: Mapping[str, Tensor], bits: Bits = INT8) -> dict[str, Tensor]:
-    """Quantize tensors as they are stored: integers with their scales, vectors in float32."""
+    """Quantize tensors for storage: integers with scales, vectors in float32."""
     return dict(_quantized(tensors, bits))
 
 
 def open_tensors(stored: Mapping[str, StoredTensor], directory: Path) -> Tensors:
-    """Open the weights of a checkpoint, in the integer layout or plain."""
+    """Open the weights of a checkpoint, plain or in the integer layout."""
     mapped = MappedTensors(stored)
     return IntTensors(mapped, directory) if (directory / INT8_INDEX).is_file() else mapped
 
@@ -252,7 +252,7 @@ def _has_valid_shape(stored: StoredTensor) -> bool:
 
 
 def _check_pairs(stored: Mapping[str, StoredTensor], directory: Path) -> None:
-    """Refuse values and scales that do not belong together, by dtype, shape or name."""
+    """Refuse values and scales that do not match in dtype, shape or name."""
     problems = [problem for dtype in ENCODINGS if (problem := _problems(dtype, stored))]
     halves = [
         f"{name} (F16)"

@@ -47,7 +47,7 @@ class LayerFormat:
 
     experts: WeightType = "plain"
     dense: WeightType = "plain"
-    as_stored: bool = False  # weights that the file does not pack stay plain
+    as_stored: bool = False  # weights not packed in the file stay plain
 
 
 LAYER_FORMATS: dict[Quant, LayerFormat] = {
@@ -69,7 +69,7 @@ STORED_FORMATS: dict[StoredScheme, LayerFormat] = {
 def layer_format(quant: Quant, scheme: StoredScheme | None) -> LayerFormat:
     """Return the format for a checkpoint of this scheme; refuses to quantize twice.
 
-    GGUF blocks may be quantized again: some types have no kernels on a GPU.
+    GGUF blocks may be quantized again, since some types have no GPU kernels.
     """
     if quant not in QUANTS:
         raise UsageError(f"quant {quant!r} is not known; use {', '.join(QUANTS)}")
@@ -122,7 +122,7 @@ def quantize_layer(layer: Layer, fmt: LayerFormat) -> None:
 
 
 def quantize_model(model: Gemma, fmt: LayerFormat) -> Gemma:
-    """Quantize a loaded model in place; it can then only be run."""
+    """Quantize a loaded model in place, for inference only."""
     model.requires_grad_(False)
     for layer in model.layers:
         quantize_layer(cast(Layer, layer), fmt)

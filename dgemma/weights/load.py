@@ -72,7 +72,7 @@ class Checkpoint:
     model: Gemma
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     vision: Mapping[str, Tensor] = field(default_factory=dict)  # stored names, on the CPU
-    directory: Path | None = None  # or a GGUF file; None: not read from files
+    directory: Path | None = None  # or a GGUF file; None: random weights
 
     @property
     def config(self) -> ModelConfig:
@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 class Streamed(NamedTuple):
-    """A format of a GGUF file on a GPU, and the layers whose experts stay in host memory."""
+    """A GGUF format on a GPU, and the layers with experts in host memory."""
 
     quant: Quant
     layers: frozenset[int]
@@ -97,9 +97,9 @@ def load_model(
 ) -> Checkpoint:
     """Load a checkpoint; `verify` refuses NaN and infinity.
 
-    `dtype` None keeps the file's; the integer layout is float32, and packed weights of a released
-    scheme take the dtype of the plain ones. `quant` is the format of the layers in memory (see
-    `layer_formats`); with any but `none` the model can only be run.
+    dtype None keeps the file's dtype; the integer layout is float32, and packed weights of a
+    released scheme take the dtype of the plain ones. `quant` is the format of the layers in memory
+    (see `layer_formats`); every format but `none` is for inference only.
     """
     if dtype not in (None, *DTYPES.values()):
         raise UsageError(f"weights can be {listing(map(str, DTYPES.values()))}, not {dtype}")
@@ -146,16 +146,16 @@ class _LayerLoader:
     staging: Staging
 
     def load(self, model: Gemma, text: Mapping[str, str], on_tensor: OnProgress | None) -> Gemma:
-        """Give a model on the meta device its weights, layer by layer; the token table last.
+        """Load the weights of a model on the meta device, layer by layer; the token table last.
 
-        By then all layers are quantized, if they are to be.
+        By then all layers are quantized, if requested.
         """
         stored, done = self.tensors.stored, 0
         dequantized = self._dequantized_layers(text)
         total = sum(stored[name].num_bytes for name in text)
         for index, names in _by_layer(text).items():
             if index is None:
-                empty_cache(self.device)  # sources of quantized layers
+                empty_cache(self.device)  # free the sources of quantized layers
             packed = self._load_packed(model, index, names, dense=index not in dequantized)
             weights = {}
             for name, parameter in names.items():
@@ -165,7 +165,7 @@ class _LayerLoader:
                 if on_tensor is not None:
                     on_tensor(done, total)
             model.load_state_dict(weights, strict=False, assign=True)
-            del weights  # or a layer's source would outlive its quantization
+            del weights  # otherwise a layer's source would outlive its quantization
             if index is None:
                 quantize_outside_layers(model, self.format)
             else:
@@ -190,9 +190,9 @@ class _LayerLoader:
     def _load_packed(
         self, model: Gemma, index: int | None, names: Mapping[str, str], *, dense: bool
     ) -> set[str]:
-        """Load the packed weights of a layer unchanged; returns their stored names.
+        """Load the packed weights of a layer unchanged; return their stored names.
 
-        `dense`: of a GGUF file the linears stay packed too, not the experts alone.
+        `dense`: linears of a GGUF file stay packed too, not only experts.
         """
         tensors = self.tensors
         if self.format.experts != _scheme(tensors):
@@ -211,7 +211,7 @@ class _LayerLoader:
 
 
 def has_tower(checkpoint: Checkpoint) -> bool:
-    """True if the checkpoint has an image tower; one of zeros, which `export` writes, is none."""
+    """True if the checkpoint has an image tower that is not all zeros, as `export` writes."""
     projection = [t for name, t in checkpoint.vision.items() if name.endswith(IMAGE_PROJECTION)]
     return any(bool(tensor.any()) for tensor in projection)
 
@@ -231,14 +231,14 @@ def load_tower(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
 
 
 def _scheme(tensors: Tensors) -> StoredScheme | None:
-    """Return the scheme that tensors are packed in; None: they are plain."""
+    """Return the scheme of packed tensors; None if they are plain."""
     if isinstance(tensors, GGUFTensors):
         return "gguf"
     return tensors.scheme.name if isinstance(tensors, QuantizedTensors) else None
 
 
 def _by_layer(text: Mapping[str, str]) -> dict[int | None, dict[str, str]]:
-    """Group stored names and parameters by layer, in order; None: outside the layers, last."""
+    """Group stored names and parameters by layer, in order; None (outside the layers) last."""
     layers: dict[int | None, dict[str, str]] = {}
     for name, parameter in text.items():
         layers.setdefault(layer_of(parameter), {})[name] = parameter
@@ -247,7 +247,7 @@ def _by_layer(text: Mapping[str, str]) -> dict[int | None, dict[str, str]]:
 
 
 def fill(model: Gemma, weights: Mapping[str, Tensor]) -> Gemma:
-    """Assign weights to a model on the meta device; the tensors become its parameters."""
+    """Assign weights to a model on the meta device."""
     model.load_state_dict(weights, strict=True, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -282,7 +282,7 @@ LOGIT_SCALE = 2.0  # norm of embedding rows: the standard deviation of logits
 
 class ParameterCount(NamedTuple):
     total: int
-    active: int  # used by one token
+    active: int  # weights used per token
 
 
 def random_model(
@@ -293,19 +293,19 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     on_layer: Callable[[Layer], None] | None = None,
 ) -> Gemma:
-    """Return a model whose weights depend on the seed, their names, shapes and the device type.
+    """Return a model with weights determined by seed, names, shapes and device type.
 
-    `on_layer` may change each layer as soon as it is drawn, such as quantize it, so that at most
-    one layer is in memory unquantized.
+    `on_layer` may transform each drawn layer, for example quantize it, so that at most one layer is
+    in memory unquantized.
     """
     model = skeleton(config)
     layers: dict[int | None, dict[str, Tensor]] = {}
     for name, weight in model.state_dict().items():
         layers.setdefault(layer_of(name), {})[name] = weight
-    layers[None] = layers.pop(None)  # the token table last, when all layers are quantized
+    layers[None] = layers.pop(None)  # the token table last, after all layers are quantized
     for index, shapes in layers.items():
         if index is None:
-            empty_cache(device)  # sources of quantized layers
+            empty_cache(device)  # free the sources of quantized layers
         weights = {}
         for name, weight in shapes.items():
             generator = torch.Generator(device).manual_seed(name_seed(seed, name))
@@ -321,7 +321,7 @@ def random_model(
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Count the weights of the text model, the embedding once, and those that one token uses."""
+    """Count the weights of the text model (the embedding once), and those used per token."""
     sizes = {name: weight.numel() for name, weight in skeleton(config).state_dict().items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     used = experts * config.top_k_experts // config.num_experts
@@ -330,7 +330,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 def short_count(count: int) -> str:
-    """Write a count like model cards do: truncated to one digit."""
+    """Write a count as in model cards: truncated to one digit."""
     unit, letter = (10**9, "B") if count >= 10**9 else (10**6, "M")
     return f"{count * 10 // unit / 10:.1f}{letter}"
 
@@ -352,7 +352,7 @@ def _scale(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     if name.endswith(LAYER_SCALAR):
         return 1.0, 0.0
     if name.endswith(("q_norm.weight", "k_norm.weight")):
-        # Attention scores are not scaled: these norms bring them to unit size.
+        # Attention scores are not scaled: these norms make them unit size.
         return fan_in**-0.25, SPREAD * fan_in**-0.25
     if len(shape) == 1:
         return 1.0, SPREAD

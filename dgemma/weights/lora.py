@@ -40,13 +40,13 @@ Pairs = Mapping[str, LoRAPair]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adapter:
-    """Pairs by the name of their module in `Gemma`, all of one rank and dtype."""
+    """Pairs by the name of their module in `Gemma`, with one rank and dtype."""
 
     family: Family
     rank: int
     alpha: float
     use_rslora: bool = False
-    base_model: str | None = None  # as the file names it
+    base_model: str | None = None  # name in the file
     pairs: Pairs
 
     def __post_init__(self) -> None:
@@ -91,16 +91,16 @@ def check_rank(rank: Any, alpha: Any) -> None:
 
 
 def ends_in(name: str, target: str) -> bool:
-    """Return True if a target is a module's name, or the end of it after a dot."""
+    """True if a target is a module's name, or a suffix of it after a dot."""
     return f".{name}".endswith(f".{target}")
 
 
 class LoRALinear(nn.Module):
-    """A linear module plus a low-rank term; the base is the module itself, not a copy."""
+    """A linear module plus a low-rank term; shares the base module."""
 
     def __init__(self, base: nn.Linear, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
         super().__init__()
-        self.base: nn.Module = base  # no longer an nn.Linear once it is packed
+        self.base: nn.Module = base  # not an nn.Linear once packed
         self.scale = scale
         self.a_RI, self.b_OR = (
             nn.Parameter(half.detach().to(base.weight, copy=True), requires_grad=False)
@@ -113,14 +113,14 @@ class LoRALinear(nn.Module):
 
 
 def attach(model: Gemma, adapter: Adapter) -> Gemma:
-    """Attach an adapter to a model, in place; before weights are packed."""
+    """Attach an adapter to a model in place, before weights are packed."""
     for name, linear in _linears(model, adapter).items():
         _replace(model, name, LoRALinear(linear, *adapter.pairs[name], adapter.scale))
     return model
 
 
 def detach(model: Gemma) -> Gemma:
-    """Remove the adapter of a model, if it has one, in place."""
+    """Remove a model's adapter, if any, in place."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             _replace(model, name, module.base)
@@ -128,7 +128,7 @@ def detach(model: Gemma) -> Gemma:
 
 
 def read_back(model: Gemma, adapter: Adapter) -> Adapter:
-    """Return the adapter with its present values in the model, such as after training."""
+    """Return the adapter with its current values in the model, as after training."""
     modules = dict(model.named_modules())
     pairs = {}
     for name in adapter.targets:
@@ -143,7 +143,7 @@ def read_back(model: Gemma, adapter: Adapter) -> Adapter:
 
 @torch.no_grad()
 def merge(model: Gemma, adapter: Adapter) -> Gemma:
-    """Merge an adapter into the weights, W + scale * B A, in place; in float32 or better."""
+    """Merge an adapter into the weights in place: W + scale * B A, in float32 or better."""
     for name, linear in _linears(model, adapter).items():
         old_OI = linear.weight
         exact_OI = old_OI.to(torch.promote_types(old_OI.dtype, torch.float32))
@@ -156,9 +156,9 @@ def merge(model: Gemma, adapter: Adapter) -> Gemma:
 def new_adapter(
     model: Gemma, targets: Sequence[str], rank: int, alpha: float, seed: int
 ) -> Adapter:
-    """Return an adapter that changes nothing yet: A random as in PEFT, B zero, both float32.
+    """Return an adapter without effect: A random as in PEFT, B zero, both float32.
 
-    A target is the end of a module's name: `q_proj`, `mlp.gate_proj`, `layers.3.router.proj`.
+    A target is a suffix of a module name: `q_proj`, `mlp.gate_proj`, `layers.3.router.proj`.
     """
     check_rank(rank, alpha)
     generator, pairs = torch.Generator().manual_seed(seed), {}
@@ -175,7 +175,7 @@ def _replace(model: Gemma, name: str, module: nn.Module) -> None:
 
 
 def _linears(model: Gemma, adapter: Adapter) -> dict[str, nn.Linear]:
-    """Return the modules an adapter targets; refuses those that do not fit."""
+    """Return the modules that an adapter targets; refuses mismatches."""
     modules = dict(model.named_modules())
     if any(isinstance(module, LoRALinear) for module in modules.values()):
         raise UsageError("the model already has an adapter; detach it first")
@@ -183,7 +183,7 @@ def _linears(model: Gemma, adapter: Adapter) -> dict[str, nn.Linear]:
         raise CheckpointError(
             f"the adapter is for a {adapter.family}, but the model is a {model.config.family}"
         )
-    # Of the plain model: a packed one has merged modules.
+    # From the plain model: a packed one has merged modules.
     known = {name for name, _ in skeleton(model.config).named_modules()}
     missing = [name for name in adapter.targets if name not in known]
     if missing:
@@ -215,7 +215,7 @@ def _check_fit(linears: Mapping[str, nn.Linear], adapter: Adapter) -> None:
 
 
 def _resolve(config: ModelConfig, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear modules, on the meta device, whose names end in one of the targets."""
+    """Return the linear modules, on the meta device, whose names end in a target."""
     linears = {n: m for n, m in skeleton(config).named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
         if not any(ends_in(name, target) for name in linears):

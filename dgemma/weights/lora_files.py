@@ -53,7 +53,7 @@ IGNORED: dict[str, str] = {
     "runtime_config": "execution by another library",
     "task_type": "the wrapper of another library; the weights are the same",
 }
-# Each changes the meaning of the tensors, and must be off.
+# Each changes the meaning of the tensors and must be off.
 UNSUPPORTED: dict[str, str] = {
     "alora_invocation_tokens": "an adapter that waits for certain tokens",
     "alpha_pattern": "another alpha for some modules",
@@ -76,7 +76,7 @@ UNSUPPORTED: dict[str, str] = {
 OFF: tuple[Any, ...] = (None, False, [], {})
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    # The others, such as pissa and loftq, take something out of the base weights first: their
+    # Others, such as pissa and loftq, modify the base weights first: their
     # adapters do not fit the released ones.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "use_rslora": (False, True, None),
@@ -84,7 +84,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 
 
 def load_adapter(path: Path) -> Adapter:
-    """Read the adapter of a directory, or of either of its two files."""
+    """Read the adapter of a directory, or of one of its two files."""
     directory = _find(path)
     try:
         raw, pairs = read_config(directory / CONFIG), _read_pairs(directory / WEIGHTS)
@@ -114,7 +114,7 @@ def save_adapter(
 ) -> None:
     """Write PEFT's two files.
 
-    `generation`: what `Engine.load` uses with it instead of the checkpoint's, in a third file.
+    `generation`: defaults that `Engine.load` uses instead of the checkpoint's, in a third file.
     """
     existing = [name for name in (CONFIG, WEIGHTS) if (directory / name).exists()]
     if existing and not overwrite:
@@ -138,7 +138,7 @@ def save_adapter(
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as hidden:
             write_safetensors(Path(hidden, WEIGHTS), tensors, next(iter(tensors.values())).dtype)
             Path(hidden, CONFIG).write_text(text, encoding="utf-8")
-            # An old config with new tensors must never look complete.
+            # An old config must never appear with new tensors.
             (directory / CONFIG).unlink(missing_ok=True)
             (directory / GENERATION_CONFIG).unlink(missing_ok=True)
             for name in (WEIGHTS, CONFIG):
@@ -153,7 +153,7 @@ def save_adapter(
 
 
 def _find(path: Path) -> Path:
-    """Return the directory of an adapter; refuses one without both files."""
+    """Return the directory of an adapter; refuses one that lacks a file."""
     directory = path.parent if path.name in (CONFIG, WEIGHTS) else path
     missing = [name for name in (CONFIG, WEIGHTS) if not (directory / name).is_file()]
     if missing:
@@ -179,7 +179,7 @@ def _read_pairs(path: Path) -> dict[str, LoRAPair]:
         )
     tensors, halves = MappedTensors(stored), dict[str, dict[str, Tensor]]()
     for match in filter(None, map(PAIR_NAME.fullmatch, stored)):
-        tensor = tensors[match[0]].clone()  # a file may change under a view of it
+        tensor = tensors[match[0]].clone()  # clone: the file may change under a view
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{path}: {match[0]} holds NaN or infinity")
         halves.setdefault(match["module"], {})[match["half"]] = tensor
@@ -190,8 +190,8 @@ def _read_pairs(path: Path) -> dict[str, LoRAPair]:
 
 
 def _check_covered(targets: list[str] | str, pairs: Pairs, directory: Path) -> None:
-    """Refuse tensors that the list of targets does not cover: PEFT ignores them silently."""
-    # A pattern could take exponential time to match: the tensor names count.
+    """Refuse tensors outside the list of targets, which PEFT ignores silently."""
+    # Not checked for patterns, whose match may take exponential time.
     if isinstance(targets, str):
         return
     stray = [name for name in pairs if not any(ends_in(name, target) for target in targets)]
@@ -203,7 +203,7 @@ def _check_covered(targets: list[str] | str, pairs: Pairs, directory: Path) -> N
 
 
 def _one_stack(pairs: Pairs, directory: Path) -> tuple[Family, dict[str, LoRAPair]]:
-    """Return the family an adapter is for, and its pairs by their module in `Gemma`."""
+    """Return the family of an adapter, and its pairs by module in `Gemma`."""
     prefixes = (*TEXT_PREFIX.values(), ENCODER_PREFIX)
     stray = [name for name in pairs if not name.startswith(prefixes)]
     if stray:
@@ -247,7 +247,7 @@ def _are_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _stored_modules(family: Family, name: str) -> list[str]:
-    """Return the reference's names of a module: in both stacks, self-conditioning excepted."""
+    """Return the reference's names of a module: both stacks, except for self-conditioning."""
     modules = [TEXT_PREFIX[family] + name]
     if family == "diffusion_gemma" and not name.startswith(SELF_CONDITIONING):
         modules.append(ENCODER_PREFIX + name)
@@ -255,9 +255,9 @@ def _stored_modules(family: Family, name: str) -> list[str]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read an adapter's config; refuses keys and values that this build does not support."""
+    """Read an adapter's config; refuses unsupported keys and values."""
     raw = read_json(path)
-    # Before the other keys: those of another method would all be unknown.
+    # Checked first: all keys of another method would be unknown.
     if raw.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type is {raw.get('peft_type')!r}; this build reads 'LORA'")
     known = REQUIRED_KEYS | IGNORED.keys() | UNSUPPORTED.keys() | ALLOWED.keys() | {BASE_MODEL}
@@ -306,7 +306,7 @@ def config_to_json(adapter: Adapter, modules: list[str]) -> dict[str, Any]:
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": adapter.rank,
-        # In full: `q_proj` alone would also mean the image tower's.
+        # Full names: `q_proj` alone would include the image tower's.
         "target_modules": modules,
         "task_type": None,
         "use_dora": False,

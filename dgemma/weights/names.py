@@ -35,7 +35,7 @@ ENCODER_PREFIX = "model.encoder.language_model."
 LAYERS = "layers."
 LAYER_SCALAR = ".layer_scalar"
 SELF_CONDITIONING = "self_conditioning."
-# The reference keeps these as buffers, and its parameter counts leave them out.
+# Buffers in the reference, whose parameter counts exclude them.
 BUFFER_ENDINGS = (LAYER_SCALAR, ".std_bias", ".std_scale")
 
 
@@ -60,12 +60,12 @@ def layer_of(parameter: str) -> int | None:
 
 
 def stored_names(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Return every name of the released layout."""
+    """Return all names of the released layout."""
     return _text(config) | _twins(config) | _vision(config)
 
 
 def tied_names(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Return names that other writers may add, which repeat a stored weight."""
+    """Return names of copies of stored weights, which other writers may add."""
     text, prefix = _text(config), TEXT_PREFIX[config.family]
     embedding = prefix + "embed_tokens.weight"
     head = {
@@ -119,7 +119,7 @@ def _vision(config: ModelConfig) -> dict[str, TensorSpec]:
 def check_names(
     config: ModelConfig, stored: Mapping[str, StoredTensor], directory: Path
 ) -> dict[str, TensorSpec]:
-    """Return the spec of each stored tensor; refuses missing, unknown and misshapen ones."""
+    """Return the spec of each stored tensor; refuses missing, unknown and misshapen tensors."""
     table, tied = stored_names(config), tied_names(config)
     vision = {name for name, spec in table.items() if spec.group == "vision"}
     has_vision = not vision.isdisjoint(stored)
@@ -166,7 +166,7 @@ def _are_same_bits(a: Tensor, b: Tensor) -> bool:
 FAMILY_OF: dict[str, Family] = {"diffusion-gemma": "diffusion_gemma", "gemma4": "gemma4"}
 ARCHITECTURE_OF: dict[Family, str] = {family: name for name, family in FAMILY_OF.items()}
 TOKEN_EMBD = "token_embd.weight"
-OUTPUT = "output.weight"  # a copy of token_embd, which most files leave out
+OUTPUT = "output.weight"  # a copy of token_embd, omitted by most files
 ROPE_FREQS = "rope_freqs.weight"  # divisors of the angles on full layers: derived, not a weight
 BLOCK = "blk."
 GLOBAL_NAMES = {
@@ -203,7 +203,7 @@ LAYER_NAMES = {
     "layer_output_scale.weight": "layer_scalar",
 }
 ENCODER_SCALE = "enc_layer_output_scale.weight"
-# Other spellings that are read: of an older converter, and separate gate and up experts.
+# Accepted alternatives: an older converter's name, and separate gate and up experts.
 ALIASES = {"self_cond_pre_norm.weight": "self_cond_norm.weight"}
 SEPARATE_GATE_UP = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 TO_GGUF = {released: name for name, released in (GLOBAL_NAMES | LAYER_NAMES).items()}
@@ -222,13 +222,13 @@ def gguf_name(released: str, config: ModelConfig) -> str:
 
 
 def text_specs(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Return the released names that a GGUF file holds: all but the image tower's."""
+    """Return the released names stored in a GGUF file: all but the image tower's."""
     specs = stored_names(config).items()
     return {name: spec for name, spec in specs if spec.group in ("text", "twin")}
 
 
 def separate_names(name: str) -> tuple[str, ...]:
-    """Return the names of separate gate and up stacks for that of the fused one; else none."""
+    """Return the names of separate gate and up stacks for the fused stack's name, or nothing."""
     if not name.endswith("." + GATE_UP_EXPERTS):
         return ()
     block = name.removesuffix(GATE_UP_EXPERTS)

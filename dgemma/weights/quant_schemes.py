@@ -51,7 +51,7 @@ FP8_WEIGHTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSpec:
-    """Dtype and shape of a stored tensor; several dtypes where writers differ."""
+    """Dtype and shape of a stored tensor; several dtypes if writers differ."""
 
     dtypes: tuple[str, ...]
     shape: TensorShape
@@ -59,14 +59,14 @@ class PackedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantScheme:
-    """One scheme: the dtype of a packed weight, and the tensors that belong to it."""
+    """One scheme: the dtype of a packed weight, and the tensors of its module."""
 
     name: SchemeName
     packed: str
-    item_bytes: Mapping[str, int]  # of the dtypes its files may hold besides 16 and 32 bits
+    item_bytes: Mapping[str, int]  # additional dtypes in its files
 
     def is_packed(self, module: str) -> bool:
-        """Return True if writers pack this module; named without its `.weight`."""
+        """True if this module is packed, by its name without `.weight`."""
         is_expert = ONE_EXPERT.fullmatch(module) is not None
         return is_expert or (self.name == "fp8" and DENSE.fullmatch(module) is not None)
 
@@ -86,7 +86,7 @@ class QuantScheme:
         }
 
     def unpacked_shape(self, stored: TensorShape) -> TensorShape:
-        """Return the shape of the matrix whose packed values have this shape."""
+        """Return the shape of a matrix by the shape of its packed values."""
         return stored if self.name == "fp8" else (stored[0], 2 * stored[1])
 
 
@@ -96,7 +96,7 @@ SCHEMES: dict[str, QuantScheme] = {"nvfp4": NVFP4, "fp8": FP8}
 
 
 def expert_slices(name: str, shape: TensorShape) -> dict[str, TensorShape]:
-    """Return the modules that a tensor of stacked experts is split into, in order; else nothing.
+    """Return the modules that stacked experts are split into, in order, or nothing.
 
     Gate rows come first in the stack.
     """
@@ -113,8 +113,8 @@ def expert_slices(name: str, shape: TensorShape) -> dict[str, TensorShape]:
 
 
 def read_scheme(directory: Path) -> QuantScheme | None:
-    """Return the scheme that a checkpoint declares; None: its weights are plain."""
-    if directory.is_file():  # GGUF: its types are in the file
+    """Return the scheme declared by a checkpoint; None: plain weights."""
+    if directory.is_file():  # GGUF: types are in the file
         return None
     source = directory / "config.json"
     declared = read_json(source).get(CONFIG_KEY)
@@ -129,7 +129,7 @@ def read_scheme(directory: Path) -> QuantScheme | None:
 
 
 def scheme_to_json(scheme: QuantScheme, ignored: list[str]) -> dict[str, Any]:
-    """Return the `quantization_config` that other readers know too."""
+    """Return the `quantization_config` in the format of other readers."""
     if scheme.name == "fp8":
         activations = {**FP8_WEIGHTS, "strategy": "token", "dynamic": True}
         group: dict[str, Any] = {"weights": FP8_WEIGHTS, "input_activations": activations}
@@ -147,7 +147,7 @@ def scheme_to_json(scheme: QuantScheme, ignored: list[str]) -> dict[str, Any]:
 
 
 def modelopt_file(ignored: list[str]) -> dict[str, Any]:
-    """Return the contents of the file by which some readers recognize modelopt checkpoints."""
+    """Return the file by which some readers recognize modelopt checkpoints."""
     return {
         "producer": {"name": "dgemma", "version": "1"},
         "quantization": {
@@ -194,7 +194,7 @@ def _scheme(declared: Mapping[str, Any], source: str) -> QuantScheme:
 def _check_groups(declared: Mapping[str, Any], known: Mapping[str, Any], source: str) -> None:
     for name, group in _object(declared.get("config_groups") or {}, source).items():
         weights = _object(_object(group, source).get("weights"), f"{source}: {name}.weights")
-        # Missing keys have their writer's default, which is this scheme.
+        # Missing keys mean the writer's default, which is this scheme.
         wrong = {key: weights[key] for key in known if weights.get(key, known[key]) != known[key]}
         if wrong:
             need = {key: known[key] for key in wrong}

@@ -1,11 +1,9 @@
-"""Quantizes a checkpoint into a released scheme, and measures how far its outputs move.
+"""Quantize a checkpoint to a released scheme, and measure the change of its outputs.
 
-Headers follow from names and shapes alone and are written first; weights are converted one by one,
-so that at most one of them is in memory. LM head, embedding, router, norms, self-conditioning and
-image tower become bfloat16, as in the releases.
-
-`input_scale` is 1: it serves programs that quantize activations, and needs calibration texts to be
-set well.
+Headers follow from names and shapes and are written first; weights are converted one at a time. LM
+head, embedding, router, norms, self-conditioning and image tower become bfloat16, as in the
+releases. `input_scale` is 1: it is for programs that quantize activations, and a good value would
+need calibration.
 """
 
 import re
@@ -49,16 +47,16 @@ from dgemma.weights.save import (
 from dgemma.weights.source import config_json, generation_config, model_config
 
 E4M3, FP8_MAX = torch.float8_e4m3fn, 448.0
-LOW_HALF = 0xFFFF  # of a float32: the bits that bfloat16 drops
+LOW_HALF = 0xFFFF  # low bits of a float32 that bfloat16 drops
 PLAIN_MODULES = "lm_head embed_tokens embed_vision router self_conditioning vision_tower".split()
-PROMPT_LENGTH, NUM_STEPS = 64, 4  # of a comparison
+PROMPT_LENGTH, NUM_STEPS = 64, 4  # prompt length and steps of a comparison
 MAX_COMPARED_PARAMETERS = 300_000_000
-PackedTensors = dict[str, Tensor]  # by suffix of the module's name
+PackedTensors = dict[str, Tensor]  # tensors by suffix of the module's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantLoss:
-    """Relative error of one group of weights: RMS of the change over RMS of the weights."""
+    """Relative error of a group of weights: RMS of the change over RMS of the weights."""
 
     layer: int
     part: str  # experts, self_attn or mlp
@@ -138,7 +136,7 @@ def pack_fp8(weight_OI: Tensor) -> PackedTensors:
 
 
 def pack_nvfp4(weight_OI: Tensor, scale_2: Tensor) -> PackedTensors:
-    """Quantize to four bits, with a global scale that gate and up of an expert share."""
+    """Quantize to four bits; gate and up of an expert share a global scale."""
     packed = nvfp4.quantize(weight_OI, scale_2)
     return {
         ".weight": packed.values_OI,
@@ -156,7 +154,7 @@ def dequantize(packed: PackedTensors) -> Tensor:
 
 
 class _ShardWriter:
-    """Writes shards from a stream of tensors in the shards' order."""
+    """Writes shards from a stream of tensors."""
 
     def __init__(
         self,
@@ -169,7 +167,7 @@ class _ShardWriter:
         self.numbered = enumerate(stream, start=1)
 
     def write(self, hidden: Path) -> list[str]:
-        """Write all files and their index; returns their names, the index last."""
+        """Write all files and their index; return their names, the index last."""
         digests: dict[str, str] = {}
         for name, outline in self.files.items():
             with (hidden / name).open("wb") as file:
@@ -196,7 +194,7 @@ class _ShardWriter:
 
 
 def _outline(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> dict[str, Tensor]:
-    """Return the tensors that a source tensor becomes, on the meta device, in writing order."""
+    """Return the tensors written for a source tensor, on the meta device, in order."""
     outline: dict[str, Tensor] = {}
     for module, size in _packed_modules(name, shape, scheme).items():
         if scheme.name == "nvfp4" and size[-1] % nvfp4.GROUP:
@@ -213,7 +211,7 @@ def _outline(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> dict[str
 def _packed_modules(
     name: str, shape: tuple[int, ...], scheme: QuantScheme
 ) -> dict[str, tuple[int, ...]]:
-    """Return the matrices of a tensor that are packed, with their shapes."""
+    """Return the packed matrices of a tensor with their shapes."""
     modules = expert_slices(name, shape) or {name.removesuffix(".weight"): shape}
     return {module: size for module, size in modules.items() if scheme.is_packed(module)}
 
@@ -252,7 +250,7 @@ def _pack(matrices: Mapping[str, Tensor], scheme: QuantScheme) -> dict[str, Pack
 
 
 def _write_configs(source: Path, hidden: Path, scheme: QuantScheme) -> list[str]:
-    """Copy the source's configs, with the scheme's entries added; returns their names."""
+    """Copy the source's configs with the scheme's entries added; return their names."""
     raw = config_json(source)
     raw["dtype"] = raw["text_config"]["dtype"] = "bfloat16"
     plain = [*PLAIN_MODULES, *(["self_attn", "mlp"] if scheme.name == "nvfp4" else [])]
@@ -278,12 +276,12 @@ def _write_configs(source: Path, hidden: Path, scheme: QuantScheme) -> list[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Agreement of a model's distributions with a reference model's, over all positions."""
+    """Agreement of two models' distributions, over all positions."""
 
     positions: int
     kl: float  # mean, in nats
     worst_kl: float
-    top_1: float  # fraction of positions with the same top token
+    top_1: float  # fraction of positions with the same argmax
 
 
 def compare(first: Path, second: Path, seed: int = 0) -> Agreement:
@@ -293,7 +291,7 @@ def compare(first: Path, second: Path, seed: int = 0) -> Agreement:
 
 
 def is_small(config: ModelConfig) -> bool:
-    """Return True if any machine can hold two copies in float32."""
+    """True if any machine can hold two copies in float32."""
     return count_parameters(config).total <= MAX_COMPARED_PARAMETERS
 
 
@@ -301,9 +299,9 @@ def is_small(config: ModelConfig) -> bool:
 def agreement(
     first: Gemma, second: Gemma, seed: int, device: torch.device | str = "cpu"
 ) -> Agreement:
-    """Compare two models on a random prompt and a canvas refined by the first one's top tokens.
+    """Compare two models on a random prompt and a canvas refined by the first one's argmax.
 
-    Models without a denoiser are compared at every position of the prompt.
+    Models without a denoiser are compared at all positions of the prompt.
     """
     config, generator = first.config, torch.Generator().manual_seed(seed)
     if config.layer_types != second.config.layer_types:

@@ -44,7 +44,7 @@ from dgemma.weights.safetensors_io import MappedTensors, Tensors
 
 WEIGHT = ".weight"
 SCALES = (".weight_scale", ".weight_scale_2", ".input_scale")
-NAN_BITS = 0x7F  # of an e4m3 value without its sign
+NAN_BITS = 0x7F  # e4m3 NaN without its sign
 CHECKED_EXPERTS = 16  # checked for NaN together
 
 
@@ -77,7 +77,7 @@ class QuantizedTensors:
         return self._dequantize(module) if module in self.packed else self.mapped[name]
 
     def _stack(self, name: str) -> Tensor:
-        """Stack all experts of a layer; one at a time is in memory twice."""
+        """Stack all experts of a layer; only one is in memory twice."""
         modules = list(self.stacks[name])
         count, rows, columns = self.stored[name].shape
         stack = torch.empty(count, rows, columns)
@@ -122,7 +122,7 @@ class QuantizedTensors:
             )
 
     def _expert_shapes(self) -> dict[str, TensorShape]:
-        """Return the shapes of all matrices of single experts, packed or plain, by module."""
+        """Return the shapes of all single experts' matrices, packed or plain, by module."""
         modules = {n.removesuffix(WEIGHT) for n in self.mapped.stored if n.endswith(WEIGHT)}
         return {m: self._shape(m) for m in sorted(modules) if ONE_EXPERT.fullmatch(m)}
 
@@ -138,7 +138,7 @@ class QuantizedTensors:
         tensors = {name: tensor for name, tensor in files.items() if name not in replaced}
         if not tensors:
             raise CheckpointError(f"{self.directory} holds packed tensors alone")
-        # Packed weights are read in the dtype of the plain ones.
+        # Packed weights take the dtype of the plain ones.
         dtype = next(iter(tensors.values())).dtype
         for module in sorted(self.packed - in_stacks):
             name = module + WEIGHT
@@ -154,7 +154,7 @@ class QuantizedTensors:
 def _check_packed(
     stored: Mapping[str, StoredTensor], scheme: QuantScheme, directory: Path
 ) -> frozenset[str]:
-    """Return the packed modules; refuses missing, misshapen and surplus tensors."""
+    """Return the packed modules; refuses missing, misshapen and unexpected tensors."""
     modules = sorted(
         name.removesuffix(WEIGHT)
         for name, tensor in stored.items()
@@ -187,7 +187,7 @@ def _check_packed(
 
 
 def _is_shape(stored: TensorShape, shape: TensorShape) -> bool:
-    # Writers add or drop dimensions of size 1 of scalars and columns.
+    # Writers disagree on dimensions of size 1.
     return [n for n in stored if n != 1] == [n for n in shape if n != 1]
 
 
@@ -231,10 +231,10 @@ def _stacked_shape(stack: Mapping[str, TensorShape]) -> tuple[int, int, int]:
 def load_packed(
     layer: Layer, names: Mapping[str, str], tensors: QuantizedTensors, device: torch.device | str
 ) -> set[str]:
-    """Load packed weights into a layer, unchanged; returns the stored names they replace.
+    """Load packed weights into a layer, unchanged; return the stored names they replace.
 
-    `names` maps stored names to names inside the layer. Packed weights without a module of their
-    kind are left to be dequantized.
+    `names`: name inside the layer by stored name. Packed weights without a matching module are left
+    to be dequantized.
     """
     loaded = set()
     stacks = [name for name in names if STACKED.fullmatch(name)]
@@ -267,7 +267,7 @@ def _packed_experts(prefix: str, tensors: QuantizedTensors, device: torch.device
         )
         return Nvfp4Experts.from_tensors(experts, len(modules[0]), device)
     gate, up, down = (_stacked_fp8(part, tensors, device) for part in modules)
-    # As bytes: not all torch operations support e4m3.
+    # As bytes: some torch operations do not support e4m3.
     values = torch.cat([part.values.view(torch.uint8) for part in (gate, up)], dim=1).view(E4M3)
     return Fp8Experts(QTensor(values, torch.cat([gate.scale, up.scale], dim=1)), down)
 

@@ -27,7 +27,7 @@ ALIGNMENT = 64  # bytes: a cache line, for fast reads of memory-mapped tensors
 
 
 class Tensors(Protocol):
-    """Tensors by name, and their headers, which are known without reading data."""
+    """Tensors by name, and headers that are known without reading data."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]: ...
@@ -47,17 +47,14 @@ class MappedTensors:
         flat = torch.frombuffer(
             self.maps[stored.path], dtype=torch.uint8, offset=stored.start, count=stored.num_bytes
         )
-        # Old writers did not align their headers; torch reads such bytes only from a copy.
+        # Old writers did not align headers; torch needs a copy of unaligned bytes.
         if stored.start % dtype.itemsize:
             flat = flat.clone()
         return flat.view(dtype).view(stored.shape)
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Map a regular file into memory, copy-on-write.
-
-    Torch needs writable memory, and a write must not reach the file.
-    """
+    """Map a regular file into memory, copy-on-write: torch needs writable memory."""
     with open_regular(path) as file:
         try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -73,11 +70,11 @@ def _map_files(paths: Iterable[Path]) -> dict[Path, mmap.mmap]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:
-    """Write one file, in one dtype or each tensor in its own; return its SHA-256.
+    """Write one file, in one dtype or each tensor's own; return its SHA-256.
 
     One tensor at a time is in memory.
     """
-    # Odd sizes last: gaps are not allowed, and one layer scalar would misalign all later tensors.
+    # Odd sizes last: gaps are not allowed, and a scalar would misalign all later tensors.
     ordered = dict(
         sorted(tensors.items(), key=lambda item: tensor_bytes(item[1], dtype) % ALIGNMENT > 0)
     )
@@ -92,7 +89,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
 
 
 class HashedFile:
-    """A file that is being written, with the SHA-256 of what was."""
+    """A file being written, with the SHA-256 of its bytes so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest = file, hashlib.sha256()
@@ -113,7 +110,7 @@ def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
 
 
 def header_bytes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> bytes:
-    """Return the header of a file with these tensors in order; needs dtypes and shapes only."""
+    """Return the header of a file with these tensors; needs only dtypes and shapes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in tensors.items():

@@ -1,9 +1,8 @@
-"""Writes checkpoints in the released layout, which other programs read, or the integer layout.
+"""Write checkpoints in the released layout, which other programs read, or the integer layout.
 
-Files are written to a hidden directory that is renamed when it is whole, so that a crash leaves the
+Files are written to a hidden directory that is renamed when complete, so that a crash leaves the
 old checkpoint or the new one. The index records the SHA-256 of its shards (`info --verify`).
-Written tensor by tensor: the safetensors package would need a whole shard in memory. `quantize`
-writes the released schemes by the same means.
+Tensors are written one at a time: the safetensors package would need a whole shard in memory.
 """
 
 import json
@@ -45,15 +44,15 @@ from dgemma.weights.safetensors_io import DTYPES, sync, tensor_bytes, write_safe
 from dgemma.weights.source import write_tokenizer
 
 SAVING = ".saving-"  # prefix of a hidden directory
-PARTIAL = ".link"  # of a file, on its way into the directory
+PARTIAL = ".link"  # suffix of a file while it is linked into the directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """Files in order, each with its tensors, and the name of their index."""
+    """Files in order with their tensors, and the name of their index."""
 
     files: Mapping[str, Mapping[str, Tensor]]
-    dtype: torch.dtype | None  # of every tensor; None: unchanged
+    dtype: torch.dtype | None  # dtype of all tensors; None: unchanged
     num_parameters: int
     index: str = INDEX
 
@@ -103,10 +102,10 @@ def export(
     adapter: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint in the released layout, with every tensor that other programs require.
+    """Write a checkpoint in the released layout, with all tensors that other programs require.
 
-    An adapter is merged into the weights. Where the config has an image tower and the checkpoint
-    has none, as with `nano`, its tensors are written as zeros: transformers and mlx-vlm need them.
+    An adapter is merged. If the config has an image tower and the checkpoint has none, as for
+    `nano`, its tensors are written as zeros: transformers and mlx-vlm need them.
     """
     lora = None if adapter is None else load_adapter(adapter)
     checkpoint = load_model(source, dtype=dtype)
@@ -118,13 +117,13 @@ def export(
 
 
 def blank_vision(config: ModelConfig) -> Mapping[str, Tensor]:
-    """Return the image tower of a config, all zeros; nothing where it has none."""
+    """Return an all-zero image tower for a config, or nothing if it has none."""
     specs = stored_names(config).items()
     return {name: torch.zeros(spec.shape) for name, spec in specs if spec.group == "vision"}
 
 
 def released_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return every tensor of the released layout by its stored name, sorted."""
+    """Return all tensors of the released layout by stored name, sorted."""
     names = stored_names(checkpoint.config)
     weights = checkpoint.model.state_dict()
     missing = sorted(skeleton(checkpoint.config).state_dict().keys() - weights.keys())
@@ -146,7 +145,7 @@ def released_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def split(
     tensors: Mapping[str, Tensor], dtype: torch.dtype | None, max_shard_bytes: int
 ) -> list[dict[str, Tensor]]:
-    """Split tensors into shards; only a single larger tensor exceeds the limit."""
+    """Split tensors into shards; only a single tensor may exceed the limit."""
     if max_shard_bytes <= 0:
         raise UsageError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
     shards: list[dict[str, Tensor]] = [{}]
@@ -184,7 +183,7 @@ def save_atomically(directory: Path, write: Callable[[Path], list[str]]) -> None
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_remnants(directory)
-        _publish(directory)  # of a save that was interrupted
+        _publish(directory)  # finish an interrupted save
         hidden = Path(tempfile.mkdtemp(prefix=SAVING, dir=directory))
         try:
             with _locked(hidden):
@@ -204,12 +203,12 @@ def save_atomically(directory: Path, write: Callable[[Path], list[str]]) -> None
 
 
 def _publish(directory: Path) -> None:
-    """Link the files of a whole save into its directory, the entry point last, and drop it."""
+    """Link the files of a complete save into its directory, entry point last, and remove it."""
     saved = directory / SAVED
     if not saved.is_dir():
         return
     new = sorted(path.name for path in saved.iterdir() if path.name != PARTIAL)
-    # The old entry point first: for other programs, old and new shards must never look complete.
+    # Unlink the old entry point first: old and new shards must never look complete together.
     old = [*(directory / name for name in (*ENTRY_POINTS, MODELOPT_FILE)), *find_shards(directory)]
     for path in old:
         path.unlink(missing_ok=True)
@@ -217,7 +216,7 @@ def _publish(directory: Path) -> None:
         (saved / PARTIAL).unlink(missing_ok=True)
         try:
             os.link(saved / name, saved / PARTIAL)
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no links
             shutil.copyfile(saved / name, saved / PARTIAL)
             _sync_file(saved / PARTIAL)
         os.replace(saved / PARTIAL, directory / name)
@@ -228,7 +227,7 @@ def _publish(directory: Path) -> None:
 
 
 def _remove_remnants(directory: Path) -> None:
-    """Remove hidden directories of saves that ended without cleaning up; none that still writes."""
+    """Remove hidden directories of dead saves, not of running ones."""
     for remnant in directory.glob(f"{SAVING}*"):
         with suppress(OSError), _locked(remnant):
             shutil.rmtree(remnant)
@@ -299,7 +298,7 @@ def _write_all(checkpoint: Checkpoint, plan: ShardPlan, hidden: Path) -> list[st
 
 
 def _count(tensors: Mapping[str, Tensor]) -> int:
-    """Count parameters as the reference does, which keeps some tensors as buffers."""
+    """Count parameters like the reference, which keeps some tensors as buffers."""
     return sum(w.numel() for name, w in tensors.items() if not name.endswith(BUFFER_ENDINGS))
 
 

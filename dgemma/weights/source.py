@@ -1,4 +1,4 @@
-"""Configs, tokenizer and chat template of a model's path, a directory or a GGUF file; drafters."""
+"""Configs, tokenizer and chat template of a model path (directory or GGUF file); assistants."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dgemma.weights.safetensors_io import MappedTensors
 __all__ = ["ChosenTemplate"]
 
 TEMPLATE_FILE = "chat_template.jinja"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a drafter
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # tensors of an assistant
 
 
 def model_config(path: Path) -> ModelConfig:
@@ -43,7 +43,7 @@ def generation_config(path: Path) -> GenerationConfig:
 
 
 def config_json(path: Path) -> dict[str, Any]:
-    """Return `config.json`, or what it would be for a GGUF file."""
+    """Return `config.json`, or its equivalent for a GGUF file."""
     if is_gguf(path):
         return config_to_json(open_gguf(path).config)
     return read_json(path / "config.json")
@@ -54,7 +54,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_template(path: Path, tokenizer: Tokenizer, choice: str = "auto") -> ChosenTemplate:
-    """Load the chat template; a directory has its own or none."""
+    """Load the chat template; None if a directory has none."""
     if is_gguf(path):
         return choose_template(open_gguf(path).file.metadata, tokenizer, choice)
     if not (path / TEMPLATE_FILE).exists():
@@ -63,7 +63,7 @@ def load_template(path: Path, tokenizer: Tokenizer, choice: str = "auto") -> Cho
 
 
 def source_notes(path: Path, template: ChosenTemplate | None = None) -> tuple[str, ...]:
-    """Return what a user should know of a GGUF file: its types, assumptions, template."""
+    """Return notes on a GGUF file: types, assumptions, template."""
     if not is_gguf(path):
         return ()
     checkpoint = open_gguf(path)
@@ -73,12 +73,12 @@ def source_notes(path: Path, template: ChosenTemplate | None = None) -> tuple[st
 
 
 def load_tokenizer_keys(path: Path) -> TokenizerKeys:
-    """Return the tokenizer and the template as GGUF stores them."""
+    """Return tokenizer and template in GGUF's format."""
     return metadata_keys(open_gguf(path).file.metadata) if is_gguf(path) else tokenizer_keys(path)
 
 
 def write_tokenizer(path: Path, directory: Path) -> list[str]:
-    """Write the tokenizer and the template of a GGUF file as a directory has them."""
+    """Write a GGUF file's tokenizer and template as files of a directory."""
     metadata = open_gguf(path).file.metadata
     text = tokenizer_json(metadata, path)
     (directory / "tokenizer.json").write_text(text, encoding="utf-8")

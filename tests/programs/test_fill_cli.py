@@ -96,7 +96,7 @@ def test_fill_reports_as_json(call: Call, knowing: Path, holed: Path) -> None:
     assert report["text"][hole["start"] : hole["end"]] == hole["text"] == HOLE
     assert hole.keys() == set("start end text score tokens converged".split())
     assert len(report["candidates"]) == 2 and report["candidates"][0]["text"] == report["text"]
-    assert report.keys() >= set("steps canvases seconds seed form model score".split())
+    assert report.keys() >= set("steps canvases seconds seed prompt_style model score".split())
 
 
 def test_fill_options_reach_the_engine(call: Call, knowing: Path, holed: Path) -> None:

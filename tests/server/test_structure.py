@@ -207,7 +207,7 @@ ODD_TOOL = {
         ),
         ({"response_format": FORMAT, "stop": "x"}, "a stop string would cut", None),
         ({"response_format": FORMAT, "tools": [tool("f")]}, "use tool_choice none", None),
-        ({"response_format": FORMAT, "dgemma": {"regex": "a"}}, "hold the text to one", None),
+        ({"response_format": FORMAT, "dgemma": {"regex": "a"}}, "give one of them", None),
         ({"dgemma": {"regex": "(?=a)"}}, "the regex cannot be held to", "dgemma.regex"),
         ({"dgemma": {"regex": "("}}, "the regex cannot be held to", "dgemma.regex"),
         ({"dgemma": {"grammar": "begin: 1"}}, "the grammar cannot", "dgemma.grammar"),

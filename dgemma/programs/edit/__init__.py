@@ -1,1 +1,1 @@
-"""Edit: a text changed in place, only where an instruction or a correction needs it."""
+"""Edit: change a text in place, only where an instruction or a correction requires it."""

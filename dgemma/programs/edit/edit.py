@@ -1,7 +1,7 @@
-"""Edit a text in place: find what must change, open only that, and fill it anew.
+"""Edit a text in place: find what must change, open only those spans, and refill them.
 
 A long text is edited in segments, each with its own prompt, and a segment in windows of one canvas,
-from left to right (`edit.windows`). The result is joined from the given text and the fills.
+from left to right (`edit.windows`). The result is joined from the original text and the fills.
 """
 
 import re
@@ -55,8 +55,8 @@ from dgemma.text.tokenizer import Tokenizer, refuse_surrogates
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
 
-STRENGTH = 0.5  # a fraction: 0 opens the most surprising tokens alone, 1 opens all
-NOISE = -1  # in an initial canvas
+STRENGTH = 0.5  # 0 opens only the most surprising tokens, 1 opens all
+NOISE = -1  # marks noise in an initial canvas
 # Surprisal in nats that opens a token at strength 0, and the decades it falls by to strength 1.
 MAX_SURPRISAL, SURPRISAL_DECADES = 7.0, 2.0
 MAX_PREFERENCE, PREFERENCE_SLOPE = 8.0, 12.0  # the same for preference, linear
@@ -68,11 +68,11 @@ FENCE = re.compile(r"\A```[^\n]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 class EditParams(CanvasParams):
     """Parameters of an edit."""
 
-    selection: tuple[Span, ...] | None = None  # characters that may change; None: all
-    lines: tuple[int, int] | None = None  # the same in lines, first and last, counted from one
-    # 0 to 1, how readily text is opened; None: STRENGTH, and 1 of a selection if nothing changes.
+    selection: tuple[Span, ...] | None = None  # character spans that may change; None: all
+    lines: tuple[int, int] | None = None  # the same as first and last line, counted from one
+    # 0 to 1, how readily text is opened; None: STRENGTH, then 1 if a selection does not change.
     strength: float | None = None
-    passes: int | None = None  # over the text, until nothing changes; None: 2, or 3 to correct
+    passes: int | None = None  # most passes until nothing changes; None: 2, or 3 for a correction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class EditResult(CanvasResult):
     text: str
     old: str
     changed: tuple[Change, ...]
-    opened: tuple[Span, ...]  # of the old text's characters; nothing outside could change
+    opened: tuple[Span, ...]  # opened character spans of the old text
     passes: int
 
     def diff(self, name: str = "text") -> str:
@@ -94,7 +94,7 @@ EDIT_DEFAULTS = EditParams()
 
 
 def check_edit(params: EditParams) -> None:
-    """Refuse what no text and no model could do."""
+    """Refuse parameters that no text and no model can honour."""
     Noise(seed=params.seed or 0)
     strength, passes = params.strength, params.passes
     require(strength is None or 0 <= strength <= 1, "strength", strength, "from 0 to 1")
@@ -109,7 +109,7 @@ def edit(
     instruction: str | None = None,
     params: EditParams = EDIT_DEFAULTS,
 ) -> EditResult:
-    """Change a text as instructed, only where it must; without an instruction, doubtful words."""
+    """Edit a text as instructed; without an instruction, replace doubtful words."""
     return engine.run(edit_program(engine, text, instruction, params))
 
 
@@ -119,12 +119,12 @@ def edit_program(
     instruction: str | None = None,
     params: EditParams = EDIT_DEFAULTS,
 ) -> Program[EditResult]:
-    """Edit a text; reports drafts if they are asked for."""
+    """Edit a text; reports drafts on request."""
     check_edit(params)
     refuse_surrogates(text)
     require_denoiser(engine.model.config, "it cannot edit in place")
     if instruction is not None and engine.template is None:
-        raise UsageError("this checkpoint has no chat template, so it cannot be instructed")
+        raise UsageError("this checkpoint has no chat template, so it takes no instruction")
     selection = yield from in_thread_if_long(len(text), _selection, text, params)
     seed = secrets.randbits(32) if params.seed is None else params.seed
     run = EditRun(engine, instruction, params, Cost(seed=seed))
@@ -142,7 +142,7 @@ def rewrite(
 def rewrite_program(
     engine: "Engine", prompt: str | Prompt, old: str, params: SamplingParams | None = None
 ) -> Program[Done]:
-    """Answer a prompt from an old answer; tokens that the prompt makes surprising become noise."""
+    """Answer a prompt from an old answer; tokens that are surprising under it become noise."""
     prompt, params = engine.user_prompt(prompt), params or SamplingParams()
     engine.generation(prompt, replace(params, initial_canvas=(NOISE,)))  # refuses what cannot be
     canvas = yield from warm_canvas(engine, prompt, old)
@@ -153,7 +153,7 @@ def rewrite_program(
 def warm_canvas(engine: "Engine", prompt: Prompt, text: str) -> Program[tuple[int, ...]]:
     """Return an old answer as the initial canvases of a new one.
 
-    A canvas without any noise would be copied as it is.
+    Some of it must be noise: a canvas without noise would be copied unchanged.
     """
     closing = closing_ids(engine, is_turn=engine.template is not None)
     ids = (*(yield from in_thread_if_long(len(text), engine.tokenizer.encode, text)), *closing)
@@ -195,9 +195,9 @@ def _selection(text: str, params: EditParams) -> list[Span] | None:
 
 
 def text_stretches(tokenizer: Tokenizer, text: str, count: int) -> Iterator[tuple[int, str]]:
-    """Cut a text into stretches of at most `count` tokens, at line ends where they are near.
+    """Split a text into stretches of at most `count` tokens, at line ends if possible.
 
-    Yields the start of each and its text.
+    Yields the start and text of each.
     """
     start = 0
     while start < len(text):
@@ -212,7 +212,7 @@ def text_stretches(tokenizer: Tokenizer, text: str, count: int) -> Iterator[tupl
 
 
 class EditRun:
-    """Passes over a text."""
+    """The passes over one text."""
 
     def __init__(
         self, engine: "Engine", instruction: str | None, params: EditParams, cost: Cost
@@ -241,7 +241,7 @@ class EditRun:
         )
 
     def run(self, text: str, selection: list[Span] | None) -> Program[list[Patch]]:
-        """Return the patches of what was opened, also where nothing changed."""
+        """Return patches of all opened spans, also of unchanged ones."""
         patches: list[Patch] = []
         segments = self._segments(text)
         while (
@@ -266,7 +266,7 @@ class EditRun:
     # --- segments
 
     def _segments(self, text: str) -> Iterator[EditSegment]:
-        """Yield stretches of a text that fit the context, each with its prompt."""
+        """Yield stretches of the text that fit the context, each with its prompt."""
         capacity = self.engine.model.config.max_position_embeddings - 2 * self.length
         if self.instruction is None:
             yield from self._plain_segments(text, capacity)
@@ -299,7 +299,7 @@ class EditRun:
     def _edit_segment(
         self, segment: EditSegment, selection: list[Span] | None
     ) -> Program[list[Patch]]:
-        """Run passes over a segment until nothing changes; its prompt shows the text as it was."""
+        """Run passes over a segment until nothing changes; its prompt shows the original text."""
         old, patches, size = segment.text, list[Patch](), len(segment.text)
         spans = None if selection is None else clip_spans(selection, segment.start, size)
         for number in range(1, self.max_passes + 1):
@@ -316,7 +316,7 @@ class EditRun:
         return patches
 
     def _opens_all(self, selection: list[Span] | None) -> bool:
-        """True if a selection in which nothing was changed is opened as a whole."""
+        """True if a selection without changes is opened as a whole."""
         is_default = self.instruction is not None and self.params.strength is None
         return is_default and selection is not None
 
@@ -334,6 +334,6 @@ class EditRun:
         tokenizer = self.engine.tokenizer
         ids = encode_split(tokenizer, text, selection or [])
         if tokenizer.decode_bytes(ids) != text.encode():
-            raise CheckpointError("the tokenizer does not give the text back as it was")
+            raise CheckpointError("the tokenizer does not reproduce the text; use another model")
         characters = token_characters(tokenizer, ids)
         return SegmentTokens(tuple(ids), characters, allowed_tokens(characters, selection))

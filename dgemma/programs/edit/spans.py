@@ -1,7 +1,7 @@
-"""Spans, patches and diffs of an edit in place.
+"""Spans, patches and diffs of an edit: pure functions of numbers and strings.
 
-Pure functions of numbers and strings. An edited text is joined from the given text's own characters
-outside the opened spans, so nothing there can change.
+An edited text is joined from the original characters outside the opened spans, so nothing there can
+change.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ NO_NEWLINE = "\\ No newline at end of file\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A changed stretch of a text; positions in characters."""
+    """A changed stretch of a text, in characters."""
 
     start: int  # in the new text
     end: int
@@ -42,7 +42,7 @@ def spans_above(values: Sequence[float], threshold: float, allowed: Sequence[boo
 
 
 def marked_spans(marked: Sequence[bool]) -> list[Span]:
-    """Return spans of neighbours that are marked."""
+    """Return spans of consecutive marked tokens."""
     spans: list[Span] = []
     for index, is_marked in enumerate(marked):
         if not is_marked:
@@ -55,9 +55,9 @@ def marked_spans(marked: Sequence[bool]) -> list[Span]:
 
 
 def allowed_tokens(characters: Sequence[Span], selection: Sequence[Span] | None) -> list[bool]:
-    """Mark tokens whose characters are within a span of the selection; all without one.
+    """Mark tokens within a span of the selection; without a selection, all.
 
-    Spans are given in order and do not overlap.
+    Spans are sorted and do not overlap.
     """
     if selection is None:
         return [True] * len(characters)
@@ -75,9 +75,9 @@ def widen_to_words(
     spans: Sequence[Span],
     allowed: Sequence[bool] | None = None,
 ) -> list[Span]:
-    """Widen spans of tokens to the words that they are parts of, where allowed.
+    """Widen spans of tokens to whole words, where allowed.
 
-    Often only the first token of a wrong word is surprising: the others follow from it.
+    Often only the first token of a wrong word is surprising.
     """
     texts = [tokenizer.decode([token], skip_control=True) for token in ids]
     goes_on = [False, *(is_within_word(a, b) for a, b in pairwise(texts)), False][: len(ids) + 1]
@@ -110,7 +110,7 @@ def encode_split(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> list
 
 
 def token_characters(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Span]:
-    """Return the characters that each token has bytes of."""
+    """Return the characters to which each token contributes bytes."""
     spans, count = [], 0
     for token in ids:
         data = tokenizer.token_bytes(token)
@@ -163,7 +163,7 @@ class Patch:
 
 
 def apply_patches(text: str, patches: Sequence[Patch]) -> str:
-    """Return the text with its patches; all else is the text's own characters."""
+    """Return the patched text; everything else is copied from the text."""
     if not patches:
         return text
     document = InfillDocument.cut(text, [(patch.start, patch.end) for patch in patches])
@@ -171,7 +171,7 @@ def apply_patches(text: str, patches: Sequence[Patch]) -> str:
 
 
 def compose_patches(first: Sequence[Patch], second: Sequence[Patch], text: str) -> list[Patch]:
-    """Return one list of patches of `text` that does what the first and then the second do."""
+    """Return patches of `text` equivalent to applying both lists in turn."""
     middle = apply_patches(text, first)
     moved = _new_spans(first)
     spans = sorted([*((a, b) for a, b in moved), *((p.start, p.end) for p in second)])
@@ -215,7 +215,7 @@ def clip_spans(spans: Sequence[Span], start: int, length: int) -> list[Span]:
 
 
 def shift_spans(spans: Sequence[Span], patches: Sequence[Patch]) -> list[Span]:
-    """Return the spans after patches that are each inside one of them."""
+    """Return spans after patches that each lie within one span."""
 
     def grown(end: int) -> int:
         return sum(len(p.new) - (p.end - p.start) for p in patches if p.end <= end)
@@ -232,7 +232,7 @@ def shift_spans(spans: Sequence[Span], patches: Sequence[Patch]) -> list[Span]:
 
 
 def changes_of(text: str, patches: Sequence[Patch]) -> list[Change]:
-    """Return what patches changed, each stretch cut down to where old and new differ."""
+    """Return what patches changed, trimmed to where old and new differ."""
     changes = []
     for patch, (start, end) in zip(patches, _new_spans(patches), strict=True):
         old, new = text[patch.start : patch.end], patch.new
@@ -261,9 +261,9 @@ def common_prefix(a: str, b: str) -> int:
 
 
 def unified_diff(old: str, new: str, changes: Sequence[Change], name: str = "text") -> str:
-    """Return a diff that `patch` can apply; empty where nothing changed.
+    """Return a diff that `patch` can apply, empty if nothing changed.
 
-    Only the lines of known changes are compared, so it takes linear time.
+    Compares only the lines of known changes, in linear time.
     """
     if not changes:
         return ""
@@ -277,7 +277,7 @@ def unified_diff(old: str, new: str, changes: Sequence[Change], name: str = "tex
 def _line_changes(
     old: Sequence[str], new: Sequence[str], changes: Sequence[Change]
 ) -> Iterator[tuple[Span, Span]]:
-    """Yield spans of old and new lines that differ; `changes` tell where to look."""
+    """Yield spans of old and new lines that differ, found by `changes`."""
     # The character after a change is included: a line end may have been added or removed.
     old_spans = _line_spans(old, [(c.old_start, c.old_end + 1) for c in changes])
     new_spans = _line_spans(new, [(c.start, c.end + 1) for c in changes])
@@ -332,7 +332,7 @@ def _line_spans(lines: Sequence[str], spans: Sequence[Span]) -> list[Span]:
 
 
 def _is_before(line: str, begin: int) -> bool:
-    """True if a line ends before a position; one without a line end goes up to the text's end."""
+    """True if a line ends before a position; one without a line end extends to the text's end."""
     return len(line) <= begin and line.endswith("\n")
 
 
@@ -356,6 +356,6 @@ def _range(start: int, stop: int) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Split at line feeds alone, which is what tools that read diffs do."""
+    """Split at line feeds only, as tools that read diffs do."""
     parts = text.split("\n")
     return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])

@@ -1,11 +1,11 @@
 """Windows of an edit: surprising tokens on a canvas are opened, one span after the other.
 
-A window shows the edited text before it and the old text after it. An opened span is searched as
-holes are (`infill.search`), in lengths around the old one; the old text is among the candidates.
+A window shows the edited text before it and the old text after it. An opened span is searched like
+a hole (`infill.search`), in lengths around the old one; the old text is one of the candidates.
 
-Tokens are opened by one of two scores (docs/fill-and-edit.md has the numbers). With an instruction:
-surprisal in the causal mode plus surprisal on a canvas from which every other token is left out.
-Without one: by how much the canvas as it is prefers another token, corrected for its bias to copy.
+Tokens are opened by one of two scores (numbers: docs/fill-and-edit.md). With an instruction: causal
+surprisal plus surprisal on a canvas that masks every second token. Without one: how much the canvas
+prefers another token, corrected for its copy bias.
 """
 
 from collections.abc import Sequence
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
 
 OPEN_ALL = float("-inf")  # a threshold that opens every token
-SCORED_AFTER = 8  # tokens after an opened span that count in a score
-VISIBLE_AFTER = 32  # tokens after a window that its canvas shows, where it has positions
-REJOIN_TOKENS = 3  # of the old text, by which the causal mode has come back to it
-MAX_EXTRA_TOKENS = 8  # that it may write beyond the old text's
-MIN_LONG_SPAN = 12  # tokens from which on lengths vary by ratios too
-LENGTH_CHANGES = (-1, 1)  # tokens more or fewer than the old text had
-CLEAN_FRACTION = 0.95  # of a canvas's tokens that are taken to be right in the copy bias
-NUM_HALVES = 2  # canvases over which the left-out tokens are spread
+SCORED_AFTER = 8  # scored tokens after an opened span
+VISIBLE_AFTER = 32  # tokens shown after a window, if the canvas has room
+REJOIN_TOKENS = 3  # old tokens that must match for the causal mode to rejoin the old text
+MAX_EXTRA_TOKENS = 8  # tokens it may write beyond the old length
+MIN_LONG_SPAN = 12  # from this length, lengths also vary by ratios
+LENGTH_CHANGES = (-1, 1)  # tried changes of length, in tokens
+CLEAN_FRACTION = 0.95  # fraction of tokens assumed to be right, for the copy bias
+NUM_HALVES = 2  # canvases that together mask each token once
 
 
 @dataclass(frozen=True, slots=True)
 class EditSegment:
-    """A stretch of the text that has its own prompt."""
+    """A stretch of the text with its own prompt."""
 
     header: tuple[int, ...]
-    context: tuple[int, ...]  # of the text before it
+    context: tuple[int, ...]  # tokens of the text before it
     text: str
     start: int  # in the whole text
     is_last: bool
@@ -69,7 +69,7 @@ class EditSegment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentTokens:
-    """The text of a segment in tokens."""
+    """The tokens of a segment."""
 
     ids: tuple[int, ...]
     characters: Sequence[Span]  # of each token
@@ -80,14 +80,14 @@ class SegmentTokens:
 class EditConfig:
     """Settings of all windows of an edit."""
 
-    has_instruction: bool  # else words that the model doubts are replaced
+    has_instruction: bool  # False: replace words that the model doubts
     sampler: Sampler
     drafts: bool
     cost: Cost
 
 
 class EditWindows:
-    """A segment's windows from left to right."""
+    """The windows of a segment from left to right."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class EditWindows:
         self.window = self.length - min(VISIBLE_AFTER, self.length // 4)
         self.written = list(segment.context)  # the tokens before the window, edited
         self.patches: list[Patch] = []
-        self.next_open = 0  # first token of the span after the present one
+        self.next_open = 0  # first token of the next opened span
 
     def run(self) -> Program[None]:
-        """Fill what is opened, one span after the other: each sees the edited text before it."""
+        """Fill the opened spans one after the other; each sees the edited text before it."""
         start = 0
         while start < len(self.ids):
             stop = self._window_end(start)
@@ -124,7 +124,7 @@ class EditWindows:
                 start = stop
 
     def _window_end(self, start: int) -> int:
-        """Return the end of a window that starts here: between two characters."""
+        """Return the end of the window that starts here, between two characters."""
         stop = last = min(start + self.window, len(self.ids))
         while stop > start and splits_character(self.characters, stop):
             stop -= 1
@@ -135,7 +135,7 @@ class EditWindows:
         return last
 
     def _edit_span(self, start: int, span: Span) -> Program[bool]:
-        """Fill a span; return True if it differs from the old text."""
+        """Fill a span; True if it differs from the old text."""
         a, b = span
         self.written += self.ids[start:a]
         old = self._text(span)
@@ -176,7 +176,7 @@ class EditWindows:
     def _surprisal(
         self, prefix: Prefix, canvas: tuple[int, ...], count: int
     ) -> Program[list[float]]:
-        """Nats of surprisal of the first `count` tokens of a canvas, both modes together."""
+        """Surprisal in nats of the first `count` tokens of a canvas, summed over both modes."""
         halves = left_out_queries(
             canvas, count, self.config.cost.seed, self.engine.model.config.vocab_size
         )
@@ -193,7 +193,7 @@ class EditWindows:
     def _preference(
         self, prefix: Prefix, canvas: tuple[int, ...], count: int
     ) -> Program[list[float]]:
-        """Nats by which the canvas prefers another token, at its first `count` positions."""
+        """Log-odds by which the canvas prefers another token, for its first `count` positions."""
         bias = copy_bias(self.engine.model.config.vocab_size)
         query = CanvasQuery(canvas, tuple(range(count)), canvas[:count], bias)
         ((score,),) = yield [CanvasScoring(prefix, [query])]
@@ -202,7 +202,7 @@ class EditWindows:
     # --- the text of a span
 
     def _fill(self, span: Span, old: str) -> Program[str]:
-        """Return the text of an opened span: the old one, unless something likelier is found."""
+        """Return the text of an opened span: the old one, unless a better one is found."""
         pool = self._pool(span)
         return (yield from pool.run(self._search(pool, span[1] - span[0], old)))
 
@@ -234,13 +234,13 @@ class EditWindows:
             sampler=self.config.sampler,
             end_id=end_id(self.engine),
             drafts=self.config.drafts,
-            # Text that is to be opened is no evidence: a name not yet changed would keep this one.
+            # Text still to be opened is no evidence: an unchanged name would preserve this one.
             scored_after=max(1, min(SCORED_AFTER, self.next_open - b)),
         )
         return CandidatePool(self.engine, prompt, config, self.config.cost)
 
     def _propose(self, pool: CandidatePool, num_tokens: int) -> Program[str | None]:
-        """Return the causal mode's text for an opened span, if it comes back to the old text."""
+        """Return the causal mode's text for a span, if it rejoins the old text."""
         goal = pool.healing.none.holes[0].after[:REJOIN_TOKENS]
         if not self.config.has_instruction or not goal:
             return None
@@ -256,10 +256,10 @@ class EditWindows:
     def _write_until(
         self, prefix: Prefix, after: Sequence[int], limit: int
     ) -> Program[list[int] | None]:
-        """Continue the prefix in AR until `after` comes, and return the tokens before it.
+        """Continue the prefix in AR until `after` follows; return the tokens before it.
 
-        Where `after` holds the end of the text, the text has to end there. None if it does not come
-        within `limit` tokens.
+        If `after` contains the end of the text, the text must end there. None if `after` does not
+        follow within `limit` tokens.
         """
         is_control = self.engine.tokenizer.is_control
         goal = tuple(takewhile(lambda token: not is_control(token), after))
@@ -281,7 +281,7 @@ class EditWindows:
         return list(done.ids[:num_before])
 
     def _splits_token(self, token: int) -> bool:
-        """True if a selection starts here in the middle of what would be one token."""
+        """True if a selection starts inside what would be one token."""
         pair = self.ids[max(0, token - 1) : token + 1]
         tokenizer = self.engine.tokenizer
         data = tokenizer.decode_bytes(pair)
@@ -299,7 +299,7 @@ class EditWindows:
         return LengthGrid(first=(length,), options=(options,), limits=(length,), refine=False)
 
     def _text(self, span: Span) -> str:
-        """Return the old text of some tokens."""
+        """Return the old text of a range of tokens."""
         a, b = span
         if a >= b:
             return ""
@@ -315,7 +315,7 @@ class EditWindows:
 def left_out_queries(
     canvas: Sequence[int], count: int, seed: int, vocab_size: int
 ) -> list[CanvasQuery]:
-    """Return two canvases: in each, every second of the first `count` tokens is noise."""
+    """Return two canvases, each with every second of the first `count` tokens as noise."""
     cpu = torch.device("cpu")
     noise = Noise(seed=seed).block(0, 0, len(canvas), vocab_size, cpu).tokens_NL[0].tolist()
     queries = []
@@ -330,10 +330,10 @@ def left_out_queries(
 
 
 def copy_bias(vocab_size: int) -> float:
-    """Nats that a token gains in its logit by being on the canvas already.
+    """Nats added to the logit of a token by its presence on the canvas.
 
-    A canvas model predicts p(clean | canvas), the position's own token included. With `a` the
-    fraction of tokens that are clean, the prediction without it has that token's logit lowered by
-    log(1 + vocab_size * a / (1 - a)) (arXiv:2605.22765).
+    A canvas model predicts p(clean | canvas), which includes the position's own token. If a
+    fraction `a` of the tokens is clean, the prediction without that token lowers its logit by log(1
+    + vocab_size * a / (1 - a)) (arXiv:2605.22765).
     """
     return log(1 + vocab_size * CLEAN_FRACTION / (1 - CLEAN_FRACTION))

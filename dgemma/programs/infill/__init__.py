@@ -1,1 +1,1 @@
-"""Infill: a text with holes, completed without changing a byte outside them."""
+"""Infill: complete a text with holes without changing a byte outside them."""

@@ -1,7 +1,7 @@
-"""Beam search in the causal mode, for the text of a hole that has a canvas to itself.
+"""Beam search in causal mode, for a hole that is alone on its canvas.
 
-The causal mode does not see the text after the hole, but writes better than one canvas. So its
-texts are candidates, which the search scores together with what follows.
+The causal mode does not see the text after the hole, but writes better than one canvas. Its texts
+are candidates, which the search scores together with the text that follows.
 
 V vocabulary.
 """
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from dgemma.engine.core import EngineCore
 
 MAX_BEAM_TOKENS = 48
-READ_TOKENS = 256  # likeliest next tokens of a beam, in search of those that are allowed
+READ_TOKENS = 256  # most likely next tokens of a beam to filter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamConstraints:
-    """Constraints on the texts that are searched for."""
+    """Constraints on the texts of a beam search."""
 
     variant: HealingVariant  # treatment of the hole's boundaries
-    edge: str  # the end of the text before the hole
-    piece: str  # the text after it
+    edge: str  # end of the text before the hole
+    piece: str  # text after the hole
     single_line: bool
     min_tokens: int
     max_tokens: int
-    width: int  # beams kept after each token, and texts returned at most
+    width: int  # beams per token, and most texts returned
     by_total: bool = False  # rank by total log-probability instead of the mean
 
     @property
@@ -47,22 +47,22 @@ class BeamConstraints:
 
     @property
     def next_token(self) -> int | None:
-        """The token after the hole, which scores texts of unknown length; None: any."""
+        """The token after the hole, used to score texts of unknown length; None: any."""
         after = self.variant.holes[0].after
         return after[0] if after and self.num_tokens is None else None
 
     def allows(self, tokenizer: Tokenizer, token: int, index: int) -> bool:
-        """True if a token may be at this index of the hole."""
+        """True if a token is allowed at this index of the hole."""
         if tokenizer.is_control(token):
             return False
         if self.is_ended_by(tokenizer, token):
-            # A line of its own ends with its last token.
+            # A hole that is a whole line ends with its last token.
             return is_own_line(self.edge, self.piece) and self.num_tokens in (None, index + 1)
         required = self.variant.holes[0].required_prefix
         return index > 0 or tokenizer.token_bytes(token).startswith(required)
 
     def is_ended_by(self, tokenizer: Tokenizer, token: int) -> bool:
-        """True if a token ends the one line that the hole may have."""
+        """True if a token ends the single line of the hole."""
         data = tokenizer.token_bytes(token)
         return self.single_line and any(mark.encode() in data for mark in LINE_ENDS)
 
@@ -72,12 +72,12 @@ class Beam:
     """A partial text. Its last token is not in its cache yet."""
 
     ids: Ids
-    total: float  # log-probability of its tokens
+    total: float  # sum of log-probabilities
     cache: KVCache
 
 
 class BeamSearch(Task):
-    """Finds the likeliest texts after a prefix; its result is the best first."""
+    """Finds the most likely texts after a prefix; the result is sorted."""
 
     prefix: Prefix
 
@@ -119,10 +119,10 @@ class BeamSearch(Task):
             self.finish(ranked[: self.constraints.width])
 
     def _rank(self, beam: Beam, logprob_V: Tensor) -> float:
-        """Log-probability of its tokens and of the one after the hole, or their mean.
+        """Log-probability of the tokens and the one after the hole, or their mean.
 
-        In a text that repeats itself most tokens are all but certain: among texts of any length the
-        best mean is that of a long repetition.
+        Repetition makes tokens nearly certain, so with unknown lengths the best mean would be a
+        long repetition.
         """
         total, count = beam.total, len(beam.ids)
         if self.constraints.next_token is not None:
@@ -130,7 +130,7 @@ class BeamSearch(Task):
         return total if self.constraints.by_total else total / count
 
     def _grow(self, predictions: Sequence[Tensor], index: int) -> list[Beam]:
-        """Return the likeliest texts that are one token longer."""
+        """Return the most likely texts that are one token longer."""
         constraints, longer = self.constraints, list[tuple[float, Beam, int]]()
         for beam, logprob_V in zip(self.beams, predictions, strict=True):
             if beam.ids and constraints.is_ended_by(self.tokenizer, beam.ids[-1]):

@@ -1,7 +1,7 @@
-"""Candidates for holes that share a canvas: canvases are denoised, read as text, and scored.
+"""Candidates for holes that share a canvas: denoised, read as text, and scored.
 
-A score is the causal log-probability of the holes and of a little text after them, which punishes a
-hole that ends in the middle of something.
+A score is the causal log-probability of the holes and of a little text after them, which penalizes
+a hole that ends in mid-sentence.
 """
 
 from collections.abc import Sequence
@@ -38,26 +38,26 @@ from dgemma.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from dgemma.engine.engine import Engine
 
-VISIBLE_AFTER = 64  # tokens after the last hole that a canvas shows, if there are so many
-SCORED_AFTER = 32  # tokens after the last hole that count in a score
-MAX_HOLE_WEIGHT = 16  # tokens as which a hole counts: a long and easy one would dominate the score
+VISIBLE_AFTER = 64  # tokens shown after the last hole
+SCORED_AFTER = 32  # scored tokens after the last hole
+MAX_HOLE_WEIGHT = 16  # cap on a hole's weight: a long, easy one would dominate the score
 T = TypeVar("T")
 Lengths = tuple[int, ...]  # tokens of each hole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfillPrompt:
-    """Holes that share a canvas, and the text around them as the model is shown it."""
+    """Holes that share a canvas, and the text around them as shown to the model."""
 
-    header: Ids  # before the text: bos, or chat turns
-    before: Ids  # the text before the first hole, in tokens
-    edge: str  # the end of that text; the rules look at it
-    pieces: tuple[str, ...]  # the text after each hole, as far as it is shown
+    header: Ids  # tokens before the text: bos or chat turns
+    before: Ids  # tokens of the text before the first hole
+    edge: str  # end of that text, used by the fill rules
+    pieces: tuple[str, ...]  # text shown after each hole
     piece_ids: tuple[Ids, ...]  # the same in tokens
-    closing: Ids = ()  # what ends the text, where the last piece reaches its end
-    heal: bool = True  # False where all boundaries are between tokens
-    # Brackets without a partner in the whole text before the holes, and in all after them; None:
-    # brackets do not matter.
+    closing: Ids = ()  # end tokens, if the last piece reaches the end of the text
+    heal: bool = True  # False if all boundaries are token boundaries
+    # Unmatched brackets of the whole text before and after the holes; None:
+    # brackets are ignored.
     open_brackets: tuple[str, str] | None = None
 
     @property
@@ -81,7 +81,7 @@ class CandidateConfig:
 
 @dataclass(frozen=True, slots=True)
 class CanvasAttempt:
-    """A canvas to denoise. None means the usual healing, and all steps."""
+    """A canvas to denoise. None: the default healing, and all steps."""
 
     lengths: Lengths
     variant: HealingVariant | None = None
@@ -96,10 +96,10 @@ class Candidate:
     fills: tuple[str, ...]
     lengths: Lengths  # on the canvas
     converged: bool = True
-    is_sound: bool = True  # no broken characters, and visible text in every hole
-    num_unmatched: int = 0  # brackets of the whole text that have no partner
-    score: float = 0.0  # causal log-probability of the holes and what follows, see `with_score`
-    hole_scores: tuple[float, ...] = ()  # mean over each hole's own tokens, in nats
+    is_sound: bool = True  # no broken characters, and text in every hole
+    num_unmatched: int = 0  # unmatched brackets of the whole text
+    score: float = 0.0  # see `with_score`
+    hole_scores: tuple[float, ...] = ()  # mean log-probability of each hole's tokens
 
     @property
     def rank(self) -> tuple[bool, int, float]:
@@ -107,9 +107,9 @@ class Candidate:
 
 
 class CandidatePool:
-    """All candidates of one search, by their texts."""
+    """All candidates of one search, indexed by their texts."""
 
-    prefix: Prefix  # while `run` does
+    prefix: Prefix  # set while `run` runs
 
     def __init__(
         self, engine: "Engine", prompt: InfillPrompt, config: CandidateConfig, cost: Cost
@@ -119,12 +119,12 @@ class CandidatePool:
         closed = (*prompt.piece_ids[:-1], prompt.piece_ids[-1] + prompt.closing)
         self.healing = find_healing(self.tokenizer, prompt.before, closed, heal=prompt.heal)
         self.candidates: dict[tuple[str, ...], Candidate] = {}
-        self.refined: set[Lengths] = set()  # of canvases that took all their steps
-        self.canvases: dict[tuple[str, ...], Draft] = {}  # that wrote them, if drafts are shown
-        self.shown: tuple[str, ...] | None = None  # fills of the canvas that was shown last
+        self.refined: set[Lengths] = set()  # lengths of canvases that ran all steps
+        self.canvases: dict[tuple[str, ...], Draft] = {}  # their canvases, if drafts are shown
+        self.shown: tuple[str, ...] | None = None  # fills of the last canvas shown
 
     def run(self, program: Program[T]) -> Program[T]:
-        """Run a program with the shared prefix, which is kept for other requests at its end."""
+        """Run a program with the shared prefix, which goes to the prefix cache at the end."""
         (self.prefix,) = yield [Prefill(self.prompt.header + self.healing.shared)]
         try:
             return (yield from program)
@@ -137,13 +137,13 @@ class CandidatePool:
 
     @property
     def ranked(self) -> list[Candidate]:
-        """All candidates, the best first."""
+        """All candidates, best first."""
         return sorted(self.candidates.values(), key=lambda c: c.rank, reverse=True)
 
     # --- canvases
 
     def denoise(self, attempts: Sequence[CanvasAttempt]) -> Program[None]:
-        """Denoise canvases together, and add what they write to the candidates."""
+        """Denoise canvases together and add their texts to the candidates."""
         attempts = [attempt for attempt in attempts if any(attempt.lengths)]
         if not attempts:
             return
@@ -196,7 +196,7 @@ class CandidatePool:
     def read(
         self, attempt: CanvasAttempt, holes: Sequence[Ids], *, converged: bool = True
     ) -> Candidate | None:
-        """Return a candidate, or None where it contradicts the text or a hole stays empty."""
+        """Return a candidate; None if it contradicts the text or a hole stays empty."""
         prompt, rules = self.prompt, self.config.rules
         variant = attempt.variant or self.healing.spaces
         written, before, fills, is_sound = variant.written, prompt.edge, list[str](), True
@@ -217,7 +217,7 @@ class CandidatePool:
         )
 
     def _num_unmatched(self, fills: Sequence[str]) -> int:
-        """Count the brackets that would have no partner in the whole text."""
+        """Count the brackets that would be unmatched in the whole text."""
         if self.prompt.open_brackets is None:
             return 0
         before, after = self.prompt.open_brackets
@@ -226,7 +226,7 @@ class CandidatePool:
         return len(unmatched_brackets(before + text + after))
 
     def show_best(self) -> Program[None]:
-        """Report the canvas of the best candidate, unless it was the last that was shown.
+        """Report the canvas of the best candidate, unless it was the last one shown.
 
         A text that no canvas wrote is shown as a canvas of pins.
         """
@@ -258,7 +258,7 @@ class CandidatePool:
     # --- scores
 
     def add(self, candidates: Sequence[Candidate]) -> Program[None]:
-        """Score new candidates; of the same fills, one from a converged canvas counts."""
+        """Score new candidates; a converged canvas replaces one with the same fills."""
         for candidate in candidates:
             fills = candidate.fills
             if fills in self.candidates and candidate.converged:
@@ -280,7 +280,7 @@ class CandidatePool:
     def _encode(self, candidate: Candidate) -> tuple[list[int], list[int]]:
         """Encode the text from the shared prefix to a little after the holes.
 
-        Also returns the bytes of its parts: edge, hole, piece, hole, ..., piece.
+        Also returns the byte counts of its parts: edge, hole, piece, hole, ..., piece.
         """
         prompt = self.prompt
         after = prompt.piece_ids[-1][: self.config.scored_after]
@@ -302,10 +302,10 @@ def with_score(
     *,
     by_total: bool = False,
 ) -> Candidate:
-    """Return a candidate with its scores; `lengths` are bytes of the parts, every second a hole.
+    """Return a candidate with its scores; `lengths` are bytes of the parts, alternately holes.
 
-    The score is the mean over tokens, or with `by_total` the sum: among holes of any length, each
-    token that repeats the last would improve a mean. A token that reaches into a hole counts there.
+    The score is the mean over tokens, or with `by_total` the sum: with unknown lengths each
+    repeated token would improve a mean. A token that overlaps a hole counts as part of it.
     """
     ends = list(accumulate(lengths, initial=0))
     holes = list(pairwise(ends))[1::2]  # in bytes
@@ -325,7 +325,7 @@ def with_score(
 
 
 def finished_canvas(task: Generation) -> tuple[list[int], bool]:
-    """Return the tokens of a generation's last canvas, and True if it converged."""
+    """Return the tokens of a generation's last canvas, and whether it converged."""
     canvas = task.progress.last_canvas
     if canvas is None or task.progress.fault == NOT_A_NUMBER:
         raise DgemmaError("the model's output is not a number; the checkpoint or dtype is at fault")

@@ -1,7 +1,7 @@
-"""Documents with holes: pieces of text, canvas layouts, candidate lengths, rules for a fill.
+"""Documents with holes: pieces of text, canvas layouts, candidate lengths, fill rules.
 
-Pure functions of strings, ids and positions. Nothing outside a hole can change by construction: a
-filled text is joined from the given pieces, never from decoded tokens.
+Pure functions of strings, ids and positions. A filled text is joined from the given pieces, never
+from decoded tokens, so nothing outside a hole can change.
 """
 
 import re
@@ -16,7 +16,7 @@ from dgemma.text.detokenizer import StopStrings
 from dgemma.text.tokenizer import Tokenizer, refuse_surrogates
 
 REQUEST = "Complete the document."  # the user turn of an instruct model, before the document
-MIN_OVERLAP = 12  # characters of the text after a hole that a fill does not repeat by chance
+MIN_OVERLAP = 12  # characters of the following text that count as a repetition
 LINE_ENDS = ("\n", "\r")
 CHARACTERS_PER_TOKEN = 32  # more than real text has; bounds what is encoded
 Span = tuple[int, int]
@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class InfillDocument:
-    """A text with holes: one piece more than there are holes."""
+    """A text with holes: one more piece than holes."""
 
     pieces: tuple[str, ...]
 
@@ -43,9 +43,9 @@ class InfillDocument:
 
     @classmethod
     def cut(cls, text: str, spans: Sequence[Span]) -> "InfillDocument":
-        """Take spans of characters out of a text; an empty span is a hole between two characters.
+        """Cut spans of characters out of a text; an empty span is a hole between two characters.
 
-        Spans are given in order and do not overlap.
+        Spans are sorted and do not overlap.
         """
         check_spans(spans, len(text))
         starts = [0, *(stop for _, stop in spans)]
@@ -62,7 +62,7 @@ class InfillDocument:
         return "".join(piece + fill for piece, fill in both)
 
     def spans(self, fills: Sequence[str]) -> list[Span]:
-        """Return the characters of each fill in the joined text."""
+        """Return the character span of each fill in the joined text."""
         spans, end = [], 0
         for piece, fill in zip(self.pieces, fills, strict=False):
             start = end + len(piece)
@@ -124,7 +124,7 @@ def num_positions(holes: Sequence[Hole], sizes: Sequence[int]) -> int:
 
 
 def doubling_lengths(limit: int) -> list[int]:
-    """Return powers of two, and the limit where it is well above the last."""
+    """Return powers of two, and the limit if it is well above the last one."""
     lengths = [1]
     while lengths[-1] * 2 <= limit:
         lengths.append(lengths[-1] * 2)
@@ -132,7 +132,7 @@ def doubling_lengths(limit: int) -> list[int]:
 
 
 def geometric_lengths(limit: int, count: int) -> list[int]:
-    """Return up to `count` lengths from 1 to the limit, each longer by the same factor."""
+    """Return up to `count` lengths from 1 to the limit in a geometric series."""
     if limit <= count:
         return list(range(1, limit + 1))
     factor = limit ** (1 / (count - 1))
@@ -140,14 +140,14 @@ def geometric_lengths(limit: int, count: int) -> list[int]:
 
 
 def nearby_lengths(best: int, limit: int) -> list[int]:
-    """Return lengths within a quarter of the best, and half as much again: the first doubled."""
+    """Return lengths within a quarter of the best, and 1.5 times the best; its double first."""
     ratios = (0.75, 0.875, 1.125, 1.25, 1.5)
     near = {max(1, round(best * ratio)) for ratio in ratios} | {best - 1, best + 1}
     return sorted(length for length in near if 1 <= length <= limit and length != best)
 
 
 def vary_one_hole(first: Sequence[int], options: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the first lengths, and those with one hole at each of its other lengths."""
+    """Return the first lengths, then those with one hole at another of its lengths."""
     varied = {tuple(first): None}  # a set in order
     for hole, lengths in enumerate(options):
         for length in lengths:
@@ -156,10 +156,10 @@ def vary_one_hole(first: Sequence[int], options: Sequence[Sequence[int]]) -> lis
 
 
 def group_holes(between: Sequence[int], lengths: Sequence[int], capacity: int) -> list[range]:
-    """Group neighbouring holes that fit a canvas together, as many as possible, in order.
+    """Group consecutive holes that fit a canvas together, as many as possible.
 
-    `between` counts the tokens between each hole and the next. A hole that does not fit at all gets
-    a group of its own.
+    `between` counts the tokens between each hole and the next. A hole that does not fit a canvas
+    gets its own group.
     """
     groups: list[range] = []
     first, used = 0, lengths[0]
@@ -178,13 +178,13 @@ def group_holes(between: Sequence[int], lengths: Sequence[int], capacity: int) -
 class FillRules:
     """Rules for the text of a hole."""
 
-    stop: tuple[str, ...] = ()  # it ends before these
+    stop: tuple[str, ...] = ()  # the fill ends before these
     single_line: bool = False
     allow_empty: bool = False
 
 
 def trim_fill(text: str, before: str, after: str, rules: FillRules) -> str:
-    """Cut a hole's text as its rules ask, given the text around it."""
+    """Trim a hole's text by the rules, given the text around it."""
     text = cut_at_stop(text, rules.stop)
     if rules.single_line:
         text = first_line(text, before, after)
@@ -197,7 +197,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def first_line(text: str, before: str, after: str) -> str:
-    """Cut at the first line end; keep it where the hole is a line of its own."""
+    """Cut at the first line end; keep it if the hole is a whole line."""
     ends = [index for mark in LINE_ENDS if (index := text.find(mark)) >= 0]
     if not ends:
         return text
@@ -214,7 +214,7 @@ def is_own_line(before: str, after: str) -> bool:
 
 
 def without_overlap(text: str, after: str) -> str:
-    """Cut what the end of a fill repeats of the text after it, unless that is a coincidence."""
+    """Cut the end of a fill that repeats the following text, unless it is a coincidence."""
     longest = min(len(text) - 1, len(after))  # at least one character stays
     for size in range(longest, MIN_OVERLAP - 1, -1):
         if text.endswith(after[:size]) and any(map(is_word, after[:size])):
@@ -229,9 +229,9 @@ NO_BRACKET = re.compile(r"[^()\[\]{}]+")
 
 
 def unmatched_brackets(text: str) -> str:
-    """Return the brackets of a text that have no partner in it, in order.
+    """Return the unmatched brackets of a text, in order.
 
-    Those in strings and comments count too: they are the same in all fills of a hole.
+    Brackets in strings and comments count too: they are the same for all fills of a hole.
     """
     left: list[str] = []
     for bracket in NO_BRACKET.sub("", text):
@@ -248,7 +248,7 @@ def unmatched_brackets(text: str) -> str:
 def last_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:
     """Return at most the last `count` tokens of a text, from the start of a line if one is near.
 
-    Near: within the first half of what would be kept.
+    Near: within the first half of the result.
     """
     if count <= 0:
         return ""

@@ -17,29 +17,29 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hole:
-    """A hole on a canvas and the tokens after it, up to the next one."""
+    """A hole on a canvas and the tokens up to the next one."""
 
     after: Ids
-    required_prefix: bytes = b""  # known bytes that the canvas writes before the hole's own
-    required_suffix: bytes = b""  # and after them
+    required_prefix: bytes = b""  # known bytes that the canvas writes before the fill
+    required_suffix: bytes = b""  # and after the fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealingVariant:
-    """One treatment of the boundaries of holes that share a canvas."""
+    """One way to treat the boundaries of holes that share a canvas."""
 
     holes: tuple[Hole, ...]
-    ids: Ids = ()  # committed after what all variants share
-    written: bytes = b""  # text of the first hole that those ids hold already
-    num_written: int = 0  # tokens of it
+    ids: Ids = ()  # committed after the shared tokens
+    written: bytes = b""  # text of the first hole already in those ids
+    num_written: int = 0  # number of those tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHealing:
-    """All treatments of the boundaries of holes that share a canvas."""
+    """All ways to treat the boundaries of holes that share a canvas."""
 
     shared: Ids  # tokens before the first hole that no variant changes
-    edge: bytes  # bytes of the token after those, if it is left to the variants
+    edge: bytes  # bytes of the next token, if the variants write it
     none: HealingVariant  # nothing healed
     spaces: HealingVariant  # lone spaces healed
     others: tuple[HealingVariant, ...]
@@ -48,7 +48,7 @@ class TokenHealing:
 def find_healing(
     tokenizer: Tokenizer, before: Sequence[int], pieces: Sequence[Ids], *, heal: bool = True
 ) -> TokenHealing:
-    """Return the treatments of holes after `before`, each followed by one of `pieces`."""
+    """Return the variants for holes after `before`, each followed by one of `pieces`."""
     if not heal:
         plain = HealingVariant(holes=tuple(Hole(after=piece) for piece in pieces))
         return TokenHealing(shared=tuple(before), edge=b"", none=plain, spaces=plain, others=())
@@ -69,7 +69,7 @@ def find_healing(
 def complete_words(
     tokenizer: Tokenizer, healing: TokenHealing, tokens: Iterable[int]
 ) -> Iterable[HealingVariant]:
-    """Yield variants whose open word is completed by a token that begins with it."""
+    """Yield variants that complete the open word by a token that begins with it."""
     if not healing.edge or healing.edge.isspace():
         return
     for token in tokens:
@@ -81,7 +81,7 @@ def complete_words(
 
 
 def _heal_spaces(tokenizer: Tokenizer, variant: HealingVariant, required: bytes) -> HealingVariant:
-    """Let each hole write the lone space before it; `required` is the first hole's."""
+    """Let each hole write the lone space before it; `required` is for the first hole."""
     holes = []
     for hole in variant.holes[:-1]:
         space = lone_space(tokenizer, hole.after)
@@ -93,7 +93,7 @@ def _heal_spaces(tokenizer: Tokenizer, variant: HealingVariant, required: bytes)
 
 
 def _heal_suffix(tokenizer: Tokenizer, variant: HealingVariant) -> tuple[HealingVariant, ...]:
-    """Let the last hole write the word after it, if that starts without its space."""
+    """Let the last hole write the following word, if it starts without its space."""
     hole = variant.holes[-1]
     first = started_word(tokenizer, hole.after)
     if not first:
@@ -103,7 +103,7 @@ def _heal_suffix(tokenizer: Tokenizer, variant: HealingVariant) -> tuple[Healing
 
 
 def strip_required(data: bytes, hole: Hole) -> bytes | None:
-    """Remove the known bytes at a hole's boundaries; None where they do not agree."""
+    """Remove the known bytes at a hole's boundaries; None if they do not match."""
     prefix, suffix = hole.required_prefix, hole.required_suffix
     agrees = data.startswith(prefix) and data.endswith(suffix)
     if not agrees or len(data) < len(prefix) + len(suffix):
@@ -112,7 +112,7 @@ def strip_required(data: bytes, hole: Hole) -> bytes | None:
 
 
 def lone_space(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """Return the last token's bytes if they are one space after other text; else nothing."""
+    """Return the last token's bytes if they are one space after other text, else nothing."""
     if len(ids) < 2:
         return b""
     last, before = tokenizer.token_bytes(ids[-1]), tokenizer.token_bytes(ids[-2])
@@ -120,7 +120,7 @@ def lone_space(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def open_word(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """Return the last token's bytes if they end within a word that a hole may continue."""
+    """Return the last token's bytes if they end inside a word that a hole may continue."""
     if not ids or tokenizer.is_control(ids[-1]):
         return b""
     last = tokenizer.token_bytes(ids[-1])
@@ -128,7 +128,7 @@ def open_word(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def started_word(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """Return the first token's bytes if a word starts with it, without its space."""
+    """Return the first token's bytes if it starts a word without its space."""
     if not ids or tokenizer.is_control(ids[0]):
         return b""
     first = tokenizer.token_bytes(ids[0])

@@ -1,4 +1,4 @@
-"""Fill the holes of a text: the context that the model is shown, grouping of holes, the result."""
+"""Fill the holes of a text: the context shown to the model, groups of holes, the result."""
 
 import secrets
 from collections.abc import Sequence
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 PromptStyle = Literal["base", "instruct", "both"]
 PROMPT_STYLES: tuple[PromptStyle, ...] = ("base", "instruct", "both")
 EFFORTS: tuple[FillEffort, ...] = ("fast", "thorough")
-NUM_PROPOSALS = 16  # texts of the causal mode that compete with the canvases'
-TYPICAL_LENGTH = 8  # tokens of a hole of unknown length, while others are searched
+NUM_PROPOSALS = 16  # causal candidates that compete with the canvases
+TYPICAL_LENGTH = 8  # assumed length of a hole while others are searched
 # Effort fast: lengths tried, the longest of them, steps of a canvas, tokens shown after the hole.
 FAST_LENGTHS, FAST_MAX_LENGTH, FAST_STEPS, FAST_VISIBLE_AFTER = 9, 64, 8, 32
-NUM_EDGE_CHARACTERS = 256  # characters of the text before a hole that the rules look at
+NUM_EDGE_CHARACTERS = 256  # characters before a hole seen by the fill rules
 # Tokens that a scored text may have beyond its canvases: the end of the text, a token of what
 # follows that no canvas shows, and what it is longer by when it is encoded anew.
 NUM_SPARE_TOKENS = 8
@@ -63,26 +63,26 @@ NUM_SPARE_TOKENS = 8
 class FillParams(CanvasParams):
     """Parameters of a fill. None means the model's value; a length is searched."""
 
-    max_tokens: int | None = None  # of each hole; None: what fits one canvas
-    lengths: tuple[int, ...] | None = None  # of the holes in tokens, if known
-    stop: tuple[str, ...] = ()  # a hole ends before these
-    single_line: bool = False  # a hole ends with its line
+    max_tokens: int | None = None  # per hole; None: as many as fit one canvas
+    lengths: tuple[int, ...] | None = None  # lengths of the holes in tokens, if known
+    stop: tuple[str, ...] = ()  # fills end before these
+    single_line: bool = False  # fills end at a line end
     allow_empty: bool = False
-    num_candidates: int = 1  # to return, the best first
-    effort: FillEffort = "thorough"  # fast: one batch of canvases for each hole, a few steps
-    num_proposals: int = NUM_PROPOSALS  # texts of the causal mode, for one hole by itself; 0: none
+    num_candidates: int = 1  # candidates to return, best first
+    effort: FillEffort = "thorough"  # fast: one batch of canvases per hole, few steps
+    num_proposals: int = NUM_PROPOSALS  # causal candidates, for a hole alone on its canvas
     prompt_style: PromptStyle | None = None  # None: see `choose_style`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledHole:
-    """The text of a hole; start and end are characters of the whole new text."""
+    """The text of a hole; start and end are characters of the new text."""
 
     start: int
     end: int
     text: str
-    score: float  # mean causal log-probability of its tokens, nats
-    tokens: int  # positions it had on the canvas
+    score: float  # mean causal log-probability of its tokens
+    tokens: int  # positions on the canvas
     converged: bool
 
 
@@ -92,7 +92,7 @@ class FilledText:
 
     text: str
     holes: tuple[FilledHole, ...]
-    # Of the holes and what follows, nats: the mean over tokens, or the sum without any limit.
+    # Log-probability of holes and following text: mean over tokens, or sum without a limit.
     score: float
 
 
@@ -100,7 +100,7 @@ class FilledText:
 class FillResult(CanvasResult):
     """A filled text and its cost."""
 
-    candidates: tuple[FilledText, ...]  # the best first
+    candidates: tuple[FilledText, ...]  # best first
     prompt_style: PromptStyle
 
     @property
@@ -116,7 +116,7 @@ FILL_DEFAULTS = FillParams()
 
 
 def check_fill(params: FillParams) -> None:
-    """Refuse what no text and no model could do."""
+    """Refuse parameters that no text and no model can honour."""
     cut_at_stop("", params.stop)  # refuses what cannot be a stop string
     Noise(seed=params.seed or 0)
     for name in ("max_tokens", "num_candidates"):
@@ -137,7 +137,7 @@ def fill(
     text: str | Sequence[str] | InfillDocument,
     params: FillParams = FILL_DEFAULTS,
 ) -> FillResult:
-    """Fill the holes of a text: marked `<|fill|>`, or between pieces. The rest stays as is."""
+    """Fill the holes of a text: marked `<|fill|>`, or between pieces."""
     return engine.run(fill_program(engine, text, params))
 
 
@@ -146,7 +146,7 @@ def fill_program(
     text: str | Sequence[str] | InfillDocument,
     params: FillParams = FILL_DEFAULTS,
 ) -> Program[FillResult]:
-    """Fill the holes of a text; reports drafts if they are asked for."""
+    """Fill the holes of a text; reports drafts on request."""
     check_fill(params)
     require_denoiser(engine.model.config, "it cannot fill holes")
     if isinstance(text, str):
@@ -176,16 +176,16 @@ class InfillRun:
         )
         self.length = engine.model.config.canvas_length
         self.num_characters = sum(map(len, document.pieces))
-        self.filled: list[list[Candidate]] = []  # of each group, the best first
+        self.filled: list[list[Candidate]] = []  # candidates of each group, best first
 
     def run(self) -> Program[None]:
         groups = yield from in_thread_if_long(self.num_characters, self._groups)
-        # Of canvases and scores; with `both`, the instruct prompt serves proposals alone.
+        # For canvases and scores; with `both`, the instruct prompt is for proposals only.
         style: PromptStyle = "base" if self.style == "both" else self.style
         for holes in groups:
             known: list[Candidate] = []
             if self.style == "both" and len(holes) == 1:
-                # Their scores are those of the plain text, like all others'.
+                # They are scored on the plain text, like all others.
                 search = yield from self._search(holes, "instruct")
                 known = yield from search.pool.run(search.propose())
             search = yield from self._search(holes, style)
@@ -194,7 +194,7 @@ class InfillRun:
             self.filled.append(candidates or [(yield from self._likeliest(holes, style))])
 
     def results(self) -> list[FilledText]:
-        """The n-th best text has each group's n-th best fills, or its last where it has fewer."""
+        """The n-th best text has each group's n-th best fills, or its last if it has fewer."""
         count = max(map(len, self.filled))
         return [
             self._result([ranked[min(i, len(ranked) - 1)] for ranked in self.filled])
@@ -230,7 +230,7 @@ class InfillRun:
             end_id=end_id(self.engine),
             drafts=params.drafts,
             visible_after=FAST_VISIBLE_AFTER if self.is_fast else VISIBLE_AFTER,
-            # A limit tells about how long a hole is, and bounds what a repetition gains by a mean.
+            # A limit hints at a hole's length, and bounds the gain of repetitions in a mean.
             by_total=params.lengths is None and params.max_tokens is None,
         )
         pool = CandidatePool(self.engine, prompt, config, self.cost)
@@ -296,9 +296,9 @@ class InfillRun:
         )
 
     def _before(self, hole: int) -> str:
-        """Return the text before a hole, with what was filled so far.
+        """Return the text before a hole, including earlier fills.
 
-        Only as much of it as a context can hold is joined.
+        Joins only as much of it as the context can hold.
         """
         fills = [fill for ranked in self.filled for fill in ranked[0].fills]
         limit = CHARACTERS_PER_TOKEN * self.engine.model.config.max_position_embeddings
@@ -312,7 +312,7 @@ class InfillRun:
         return "".join(reversed(texts))
 
     def _encode_head(self, piece: str) -> tuple[int, ...]:
-        """Encode as much of a piece as a canvas could show, and a token more if there is one."""
+        """Encode as much of a piece as a canvas could show, and one more token if there is one."""
         shown, ids = CHARACTERS_PER_TOKEN * self.length, list[int]()
         while len(ids) <= self.length:
             ids = self.engine.tokenizer.encode(piece[:shown])
@@ -358,7 +358,7 @@ class InfillRun:
     # --- when all canvases are empty
 
     def _likeliest(self, holes: range, style: PromptStyle) -> Program[Candidate]:
-        """For each hole the causal mode's likeliest token that is allowed."""
+        """Return for each hole the most likely allowed token in causal mode."""
         prompt = yield from in_thread_if_long(self.num_characters, self._prompt, holes, style)
         fills: list[str] = []
         for hole in holes:
@@ -382,7 +382,9 @@ class InfillRun:
         )
 
     def _first_allowed(self, tokens: Sequence[int], after: str) -> str:
-        """Return the first token's text that a hole may hold, white space only if all are."""
+        """Return the text of the first token that a hole may hold; white space only as a last
+        resort.
+        """
         tokenizer, blank = self.engine.tokenizer, ""
         for token in tokens:
             data = b"" if tokenizer.is_control(token) else tokenizer.token_bytes(token)
@@ -392,7 +394,7 @@ class InfillRun:
             blank = blank or text
         if blank:
             return blank
-        raise UsageError("the stop strings leave nothing that a hole could hold; give others")
+        raise UsageError("the stop strings allow no text in a hole; give others")
 
 
 def choose_style(
@@ -400,9 +402,9 @@ def choose_style(
 ) -> PromptStyle:
     """Return the prompt style of a fill.
 
-    Without a choice both are used, as the built-in model was measured; it gains little by it. Which
-    is best for the released model has not been measured. `both` differs from `base` by what the
-    causal mode proposes; without proposals it is `base`.
+    The default uses both, as measured for the built-in model, which gains little. The best style
+    for the released model has not been measured. `both` differs from `base` by causal proposals;
+    without proposals it is `base`.
     """
     if engine.template is None and requested in ("instruct", "both"):
         raise UsageError(f"this checkpoint has no chat template for style {requested}; use base")
@@ -411,7 +413,7 @@ def choose_style(
 
 
 def end_id(engine: "Engine") -> int:
-    """Return the token that ends texts and fills their last canvas."""
+    """Return the token that ends texts and pads their last canvas."""
     return engine.tokenizer.control_ids.get(EOS, engine.stop_ids.ids[0])
 
 

@@ -1,10 +1,9 @@
-"""Search for the text of holes that share a canvas: their lengths, and healing of boundaries.
+"""Search for the text of holes that share a canvas: their lengths, and boundary healing.
 
-Canvases with holes of several lengths run together, a few steps each. What each writes is trimmed
-by the rules, put in its place, and scored (`infill.candidates`). With effort `fast` the best of
-them is the answer. With `thorough` the search continues around the best lengths with all steps, and
-from there holes grow and shrink while that helps; what the causal mode itself would write
-(`infill.beam`) competes with what the canvases wrote.
+Canvases with holes of several lengths run together for a few steps. Their texts are trimmed by the
+rules, inserted, and scored (`infill.candidates`). Effort `fast` returns the best one. `thorough`
+continues around the best lengths with all steps, then grows and shrinks holes while that helps;
+causal candidates (`infill.beam`) compete with those of the canvases.
 """
 
 from collections.abc import Sequence
@@ -27,13 +26,13 @@ from dgemma.text.chat import Prompt
 
 FillEffort = Literal["fast", "thorough"]
 
-MIN_VISIBLE_AFTER = 8  # tokens after the last hole that a canvas must have positions for
-SEARCH_STEPS = 6  # of a canvas that only compares lengths
-MAX_COMPLETED_WORDS = 2  # completions of a word that the text before a hole leaves open...
-READ_TOKENS = 512  # ...among so many of the causal mode's likeliest tokens
-STRETCH = (-2, -1, 1, 2)  # tokens by which a hole may grow or shrink at a time...
-MAX_STRETCHES = 3  # ...and how often
-NUM_DRAWS = 4  # canvases for holes of known lengths, of which the best is taken
+MIN_VISIBLE_AFTER = 8  # tokens after the last hole that must fit the canvas
+SEARCH_STEPS = 6  # steps of canvases that only compare lengths
+MAX_COMPLETED_WORDS = 2  # completions of an open word before a hole...
+READ_TOKENS = 512  # ...among this many most likely causal tokens
+STRETCH = (-2, -1, 1, 2)  # changes of a hole's length per step...
+MAX_STRETCHES = 3  # ...and the number of steps
+NUM_DRAWS = 4  # canvases for holes of known lengths; the best one is taken
 MAX_LAST_TRIES = 3  # canvases for holes that all others left empty
 
 
@@ -42,13 +41,13 @@ class SearchConfig:
     """Extent of a search."""
 
     num_candidates: int = 1
-    num_proposals: int = 0  # texts by beam search, for a hole that has the canvas to itself
+    num_proposals: int = 0  # candidates by beam search, for a hole alone on its canvas
     effort: FillEffort = "thorough"  # fast: one batch of canvases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthGrid:
-    """Lengths of each hole: to start from, others to try, and the longest."""
+    """Candidate lengths per hole: initial ones, others to try, and the longest."""
 
     first: Lengths
     options: tuple[Lengths, ...]
@@ -57,7 +56,7 @@ class LengthGrid:
 
 
 class Search:
-    """One search; its programs run in the pool's `run`."""
+    """One search; its programs run inside the pool's `run`."""
 
     def __init__(
         self, pool: CandidatePool, lengths: LengthGrid, config: SearchConfig | None = None
@@ -65,9 +64,9 @@ class Search:
         self.pool, self.lengths, self.config = pool, lengths, config or SearchConfig()
 
     def run(self, known: Sequence[Candidate] = ()) -> Program[list[Candidate]]:
-        """Return the candidates, the best first; none where no canvas wrote an allowed text.
+        """Return the candidates, best first; empty if no canvas wrote an allowed text.
 
-        `known` are candidates that no canvas wrote.
+        `known` are candidates not written by a canvas.
         """
         grid = self._fitting(vary_one_hole(self.lengths.first, self.lengths.options))
         fixed, empty = list(known), (0,) * len(self.lengths.first)
@@ -88,7 +87,7 @@ class Search:
         return self.pool.ranked[: self.config.num_candidates]
 
     def propose(self) -> Program[list[Candidate]]:
-        """Return the causal mode's texts where one hole has the canvas to itself; no scores yet."""
+        """Return unscored causal candidates for a hole alone on its canvas."""
         lengths, pool = self.lengths, self.pool
         if len(lengths.first) > 1 or not self.config.num_proposals:
             return []
@@ -99,7 +98,7 @@ class Search:
             piece=pool.prompt.pieces[0],
             single_line=pool.config.rules.single_line,
             min_tokens=max(1, min(options)),
-            # No longer than a canvas could hold: the search continues from the best length.
+            # At most a canvas: the search continues from the best length.
             max_tokens=min(max(options), self._capacity()),
             width=self.config.num_proposals,
             by_total=pool.config.by_total,
@@ -111,12 +110,12 @@ class Search:
     # --- canvases
 
     def _draws(self, grid: Sequence[Lengths]) -> list[CanvasAttempt]:
-        """Return canvases of the same lengths from other noise."""
+        """Return canvases of the same lengths with other noise."""
         count = max(NUM_DRAWS, self.config.num_candidates)
         return [CanvasAttempt(lengths, choice=i) for lengths in grid for i in range(count)]
 
     def _run_fast(self, grid: Sequence[Lengths]) -> Program[None]:
-        """All lengths, and the first with other healing, in one batch."""
+        """Run all lengths, and the first one with other healing, in one batch."""
         num_draws = -(-self.config.num_candidates // len(grid))
         attempts = [CanvasAttempt(lengths, choice=i) for i in range(num_draws) for lengths in grid]
         others = yield from self._other_variants()
@@ -124,7 +123,7 @@ class Search:
         yield from self.pool.denoise(attempts)
 
     def _run_thorough(self, grid: Sequence[Lengths]) -> Program[None]:
-        """A few steps of all lengths, then all steps around the best of them."""
+        """Run few steps of all lengths, then all steps around the best ones."""
         attempts = [CanvasAttempt(lengths, steps=SEARCH_STEPS) for lengths in grid]
         yield from self.pool.denoise(attempts)
         if len(self.pool):
@@ -133,7 +132,7 @@ class Search:
             yield from self._stretch()
 
     def _refine(self) -> Program[None]:
-        """Lengths around the best, and the best with other healing and noise."""
+        """Return lengths around the best, and the best with other healing and noise."""
         best = self._best_lengths()
         near = [
             nearby_lengths(length, limit) if self.lengths.refine else []
@@ -146,7 +145,7 @@ class Search:
         yield from self.pool.denoise(attempts)
 
     def _stretch(self) -> Program[None]:
-        """Let holes grow or shrink by a token or two for as long as that is an improvement."""
+        """Grow and shrink holes by a token or two as long as that helps."""
         for _ in range(MAX_STRETCHES):
             best = self.pool.ranked[0]
             near = [
@@ -182,7 +181,7 @@ class Search:
         yield from pool.denoise(attempts)
 
     def _continue(self, ids: Sequence[int], num_blocks: int) -> Program[list[int]]:
-        """Continue the prefix and `ids` by so many canvases, or up to the end of the text."""
+        """Continue the prefix and `ids` by a number of canvases, or to the end of the text."""
         pool = self.pool
         params = SamplingParams(
             max_tokens=num_blocks * pool.length,
@@ -197,7 +196,7 @@ class Search:
         return list(done.ids[:end])
 
     def _try_again(self) -> Program[None]:
-        """If no candidate is sound: no healing, other noise, then single tokens."""
+        """If no candidate is sound, try no healing, other noise, then single tokens."""
         first, ones = self.lengths.first, (1,) * len(self.lengths.first)
         for choice in range(MAX_LAST_TRIES):
             if len(self.pool) and self.pool.ranked[0].is_sound:
@@ -210,7 +209,7 @@ class Search:
     # --- lengths and healing
 
     def _best_lengths(self) -> Lengths:
-        """Return the best length of each hole, from the canvases in which it alone was varied."""
+        """Return the best length of each hole, from canvases that varied only that hole."""
         best, first = list(self.lengths.first), self.lengths.first
         for hole in range(len(best)):
             others = (*first[:hole], *first[hole + 1 :])
@@ -226,11 +225,11 @@ class Search:
         return [lengths for lengths in grid if self._fits(lengths)]
 
     def _fits(self, lengths: Sequence[int]) -> bool:
-        """True if holes of these lengths fit the canvas, with some of the text after them."""
+        """True if holes of these lengths and some following text fit the canvas."""
         return num_positions(self.pool.healing.none.holes, lengths) <= self._capacity()
 
     def _capacity(self) -> int:
-        """Positions that holes and the text between them may take."""
+        """Positions available for holes and the text between them."""
         after = len(self.pool.healing.none.holes[-1].after)
         return self.pool.length - min(after, min_visible_after(self.pool.length))
 
