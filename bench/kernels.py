@@ -83,10 +83,10 @@ from dgemma.model.gemma import Experts, Gemma, TokenTable
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.model.moe import gelu_and_mul
 from dgemma.model.norm_rope import apply_rope, rms_norm
+from dgemma.quant import QTensor
 from dgemma.quant.fp8 import Fp8Experts, LinearWeight, quantize, quantize_stacked
 from dgemma.quant.head import Fp8HeadTable, soft_embed_reference
 from dgemma.quant.nvfp4 import Nvfp4Experts, quantize_tiled
-from dgemma.quant.qtensor import QTensor
 from dgemma.weights.hub import find_checkpoint
 from dgemma.weights.load import load_model
 

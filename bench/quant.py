@@ -57,8 +57,8 @@ from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.programs.infill.infill import end_id
 from dgemma.programs.sudoku.solve import SudokuParams, solve
+from dgemma.quant import quantize_int8
 from dgemma.quant.head import quantize_head
-from dgemma.quant.qtensor import quantize_int8
 from dgemma.weights.gguf_write import export_gguf
 from dgemma.weights.hub import find_checkpoint
 from dgemma.weights.int_layout import Bits, quantize_groups

@@ -44,10 +44,10 @@ from dgemma.backends.cuda.kernels import (
 from dgemma.model.attention import KVSegment, attention_reference
 from dgemma.model.gemma import TokenTable
 from dgemma.model.moe import gelu_and_mul
+from dgemma.quant import QTensor
 from dgemma.quant.fp8 import LinearWeight, quantize, quantize_stacked
 from dgemma.quant.head import Fp8HeadTable
 from dgemma.quant.nvfp4 import quantize_tiled
-from dgemma.quant.qtensor import QTensor
 
 L2_BYTES = 400e6  # of weights that are read in turn
 MAX_COPIES = 30

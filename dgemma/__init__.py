@@ -12,7 +12,6 @@ wake-up, a quarter of the time of a small model, which a short spin avoids (`ben
 
 import os
 import sys
-from collections.abc import MutableMapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -103,12 +102,12 @@ __all__ = [
 ]
 
 
-def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
+def limit_spinning() -> None:
     """Limit the spinning of threads, unless the user has chosen or torch is loaded already."""
-    if "torch" in sys.modules or any(name in environment for name in WAITING):
+    if "torch" in sys.modules or any(name in os.environ for name in WAITING):
         return
-    environment["KMP_BLOCKTIME"] = "0"  # milliseconds; libomp and libiomp5 know no short spin
-    environment.update(SHORT_SPINNING)
+    os.environ["KMP_BLOCKTIME"] = "0"  # milliseconds; libomp and libiomp5 know no short spin
+    os.environ.update(SHORT_SPINNING)
 
 
 def __getattr__(name: str) -> Any:

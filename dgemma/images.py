@@ -84,12 +84,12 @@ class Image:
             raise UsageError(f"the picture {path} cannot be read: {reason}") from None
 
     @classmethod
-    def from_base64(cls, text: str, detail: Detail = "auto", tokens: int | None = None) -> Image:
+    def from_base64(cls, text: str, detail: Detail = "auto") -> Image:
         """Decode base64, as in a `data:` URL; its length is checked first."""
         if len(text) > 4 * (MAX_BYTES // 3 + 1):
             raise UsageError(_too_many_bytes("the picture", len(text) * 3 // 4))
         try:
-            return cls(b64decode(text, validate=True), detail, tokens)
+            return cls(b64decode(text, validate=True), detail)
         except ValueError:
             raise UsageError("the picture is not valid base64; encode its bytes") from None
 

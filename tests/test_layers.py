@@ -35,7 +35,7 @@ RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
 # May not bring in torch by being imported; what their functions import later is another matter.
 TORCH_FREE = {"errors", "options", "config", "images", "video", "roofline", "text"}
 TORCH_FREE |= {"server", "scale", "cli"}
-TORCH_FREE_FILES = {"dgemma.weights.files", "dgemma.weights.hub", "dgemma.train.options"}
+TORCH_FREE_FILES = {"dgemma.weights.files", "dgemma.weights.hub", "dgemma.train"}
 # Draw what the engine yields, and are imported inside the commands that need them.
 LATE = {"dgemma.cli.show"}
 IMPORTED_AS = {"pillow": "PIL"}  # packages whose module has another name

@@ -24,7 +24,7 @@ RETIRED = set(
 # `choices` is a field of OpenAI's replies and a kind of constraint, as in vLLM and llguidance.
 FIELD_NAMES = {"choices"}
 MAX_LINES = 450
-MAX_MODULES, MAX_ONE_IMPORTER = 243, 47  # the goal is 190
+MAX_MODULES, MAX_ONE_IMPORTER = 241, 43  # the goal is 190
 MIN_LINES_OF_ONE_IMPORTER = 40
 
 

@@ -35,7 +35,7 @@ from dgemma.model.moe import (
     per_expert,
 )
 from dgemma.model.norm_rope import CosSin, apply_rope, rms_norm
-from dgemma.quant.qtensor import QTensor, quantize_int8
+from dgemma.quant import QTensor, quantize_int8
 
 TYPICAL_ROWS = 256  # a canvas; oneDNN picks the blocking for this many rows
 # Tensors: small ops are several times faster with them than with Python numbers.

@@ -13,7 +13,7 @@ import typer
 from dgemma.cli.app import app, with_options
 from dgemma.errors import INTERRUPTED
 from dgemma.options import option
-from dgemma.train.options import TrainOptions
+from dgemma.train import TrainOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -408,7 +408,7 @@ def run_program(program: str, seconds: float = SECONDS) -> bool:
     return done.stdout.endswith(word.encode())
 
 
-def run_programs(programs: Sequence[str], seconds: float = SECONDS) -> list[bool]:
+def run_programs(programs: Sequence[str]) -> list[bool]:
     """Run programs, a few at a time; True for each that passes."""
     with ThreadPoolExecutor(WORKERS) as pool:
-        return list(pool.map(lambda program: run_program(program, seconds), programs))
+        return list(pool.map(run_program, programs))

@@ -134,11 +134,9 @@ def median_seconds(requests: Requests) -> float:
     return median(found) if found else math.inf
 
 
-def bootstrap(
-    requests: Requests, statistic: Callable[[Requests], float], seed: int = 0
-) -> Estimate:
+def bootstrap(requests: Requests, statistic: Callable[[Requests], float]) -> Estimate:
     """Return a statistic with its percentile interval over resampled requests."""
-    values = sorted(resample(requests, statistic, seed))
+    values = sorted(resample(requests, statistic))
     tail = (1 - CONFIDENCE) / 2
     low, high = (values[round(p * (len(values) - 1))] for p in (tail, 1 - tail))
     return Estimate(statistic(requests), low, high, len(requests))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dgemma.model.gemma import Experts
 from dgemma.model.moe import GroupedLinear, Linear, moe_forward, per_expert
-from dgemma.quant.qtensor import QTensor
+from dgemma.quant import QTensor
 
 E4M3 = torch.float8_e4m3fn
 FP8_MAX = 448.0

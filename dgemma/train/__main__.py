@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from dgemma.errors import FAILED, INTERRUPTED, WRONG_CALL, DgemmaError, UsageError
+from dgemma.train import TrainOptions
 from dgemma.train.command import TrainArgs, finish, log_line, opening_messages, prepare, reports
 from dgemma.train.distributed import destroy_distributed
 from dgemma.train.loop import TrainingInterrupted
-from dgemma.train.options import TrainOptions
 
 
 def parse_args(arguments: Sequence[str] | None) -> TrainArgs:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dgemma.device import choose_device, choose_dtype
 from dgemma.errors import DgemmaError, UsageError
+from dgemma.train import TrainOptions
 from dgemma.train.build import (
     RunEnvironment,
     TrainingJob,
@@ -28,7 +29,6 @@ from dgemma.train.checkpoint import (
     saved_states,
 )
 from dgemma.train.distributed import init_distributed
-from dgemma.train.options import TrainOptions
 from dgemma.train.recipe import (
     Recipe,
     find_recipe,

@@ -20,9 +20,9 @@ from dgemma.config import ModelConfig
 from dgemma.device import choose_device, choose_dtype, usable_memory
 from dgemma.errors import UsageError
 from dgemma.model.moe import Linear, linear
+from dgemma.quant import quantize_int8
 from dgemma.quant.fp8 import has_e4m3
 from dgemma.quant.head import can_transpose, quantize_head
-from dgemma.quant.qtensor import quantize_int8
 from dgemma.roofline import (
     BF16,
     FLOAT32,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.quant.qtensor import QTensor, quantize_int8
+from dgemma.quant import QTensor, quantize_int8
 from dgemma.weights.files import (
     GROUP_SCALE,
     INT8_INDEX,

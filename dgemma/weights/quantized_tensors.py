@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from dgemma.config import ModelConfig
 from dgemma.errors import CheckpointError
 from dgemma.model.gemma import Layer
+from dgemma.quant import QTensor
 from dgemma.quant.fp8 import E4M3, Fp8Experts, Fp8Linear
 from dgemma.quant.nvfp4 import Nvfp4Experts, Nvfp4Tensor
-from dgemma.quant.qtensor import QTensor
 from dgemma.weights.files import (
     ITEM_BYTES,
     StoredTensor,

@@ -10,8 +10,8 @@ from dgemma.backends.cuda.configs import DOWN, MAX_GEMM_ROWS, OUT, QKV, GemmConf
 from dgemma.backends.cuda.gemm import MAX_GEMV_ROWS, gemm, gemm_gelu_mul, lm_head
 from dgemma.backends.cuda.kernels import gemm_fp8
 from dgemma.model.moe import gelu_and_mul
+from dgemma.quant import QTensor
 from dgemma.quant.fp8 import VOCAB_PIECE, LinearWeight, fp8_logits, quantize
-from dgemma.quant.qtensor import QTensor
 
 SMALL = GemmConfig(rows=16, outputs=16, depth=16)
 

@@ -12,8 +12,8 @@ from dgemma.backends.cuda.kernels import moe as kernels
 from dgemma.backends.cuda.kernels.moe import sort_by_expert
 from dgemma.model.gemma import Experts
 from dgemma.model.moe import expert_outputs, gelu_and_mul, moe_reference, weighted_sum
+from dgemma.quant import QTensor
 from dgemma.quant.fp8 import Fp8Experts, fp8_grouped, quantize
-from dgemma.quant.qtensor import QTensor
 
 CONFIG = MoeConfig(rows=16, columns=16, depth=16)
 CONFIGS = {

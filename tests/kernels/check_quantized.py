@@ -23,8 +23,8 @@ from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.sampler import Sampler
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
+from dgemma.quant import QTensor
 from dgemma.quant.head import quantize_head
-from dgemma.quant.qtensor import QTensor
 from dgemma.weights.layer_formats import LAYER_FORMATS, LayerFormat, quantize_model
 from dgemma.weights.load import random_model
 from tests.kernels import small

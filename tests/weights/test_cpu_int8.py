@@ -24,7 +24,7 @@ from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Attention, Experts, Gemma, Router
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.model.moe import gelu_and_mul
-from dgemma.quant.qtensor import QTensor, quantize_int8
+from dgemma.quant import QTensor, quantize_int8
 from dgemma.weights.files import read_headers
 from dgemma.weights.hub import NANO_DIRECTORY, ModelOptions
 from dgemma.weights.inference import load_for_inference

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.quant.qtensor import quantize_int8
+from dgemma.quant import quantize_int8
 from dgemma.weights.int_layout import to_int_layout
 from dgemma.weights.load import Checkpoint, load_model, random_model
 from dgemma.weights.names import stored_names

@@ -15,7 +15,7 @@ from torch import Tensor
 from dgemma.backends.cpu import Int8Experts, int8_experts, int8_grouped
 from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError, UsageError
-from dgemma.quant.qtensor import quantize_int8
+from dgemma.quant import quantize_int8
 from dgemma.weights import inference
 from dgemma.weights.int_layout import (
     GROUP,

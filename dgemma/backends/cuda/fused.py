@@ -46,8 +46,8 @@ from dgemma.config import LayerType
 from dgemma.model.forward_batch import ForwardBatch
 from dgemma.model.gemma import Gemma, Layer
 from dgemma.model.norm_rope import CosSin
+from dgemma.quant import QTensor
 from dgemma.quant.fp8 import LinearWeight
-from dgemma.quant.qtensor import QTensor
 
 
 class Routing(NamedTuple):

@@ -20,10 +20,10 @@ from dgemma.backends.cuda.kernels.moe import Buckets
 from dgemma.backends.cuda.kernels.unpack import PackedWeight
 from dgemma.backends.cuda.streaming import ExpertStream, StreamedExperts
 from dgemma.model.gemma import Experts
+from dgemma.quant import QTensor
 from dgemma.quant.fp8 import VOCAB_PIECE, Fp8Experts, LinearWeight, has_e4m3
 from dgemma.quant.gguf_tiles import TiledBlockExperts
 from dgemma.quant.nvfp4 import Nvfp4Experts
-from dgemma.quant.qtensor import QTensor
 
 MAX_GEMV_ROWS = 2
 ALIGNMENT = 16  # bytes, for both dimensions of an fp8 GEMM

@@ -46,10 +46,9 @@ def logits(
     weight: tuple[Tensor, Tensor | None],
     softcap: float | None,
     out_TV: Tensor,
-    config: GemvConfig | None = None,
 ) -> Tensor:
     """Write soft-capped float32 logits to `out_TV`."""
-    _launch(x_TD, weight, out_TV, config, softcap=softcap or 0.0)
+    _launch(x_TD, weight, out_TV, None, softcap=softcap or 0.0)
     return out_TV
 
 

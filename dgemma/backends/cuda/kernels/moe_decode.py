@@ -83,11 +83,9 @@ def gate_up_packed(
     ids_TK: Tensor,
     weight: PackedWeight,
     config: MoeDecodeConfig,
-    *,
-    ptx: bool = True,
 ) -> Tensor:
     out_AI = x_TD.new_empty(ids_TK.numel(), weight.outputs // 2)
-    kwargs = {"GATED": True, "K": weight.inputs, **packed_kwargs(weight, ptx=ptx)}
+    kwargs = {"GATED": True, "K": weight.inputs, **packed_kwargs(weight)}
     inputs = (x_TD.contiguous(), ids_TK, *packed_args(weight))
     return _launch(_gemv_packed, inputs, out_AI, config, kwargs)
 
@@ -97,11 +95,9 @@ def down_packed(
     ids_TK: Tensor,
     weight: PackedWeight,
     config: MoeDecodeConfig,
-    *,
-    ptx: bool = True,
 ) -> Tensor:
     out_AD = hidden_AI.new_empty(len(hidden_AI), weight.outputs)
-    kwargs = {"GATED": False, "K": weight.inputs, **packed_kwargs(weight, ptx=ptx)}
+    kwargs = {"GATED": False, "K": weight.inputs, **packed_kwargs(weight)}
     inputs = (hidden_AI, ids_TK, *packed_args(weight))
     return _launch(_gemv_packed, inputs, out_AD, config, kwargs)
 

@@ -53,7 +53,7 @@ def packed_args(weight: PackedWeight) -> tuple[Tensor, ...]:
     return words, scales if no_extra else extra, scales, scales if no_above else above, scales
 
 
-def packed_kwargs(weight: PackedWeight, *, ptx: bool) -> dict[str, Any]:
+def packed_kwargs(weight: PackedWeight, *, ptx: bool = True) -> dict[str, Any]:
     if isinstance(weight, TiledNvfp4):
         return {"BITS": 4, "SCALES": "nvfp4", "USE_PTX": ptx and use_ptx()}
     is_fast = ptx and use_ptx() and not weight.is_exact
