@@ -18,6 +18,20 @@ def test_the_command_line_page_is_what_the_commands_say() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_environment_variable_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    reads = re.compile(r'(?:environ|environment)(?:\.get|\.setdefault)?[\[(]"(\w+)"')
+    own = re.compile(r'"(DGEMMA_[A-Z_]+)"')
+    names = {
+        name
+        for path in (ROOT / "dgemma").rglob("*.py")
+        for pattern in (reads, own)
+        for name in pattern.findall(path.read_text(encoding="utf-8"))
+    }
+    assert {"DGEMMA_PLAIN", "XDG_CACHE_HOME"} <= names
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
 def test_the_table_of_recipe_keys_is_that_of_the_recipe() -> None:
     check = [sys.executable, ROOT / "docs" / "make_training.py", "--check"]
     done = subprocess.run(check, capture_output=True, text=True, check=False)
