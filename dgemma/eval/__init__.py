@@ -1,1 +1,1 @@
-"""Evaluation: tasks with known answers, run by diffusion and by AR mode of the same weights."""
+"""Evaluation: tasks with known answers, by diffusion and by AR of the same weights."""

@@ -1,4 +1,4 @@
-"""Batched generation for the tasks, with progress; a prompt over the context has no reply."""
+"""Batched generation for tasks, with progress; prompts beyond the context get no reply."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,17 @@ from dgemma.eval.data import Data
 from dgemma.eval.measure import Case
 from dgemma.text.chat import Prompt
 
-SPARE_TOKENS = 16  # that a reply may take beyond the longest of its set
+SPARE_TOKENS = 16  # tokens allowed beyond the longest expected reply
 
 
 def set_batch_size(engine: Engine, batch_size: int) -> None:
-    """Set the size of a pass and drop the prefix cache: no two cases share much of their prompt."""
+    """Set the batch size and drop the prefix cache: cases share few prompt tokens."""
     engine.set_limits(max_batch_size=batch_size, prefix_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPrompt:
-    """A prompt with its parameters. A string is a user's message."""
+    """A prompt with its parameters. A string is a user message."""
 
     prompt: str | Prompt
     params: SamplingParams
@@ -56,7 +56,7 @@ def show_progress(label: str, done: int, total: int) -> None:
 
 
 class PromptReply(NamedTuple):
-    """A user's message and the reply that is expected."""
+    """A user message and the expected reply."""
 
     prompt: str
     reply: str
@@ -69,7 +69,7 @@ class ModeReplies:
     case: Case
     texts: list[str]
     steps: list[float]
-    note: str  # how many did not fit, if any
+    note: str  # number of prompts that did not fit, if any
 
 
 def read_pairs(data: Data, name: str, limit: int | None) -> list[PromptReply]:

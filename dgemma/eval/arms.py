@@ -1,8 +1,8 @@
 """Arms of `dgemma bench`: ways to answer the same workload.
 
-An arm is written `MODE[:key=value,...]`: a mode of the engine with sampler settings, other weights
-or another format of them, or `endpoint:url=...` for a server with OpenAI's chat completions. It
-reports what a user sees as a stream of `Shown`, which ends with an `ArmAnswer`.
+An arm is written `MODE[:key=value,...]`: a mode of the engine with sampler settings, weights and
+their format, or `endpoint:url=...` for a server with OpenAI's chat completions. It reports what a
+user sees as a stream of `Shown` that ends with an `ArmAnswer`.
 """
 
 import json
@@ -31,7 +31,7 @@ from dgemma.programs.sudoku.solve import SudokuParams, SudokuResult, solve_progr
 from dgemma.text.chat import Message, Prompt, Tool
 from dgemma.weights.source import load_assistant
 
-RETRY_TEMPERATURE = 0.8  # of AR attempts after the first: a greedy answer would only come again
+RETRY_TEMPERATURE = 0.8  # for AR retries: a greedy answer would only repeat
 ENDPOINT = "endpoint"
 MODEL_KEYS = {"model": str, "quant": str, "dtype": str}
 SAMPLER_KEYS = {"steps": int, "bound": float, "confidence": float, "t_max": float, "t_min": float}
@@ -47,7 +47,7 @@ AR_KEYS = {*MODEL_KEYS, "temperature", "draft", "length"}
 
 
 class Shown(NamedTuple):
-    """All text that is on the screen after an update, in pieces; the first ones are promised."""
+    """All text on the screen after an update, in pieces; the first ones are final."""
 
     pieces: tuple[str, ...]
     num_promised: int
@@ -55,7 +55,7 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmAnswer:
-    """The end of an attempt. None: the arm does not report it."""
+    """The end of an attempt. None: not reported by the arm."""
 
     text: str
     written: str | None = None  # the part of the text that the arm wrote; None: all
@@ -77,7 +77,7 @@ class Arm(Protocol):
     spec: "ArmSpec"
 
     def answer(self, workload: Workload, case: BenchCase, seed: int, *, retry: bool) -> Updates:
-        """Answer a case; refuses by a UsageError what this arm cannot do."""
+        """Answer a case; raises UsageError if this arm cannot do it."""
 
     def count_tokens(self, text: str) -> int | None:
         """Recount the tokens of a text; None if the arm's tokenizer is not known."""
@@ -93,7 +93,7 @@ class ArmSpec:
 
     @property
     def weights(self) -> tuple[tuple[str, str], ...]:
-        """Settings that need an engine of their own."""
+        """Settings that need a separate engine."""
         return tuple((k, str(v)) for k, v in sorted(self.settings.items()) if k in MODEL_KEYS)
 
     @property
@@ -187,7 +187,7 @@ class EngineArm:
         return len(self.engine.tokenizer.encode(text))
 
     def answer(self, workload: Workload, case: BenchCase, seed: int, *, retry: bool) -> Updates:
-        self.engine.prefixes.clear()  # every attempt pays for its prompt
+        self.engine.prefixes.clear()  # no attempt reuses a prompt
         if workload.program == "generate" or self.mode == "ar":
             return self._generate(workload, case, seed, retry)
         if workload.program == "sudoku":
@@ -243,7 +243,7 @@ class EngineArm:
         return self._filled(document, self._follow(task))
 
     def _task(self, prompt: Prompt, params: SamplingParams) -> Generation:
-        """Return the task of a reply; what drafts cannot do is done without them."""
+        """Return the task of a reply; requests that cannot be speculative are plain."""
         if self.speculation is None or params.constraint is not None:
             return self.engine.generation(prompt, params)
         plain = replace(
@@ -276,7 +276,7 @@ class EngineArm:
 
 
 class Screen:
-    """Text as a user sees it: what is promised, then the guess of the present canvas."""
+    """Text as a user sees it: final text, then the guess of the current canvas."""
 
     def __init__(self, stops: frozenset[int]) -> None:
         self.stops = stops
@@ -289,7 +289,7 @@ class Screen:
 
     def draft(self, draft: Draft) -> Shown:
         if draft.block == 0:
-            if draft.step == 1:  # a canvas that is done again
+            if draft.step == 1:  # a retried canvas
                 self.first_canvas.clear()
             self.first_canvas.append(draft.guess)
         ends = (i for i, token in enumerate(draft.guess) if token in self.stops)
@@ -338,7 +338,7 @@ class Screen:
 
 
 def user_message(workload: Workload, case: BenchCase) -> str:
-    """Return the task as a chat message, for arms without a program for it."""
+    """Return the task as a chat message, for arms without its program."""
     if workload.program == "edit":
         return f"{case.instruction}\n\n{case.prompt}"
     if workload.program == "sudoku":

@@ -1,7 +1,7 @@
-"""Tasks of what a person asks an assistant for, each reply checked by rule.
+"""Assistant tasks, with replies checked by rules.
 
-Spans of a given text, citations of numbered sources, rewrites, fields of JSON, calls of tools, and
-talk that has to remember. `python -m recipes.nano.made` writes the held-out cases.
+Spans of a given text, citations of numbered sources, rewrites, JSON fields, tool calls, and
+conversations that require memory. `python -m recipes.nano.made` writes the held-out cases.
 """
 
 import json
@@ -26,7 +26,7 @@ CALL_TOKENS = 96  # of a call; its length in tokens is not known beforehand
 
 @dataclass(frozen=True, slots=True)
 class ChatCase:
-    """A conversation, the reply that is expected, and what a check needs beside it."""
+    """A conversation, the expected reply, and further data for the check."""
 
     chat: TrainingChat
     record: dict[str, Any]
@@ -103,13 +103,13 @@ def normalized(text: str) -> str:
 
 
 def check_spans(case: Case, answered: Answered) -> list[Measure]:
-    """Measure answers that are the right span, or say rightly that there is none."""
+    """Measure answers with the right span, or that rightly say there is none."""
     exact = [normalized(done.text) == normalized(one.text) for one, done in answered]
     return [case.share("answer exact", exact)]
 
 
 def check_citations(case: Case, answered: Answered) -> list[Measure]:
-    """Measure replies that name the right source alone, and hold the answer."""
+    """Measure replies that cite only the right source and contain the answer."""
     cited, answered_right = [], []
     for one, done in answered:
         cited.append(set(CITATION.findall(done.text)) == {one.record["source"]})
@@ -122,7 +122,7 @@ def check_citations(case: Case, answered: Answered) -> list[Measure]:
 
 
 def check_rewrites(case: Case, answered: Answered) -> list[Measure]:
-    """Measure rewrites that are as the rule makes them, in all and by kind."""
+    """Measure rewrites that follow the rule, in total and by kind."""
     by_kind: dict[str, list[bool]] = defaultdict(list)
     for one, done in answered:
         by_kind[one.record["kind"]].append(done.text.strip() == one.text.strip())
@@ -132,7 +132,7 @@ def check_rewrites(case: Case, answered: Answered) -> list[Measure]:
 
 
 def check_fields(case: Case, answered: Answered) -> list[Measure]:
-    """Measure fields of JSON that are right, replies that are right as a whole, and that parse."""
+    """Measure right JSON fields, fully right replies, and parsable ones."""
     rates, whole, parsed = [], [], []
     for one, done in answered:
         expected, found = json.loads(one.text), parse(done.text)
@@ -181,7 +181,7 @@ def check_calls(case: Case, answered: Answered) -> list[Measure]:
 
 
 def check_talk(case: Case, answered: Answered) -> list[Measure]:
-    """Measure replies that recall what the user answered_right, and words that are doubled."""
+    """Measure replies that recall what the user said, and doubled words."""
     recalled = [
         one.record["answer"].lower() in done.text.lower()
         for one, done in answered

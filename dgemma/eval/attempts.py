@@ -1,4 +1,4 @@
-"""One attempt at a case by an arm: its time line, what a user saw, and whether it is accepted."""
+"""One attempt at a case by an arm: timeline, what a user saw, and acceptance."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ class Attempt:
     attempt: int  # from 0; later ones are retries of the same request
     seed: int
     seconds: float = 0.0
-    first_visible: float | None = None  # any text on the screen, a draft too
-    first_usable: float | None = None  # promised text
-    longest_gap: float = 0.0  # without a visible change
+    first_visible: float | None = None  # any text on the screen, drafts included
+    first_usable: float | None = None  # final text
+    longest_gap: float = 0.0  # longest time without a visible change
     burst: int = 0  # most characters that one update added or changed
-    taken_back: float | None = None  # share of the words shown that were replaced later
+    taken_back: float | None = None  # share of shown words that were replaced later
     text: str = ""
     tokens: int | None = None  # recounted from the text
     reported_tokens: int | None = None
@@ -38,7 +38,7 @@ class Attempt:
     blocks: int | None = None
     finish: str = ""
     fault: str = ""
-    reasons: tuple[str, ...] = ()  # of the checks that do not accept
+    reasons: tuple[str, ...] = ()  # reasons of failed checks
     is_accepted: bool = False
     refused: str = ""  # this arm cannot do the task
     error: str = ""  # it failed
@@ -46,7 +46,7 @@ class Attempt:
     vram_bytes: int | None = None
     joules: float | None = None
     celsius: float | None = None
-    probe_seconds: float = 0.0  # of a fixed amount of work, right before
+    probe_seconds: float = 0.0  # seconds of a fixed amount of work, right before
     prefill_seconds: float | None = None
     converged_at: tuple[int, ...] = ()
 
@@ -139,9 +139,9 @@ def _swapped(arm: Arm, workload: Workload, case: BenchCase, first: Attempt) -> s
 
 
 def screen_measures(timeline: Sequence[ScreenUpdate], seconds: float) -> dict[str, Any]:
-    """Return the measures of a time line, named as in `Attempt`.
+    """Return the measures of a timeline, named as in `Attempt`.
 
-    An answer that is shown at its end alone is visible and usable then.
+    An answer shown only at its end is visible and usable then.
     """
     visible = usable = None
     gap, last, burst, shown_words, gone_words = 0.0, 0.0, 0, 0, 0

@@ -1,9 +1,8 @@
 """Run workloads on arms (`dgemma bench`): interleaved, warmed up, resumable.
 
 Every line of runs.jsonl is one attempt, written when it ends; a second run with the same directory
-skips what is there. Arms of the same weights take turns request by request, in an order that
-rotates, so that a change of the machine meets all of them; arms with other weights run one after
-another.
+skips finished attempts. Arms with the same weights take turns per request, in rotating order, so
+that changes of the machine affect all of them; arms with other weights run one after another.
 """
 
 import json
@@ -43,10 +42,10 @@ class BenchParams:
 
     workloads: tuple[Workload, ...]
     arms: tuple[ArmSpec, ...]
-    rounds: int  # requests per case and arm, each with other noise
-    attempts: int  # at a request, until one is accepted
+    rounds: int  # requests per case and arm, with different noise
+    attempts: int  # attempts per request, until one is accepted
     seed: int = 0
-    seconds: float | None = None  # no new request after so long
+    seconds: float | None = None  # start no request after so many seconds
     warm_up: bool = True  # every workload once before; else a few tokens per arm
     out: Path | None = None
 
@@ -63,7 +62,7 @@ class BenchParams:
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """Everything a report is made of."""
+    """All data of a report."""
 
     facts: dict[str, Any]
     attempts: list[Attempt]
@@ -118,7 +117,7 @@ class RunLog:
 
 
 def read_run(directory: Path) -> BenchRun:
-    """Read a directory that a run has written; a last line that was cut short is dropped."""
+    """Read the directory of a run; drops a partial last line."""
     try:
         facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         path = directory / RUNS
@@ -196,7 +195,7 @@ def _group(arm: ArmSpec) -> tuple[object, ...]:
 
 
 def _requests(params: BenchParams, group: Sequence[ArmSpec]) -> Iterator[RunStep]:
-    """Yield requests by round; first one case of every workload. The order of arms rotates."""
+    """Yield requests by round, first one case of every workload, with rotating arms."""
     turn, most = 0, max(len(workload.cases) for workload in params.workloads)
     for round_, case in product(range(params.rounds), range(most)):
         for workload in (w for w in params.workloads if case < len(w.cases)):

@@ -40,19 +40,19 @@ from dgemma.text.chat import Prompt
 NEWLINE = "\n"
 TASK = "infill"
 PACKAGE_FILE, PROBLEM_FILE, MBPP_FILE = "infill.jsonl", "problems.jsonl", "mbpp.jsonl"
-LIMIT = 1000  # of each section
+LIMIT = 1000  # cases per section
 PROGRAM_LIMIT = 200  # holes filled one by one by the infill program
-MIN_TOKENS = 3  # of a hole
+MIN_TOKENS = 3  # shortest hole in tokens
 MBPP_TEST = range(11, 511)  # task_ids, as the set's authors split it
 MAX_MBPP_CHARACTERS = 1600  # of a solution, as of the other held-out functions
-MAX_MBPP_HOLES = 4  # of one problem
+MAX_MBPP_HOLES = 4  # holes per problem
 HUMANEVAL = "humaneval_infill"
 HUMANEVAL_FILE = "HumanEval-SingleLineInfilling.jsonl.gz"
 
 
 @dataclass(frozen=True, slots=True)
 class HoleCase:
-    """A text with one hole, and what was in it."""
+    """A text with one hole, and the original text of the hole."""
 
     prefix: str
     middle: str
@@ -80,7 +80,7 @@ class HoleFill:
 def fill_canvases(
     engine: Engine, holes: Sequence[HoleCase], seed: int, label: str
 ) -> list[HoleFill | None]:
-    """Denoise one canvas for each hole, as many tokens as it had; None if no canvas holds it."""
+    """Denoise one canvas per hole, with its original length; None if no canvas holds it."""
     sizes = [len(engine.tokenizer.encode(hole.middle)) for hole in holes]
     fitting = [i for i, n in enumerate(sizes) if 0 < n <= engine.model.config.canvas_length]
     tasks = [_canvas(engine, holes[i], sizes[i], seed + i) for i in fitting]
@@ -117,10 +117,9 @@ def _prefix(engine: Engine, hole: HoleCase, num_new: int) -> tuple[int, ...]:
 def fill_by_program(
     engine: Engine, holes: Sequence[HoleCase], seed: int, label: str
 ) -> list[HoleFill]:
-    """Fill each hole by `fill`, which is given its length and whether it is a line.
+    """Fill each hole by `fill`, given its length and whether it is a line.
 
-    Several canvases and the causal mode propose texts, and the one that fits both sides best is
-    taken. One hole after the other, as a user would.
+    Several canvases and causal candidates compete, one hole after the other, as for a user.
     """
     filled: list[HoleFill] = []
     for number, hole in enumerate(holes):

@@ -1,6 +1,6 @@
-"""Measurements of the machine while it answers: noise, peak memory, energy, temperature.
+"""Measurements of the machine during answers: noise, peak memory, energy, temperature.
 
-Each is None where the platform does not tell it.
+Each is None if the platform does not provide it.
 """
 
 import resource
@@ -35,7 +35,7 @@ class ResourceUse:
 
 
 class Machine:
-    """Reads what the platform tells about one device. Close it to stop the power sampler."""
+    """Reads the measurements of one device. Close it to stop the power sampler."""
 
     def __init__(self, device: torch.device, dtype: str) -> None:
         self.device, self.dtype = device, dtype
@@ -48,7 +48,7 @@ class Machine:
             self.power.close()
 
     def probe(self) -> float:
-        """Time a fixed amount of work: it varies only with what else the machine does."""
+        """Time a fixed amount of work, which varies only with other load on the machine."""
         self._wait()
         started = time.perf_counter()
         product_DD = self.matrix_DD

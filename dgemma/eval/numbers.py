@@ -21,7 +21,7 @@ from dgemma.eval.measure import Estimate, wilson
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-MIN_TOKENS_OFF, MAX_SHARE_OFF = 4, 0.25  # of a reported token count from the recounted one
+MIN_TOKENS_OFF, MAX_SHARE_OFF = 4, 0.25  # tolerance of reported token counts
 MIN_ATTEMPTS = 20  # below it, p95 is the slowest or nearly so
 
 Requests = list[list[Attempt]]  # attempts of each request
@@ -57,7 +57,7 @@ class Cell:
     failures: tuple[str, ...]  # errors
     reasons: dict[str, int]  # of checks that did not accept
     refused: str  # the arm cannot do it
-    flags: tuple[str, ...]  # that make the numbers doubtful
+    flags: tuple[str, ...]  # reasons to doubt the numbers
 
 
 def cells(run: BenchRun) -> list[Cell]:
@@ -198,7 +198,7 @@ def _flags(done: Sequence[Attempt]) -> list[str]:
 
 
 def repeats_itself(text: str) -> bool:
-    """True if a text has few distinct word pairs, or ends in a phrase over and over."""
+    """True if a text has few distinct word pairs, or ends in a repeated phrase."""
     value = distinct_n(text)
     words = {word: number for number, word in enumerate(dict.fromkeys(text.split()))}
     is_loop = has_loop([words[word] for word in text.split()])
@@ -206,7 +206,7 @@ def repeats_itself(text: str) -> bool:
 
 
 def is_miscounted(attempt: Attempt) -> bool:
-    """True if the reported tokens are not those of the text, within a tokenizer's freedom."""
+    """True if the reported token count differs too much from the recounted one."""
     counted, reported = attempt.tokens, attempt.reported_tokens
     if counted is None or reported is None:
         return False

@@ -50,36 +50,25 @@ TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 IMAGE_URL = {"type": "string", "pattern": "^data:[^,]*;base64,"}
-IMAGE_PART = {
-    "type": "object",
-    "required": ["type", "image_url"],
-    "properties": {
-        "type": {"const": "image_url"},
-        "image_url": {
-            "type": "object",
-            "required": ["url"],
-            "properties": {
-                "url": IMAGE_URL,
-                "detail": {"enum": ["low", "auto", "high", "original"]},
-            },
-        },
+
+
+def _url_part(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a content part whose `kind` is an object with a URL."""
+    value = {"type": "object", "required": ["url"], "properties": fields}
+    properties = {"type": {"const": kind}, kind: value}
+    return {"type": "object", "required": ["type", kind], "properties": properties}
+
+
+IMAGE_PART = _url_part(
+    "image_url", {"url": IMAGE_URL, "detail": {"enum": ["low", "auto", "high", "original"]}}
+)
+VIDEO_PART = _url_part(
+    "video_url",
+    {
+        "url": {"type": "string", "pattern": f"^{FRAMES_URL},"},
+        "fps": {"type": "number", "description": "frames a second; 24 by default"},
     },
-}
-VIDEO_PART = {
-    "type": "object",
-    "required": ["type", "video_url"],
-    "properties": {
-        "type": {"const": "video_url"},
-        "video_url": {
-            "type": "object",
-            "required": ["url"],
-            "properties": {
-                "url": {"type": "string", "pattern": f"^{FRAMES_URL},"},
-                "fps": {"type": "number", "description": "frames a second; 24 by default"},
-            },
-        },
-    },
-}
+)
 CONTENT_PART = {
     "anyOf": [
         {"$ref": "#/components/schemas/TextPart"},

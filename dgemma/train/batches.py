@@ -34,17 +34,17 @@ from dgemma.train.packing import (
 from dgemma.train.sources import Source
 
 EXAMPLES_PER_DRAW = 16
-MAX_MISFITS = 32  # examples in a row that fit nowhere: the batch is full
+MAX_MISFITS = 32  # consecutive examples that fit nowhere: the batch is full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureComponent:
-    """A source and how it is used."""
+    """A data source and its settings in the mixture."""
 
     source: Source
-    weight: float  # of its rows, relative to the other components
-    canvas_lengths: Mapping[int, float]  # with their relative frequencies
-    copies: int = 1  # of each canvas
+    weight: float  # relative share of rows
+    canvas_lengths: Mapping[int, float]  # length: relative frequency
+    copies: int = 1  # copies of each canvas
     train_on_prompt: bool = True
     causal_fraction: float = 1.0
     corruption: Corruption
@@ -88,11 +88,11 @@ class Mixture:
         return batch
 
     def _packed_examples(self, rng: np.random.Generator) -> Iterator[RowArray]:
-        """Yield examples without end, next from the source with the fewest rows for its weight."""
+        """Yield examples endlessly, next from the source furthest below its share of rows."""
         weights = np.array([component.weight for component in self.components])
         used = rng.random(len(weights)) * self.rows * weights / weights.max()
         drawn: list[list[Example]] = [[] for _ in self.components]
-        # Attempts until the first success. A source is due after at most as many as a sequence has
+        # Attempts before the first success. A source is due after at most as many as a sequence has
         # rows, so after four times as many there is none that ever succeeds.
         attempts = 4 * self.rows
         while attempts:
@@ -102,7 +102,7 @@ class Mixture:
                 pairs = component.source.draw(rng, EXAMPLES_PER_DRAW)
                 drawn[chosen] = [Example(*pair) for pair in pairs]
             rows = self._pack(drawn[chosen].pop(), component, rng)
-            # An example that gives no rows counts a little too, or a poor source never ends.
+            # An example without rows counts a little too, or a bad source would be drawn forever.
             used[chosen] += 1 if rows is None else rows.shape[1]
             if rows is not None:
                 yield rows
@@ -140,7 +140,7 @@ class MixedBatches:
 
     fresh: Mixture
     new_sequences: Mixture
-    steps: int  # for which a sequence persists
+    steps: int  # training steps for which a sequence persists
 
     @property
     def sequences(self) -> int:
@@ -155,7 +155,7 @@ class MixedBatches:
         return np.concatenate([self.fresh.batch(step), self.new_sequences.batch(step)], axis=1)
 
     def initial(self) -> RowArray:
-        """Make the persistent sequences that a run begins with."""
+        """Make the persistent sequences at the start of a run."""
         return replace(self.new_sequences, sequences=self.num_persistent).batch(0)
 
 
@@ -165,7 +165,7 @@ class MixedBatches:
 class HostBatch(NamedTuple):
     rows: RowArray
     counts: RowCounts
-    real_rows: list[int]  # of each sequence: those that belong to an example
+    real_rows: list[int]  # per sequence: rows that belong to an example
 
 
 class BatchDataset(Dataset[HostBatch]):
@@ -198,7 +198,7 @@ class DeviceBatch:
 
     micro_batches: list[Batch]
     counts: LossCounts
-    real_rows: list[int]  # of each sequence of the whole batch: those that belong to an example
+    real_rows: list[int]  # per sequence of the whole batch: rows that belong to an example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class LoaderConfig:
 
 
 class Prefetcher:
-    """The batches of a run from step `first` on; holds at most one that was fetched early."""
+    """The batches of a run from step `first` on; holds at most one prefetched batch."""
 
     def __init__(self, mixture: Mixture | MixedBatches, first: int, config: LoaderConfig) -> None:
         self.config = config
@@ -228,7 +228,7 @@ class Prefetcher:
         self.fetched: list[DeviceBatch] = []
 
     def prefetch(self) -> None:
-        """Fetch the next batch now, while the device is busy."""
+        """Fetch the next batch while the device is busy."""
         if not self.fetched:
             self.fetched.append(self._load(next(self.host_batches)))
 
@@ -237,7 +237,7 @@ class Prefetcher:
         return self.fetched.pop()
 
     def _load(self, host: HostBatch) -> DeviceBatch:
-        """Queue the copies to the device without waiting for them."""
+        """Queue the copies to the device without synchronizing."""
         group, device = self.config.group, self.config.device
         chunks = torch.from_numpy(host.rows).chunk(self.config.grad_accum_steps, dim=1)
         batches = [Batch.of(to_device(group.slice_batch(rows), device), device) for rows in chunks]

@@ -46,8 +46,8 @@ from dgemma.weights.names import LAYER_SCALAR, skeleton
 from dgemma.weights.save import save_checkpoint
 
 CLOSING_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-ADAPTER_PARAMETERS = ("a_RI", "b_OR")  # of an adapted module
-MIN_SPLIT = 10  # examples of a file of which some are held out
+ADAPTER_PARAMETERS = ("a_RI", "b_OR")  # trained parameters of an adapted module
+MIN_SPLIT = 10  # smallest file of which examples are held out
 LOGIT_ROWS = 1024  # rows whose logits exist at once, with activation checkpointing
 
 
@@ -56,7 +56,7 @@ LOGIT_ROWS = 1024  # rows whose logits exist at once, with activation checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """The model a run starts from, and the files it is saved with."""
+    """The model a run starts from, and the files saved with it."""
 
     model: Gemma
     generation: GenerationConfig
@@ -112,9 +112,9 @@ def freeze_weights(model: Gemma, source: ModelSource) -> None:
 def initialize(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Gemma:
     """Make a float32 model with random weights.
 
-    Every block is between norms, so the scale of its output is the weight of the closing norm:
-    small, so that the residual stream is at first the embedding and each layer adds a little. Each
-    weight is drawn from a seed of its own name.
+    Every block is between norms, so its output scale is the weight of the closing norm: small, so
+    that initially the residual is the embedding and each layer adds a little. Each weight is drawn
+    from a seed of its name.
     """
     model = skeleton(config)
     weights = {}
@@ -141,7 +141,7 @@ def _mean_and_deviation(
 
 
 def add_adapter(model: Gemma, settings: LoRASettings, seed: int, base: str) -> Adapter:
-    """Attach a new adapter, which is zero at first, and train nothing else."""
+    """Attach a new zero adapter, and train nothing else."""
     adapter = new_adapter(model, settings.targets, settings.rank, settings.alpha, seed)
     model.requires_grad_(False)
     attach(model, adapter)
@@ -151,7 +151,7 @@ def add_adapter(model: Gemma, settings: LoRASettings, seed: int, base: str) -> A
 
 
 def trained_adapter(adapter: Adapter, names: Sequence[str], weights: Sequence[Tensor]) -> Adapter:
-    """Return the adapter with these weights in float32; the model may hold them rounded."""
+    """Return the trained adapter in float32; the model's copy may be rounded."""
     by_name = dict(zip(names, weights, strict=True))
     pairs = {
         module: LoRAPair(
@@ -187,7 +187,7 @@ class RunEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """A run that is ready to start."""
+    """A run ready to start."""
 
     recipe: Recipe
     environment: RunEnvironment
@@ -195,7 +195,7 @@ class TrainingJob:
     trainer: Trainer
     adapter: Adapter | None
     warnings: tuple[str, ...]  # about the data
-    heldout_prompts: tuple[tuple[int, ...], ...] = ()  # of chats that are not trained on
+    heldout_prompts: tuple[tuple[int, ...], ...] = ()  # prompts of held-out chats
 
     def save(self) -> Path:
         """Write the trained adapter or checkpoint and return its directory.
@@ -298,7 +298,7 @@ def _make_optimizer(
 def open_recipe(
     path: Path, changes: Sequence[str] = ()
 ) -> Iterator[tuple[Recipe, BaseModel, Mixture | MixedBatches]]:
-    """Load a recipe's model and data on the CPU, to inspect and not to train."""
+    """Load a recipe's model and data on the CPU for inspection."""
     recipe = load_recipe(path, changes)
     with tempfile.TemporaryDirectory() as out:
         cpu, dtype = torch.device("cpu"), torch.float32
@@ -334,7 +334,7 @@ class MixtureBuilder:
         return self.mix(components)
 
     def heldout_mixture(self) -> Mixture | None:
-        """Mix the held-out examples, by the same weights."""
+        """Mix the held-out examples with the same weights."""
         return self._whole(self.heldout) if self.heldout else None
 
     def heldout_prompts(self) -> Iterator[tuple[int, ...]]:
@@ -383,7 +383,7 @@ class MixtureBuilder:
         return component
 
     def _split(self, data: DataSource, source: Source) -> tuple[Source, TokenStore | None]:
-        """Separate the held-out examples of a source."""
+        """Split off the held-out examples of a source."""
         if data.heldout is not None:
             return source, self._load_store(data, data.heldout)
         if not data.heldout_fraction:
@@ -435,7 +435,7 @@ class MixtureBuilder:
         return InfillSource(store, tokenizer, ChatTemplate.load(directory, tokenizer))
 
     def _load_store(self, data: DataSource, file: str) -> TokenStore:
-        """Tokenize a file, or find it in the cache."""
+        """Tokenize a file, or load it from the cache."""
         directory, progress = self.environment.out / "tokens", self.environment.progress
         cache = TokenCache(directory=directory, tokenizer=self.base.tokenizer, progress=progress)
         max_tokens = self.recipe.batch.rows if data.max_tokens is None else data.max_tokens

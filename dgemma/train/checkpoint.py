@@ -47,7 +47,7 @@ def saved_states(directory: Path) -> list[tuple[int, Path]]:
 def save_state(
     directory: Path, step: int, state: dict[str, Any], *, keep: int, is_writer: bool = True
 ) -> Path:
-    """Write a state and delete all but the newest `keep`; only one of several processes writes."""
+    """Write a state and delete all but the newest `keep`; only rank 0 writes."""
     path = directory / f"state-{step:08d}.pt"
     if not is_writer:
         return path
@@ -57,7 +57,7 @@ def save_state(
         hashed = HashedFile(file)
         torch.save({"step": step, **state}, hashed)  # type: ignore[arg-type]
         sync(file)
-    # The digest first: a state that has its name has its digest too.
+    # The digest first: a state under its final name always has a digest.
     digest = path.with_suffix(DIGEST).with_suffix(PARTIAL + DIGEST)
     with digest.open("wb") as file:
         file.write(hashed.hexdigest().encode())
@@ -75,9 +75,9 @@ _locks: dict[Path, int] = {}  # open files of the runs of this process
 
 
 def lock_run(directory: Path) -> None:
-    """Refuse the directory of a run that another process trains in; holds it until this one ends.
+    """Lock a run's directory for this process; refuses a directory locked by another.
 
-    The system releases the lock with the process, however that ends.
+    The system releases the lock when the process ends, in any way.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory.resolve() / LOCK
@@ -103,7 +103,7 @@ def lock_run(directory: Path) -> None:
 
 
 def delete_run(directory: Path) -> None:
-    """Delete the states, metrics and recipe of a run; a finished model stays."""
+    """Delete the states, metrics and recipe of a run; keeps a finished model."""
     states = [path for _, path in saved_states(directory)]
     states += [*directory.glob(f"state-*{DIGEST}"), *directory.glob(f"state-*{PARTIAL}")]
     for path in [*states, *(directory / name for name in (METRICS, HELDOUT, RECIPE))]:
@@ -111,7 +111,7 @@ def delete_run(directory: Path) -> None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Read a state, after comparing it with its SHA-256; executes nothing that it may contain."""
+    """Read a state after comparing its SHA-256, without executing anything in it."""
     digest = path.with_suffix(DIGEST)
     try:
         if digest.exists() and file_digest(path) != digest.read_text("utf-8").strip():
@@ -140,14 +140,14 @@ class Report:
     causal: float
     balance: float
     grad_norm: float
-    lr_scale: float  # factor of the peak learning rates
+    lr_scale: float  # multiplies the peak learning rates
     rows_per_second: float
     seconds: float
 
 
 @dataclass
 class Meter:
-    """Losses not yet reported, kept on the device so that no step waits; all fields change."""
+    """Unreported losses, kept on the device so that no step synchronizes."""
 
     losses: list[Tensor] = field(default_factory=list)
     rows: int = 0
@@ -158,7 +158,7 @@ class Meter:
         self.rows += rows
 
     def read(self, group: ProcessGroup) -> tuple[list[float], float]:
-        """Return the means of losses and gradient norm over all processes, and rows a second."""
+        """Return mean losses and gradient norm over all processes, and rows per second."""
         means = torch.stack(self.losses).mean(0)
         # Every process has its part of the losses, and the norm of all.
         means = torch.cat([group.all_reduce(means[:-1]), means[-1:]])
@@ -176,7 +176,7 @@ class Meter:
 
 
 class MetricsFile:
-    """Metrics of a run, a line each. One that resumes from a state drops the lines after it."""
+    """Metrics of a run, one line each. A resumed run drops lines after its state."""
 
     def __init__(self, directory: Path, name: str = METRICS) -> None:
         self.path = directory / name
@@ -269,7 +269,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def heldout_summary(directory: Path) -> list[str]:
-    """Say how the held-out loss went, and what it advises about the number of steps."""
+    """Summarize the held-out loss, and advise on the number of steps."""
     lines = MetricsFile(directory, HELDOUT).read()
     if len(lines) < 2:
         return []

@@ -1,7 +1,7 @@
-"""Shared by both command lines: parse options, build or resume a run, report, save.
+"""Training commands: parse options, build or resume a run, report, save.
 
-dgemma train RECIPE             with a progress bar
-python -m dgemma.train RECIPE   without the terminal libraries, and under torchrun
+`dgemma train RECIPE` shows a progress bar; `python -m dgemma.train RECIPE` needs no terminal
+libraries and runs under torchrun.
 """
 
 import json
@@ -39,13 +39,13 @@ from dgemma.train.recipe import (
 )
 from dgemma.weights.files import OnProgress
 
-# Tables and keys of a recipe that may change between two parts of a run.
+# Tables and keys of a recipe that may change when a run resumes.
 RESUMABLE_CHANGES = ("name", "run", "schedule", "eval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainArgs(TrainOptions):
-    """A recipe, and the options of its run."""
+    """A recipe and the options of its run."""
 
     recipe: Path  # a TOML file, or the bare name of a built-in recipe
 
@@ -66,7 +66,7 @@ class TrainArgs(TrainOptions):
             )
         if self.workers is not None and self.workers < 0:
             raise UsageError(f"workers is {self.workers}; it must be 0 or more")
-        # After the numbers: a wrong option is refused whether or not the recipe exists.
+        # After the numbers: a wrong option is refused even if the recipe does not exist.
         object.__setattr__(self, "recipe", find_recipe(self.recipe))
 
     def load_recipe(self) -> Recipe:
@@ -96,7 +96,7 @@ class TrainArgs(TrainOptions):
             )
 
     def check_files(self, recipe: Recipe) -> None:
-        """Refuse missing data before anything that takes long."""
+        """Refuse missing data before anything slow."""
         for data in recipe.data:
             names = [str(data.file or data.bank), *([data.heldout] if data.heldout else [])]
             paths = [recipe_path(self.recipe, name) for name in names]
@@ -137,7 +137,7 @@ def prepare(args: TrainArgs, progress: OnProgress | None = None) -> TrainingJob:
     group.barrier(device)
     job = build(recipe, environment)
     if group.is_main and args.fresh:
-        # Only now that the new run can be built is the old one deleted.
+        # Delete the old run only after the new one could be built.
         delete_run(environment.out)
         record_recipe(environment.out, recipe)
     group.barrier(device)
@@ -190,14 +190,14 @@ def reports(args: TrainArgs, job: TrainingJob) -> Iterator[Report]:
     try:
         yield from job.trainer.reports()
     except DgemmaError:
-        # The plot of a run that went wrong is the most useful one.
+        # Plot failed runs too.
         if job.environment.group.is_main:
             plot_losses(job.environment.out)
         raise
 
 
 def finish(job: TrainingJob) -> list[str]:
-    """Save the trained weights and say where they are. All processes take part."""
+    """Save the trained weights and report their path. All processes take part."""
     saved = job.save()
     if not job.environment.group.is_main:
         return []

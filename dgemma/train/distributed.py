@@ -18,7 +18,7 @@ from dgemma.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """The processes of a run; `rank` is this one."""
+    """The processes of a run; `rank` identifies this one."""
 
     rank: int = 0
     size: int = 1
@@ -50,7 +50,7 @@ class ProcessGroup:
         return bool(self.all_reduce(torch.tensor(float(flag), device=device)).item())
 
     def broadcast(self, number: int, device: torch.device) -> int:
-        """Return rank 0's number, for values that are read off a clock and so differ."""
+        """Return rank 0's number, for values that differ, such as clock readings."""
         if self.size == 1:
             return number
         shared = torch.tensor(number, device=device)
@@ -93,9 +93,9 @@ def check_batch_split(sequences: int, grad_accum_steps: int, group: ProcessGroup
 def shard_model(
     objective: nn.Module, layers: nn.ModuleList, device: str, dtype: torch.dtype
 ) -> None:
-    """Shard the weights over all processes in place: float32 where trained, `dtype` in passes.
+    """Shard the weights over all processes in place: trained ones in float32, `dtype` in passes.
 
-    One layer after the other, so that no process ever holds all of them in float32.
+    One layer at a time, so that no process holds the whole model in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -143,7 +143,7 @@ def shard_like(full: Tensor, model: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     placements = model.placements  # type: ignore[attr-defined]
-    # Every process has all of it, so that nothing need be sent.
+    # Every process has the full tensor: nothing is sent.
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
@@ -174,5 +174,5 @@ def shard_state_like(state: Any, model: Tensor) -> Any:
 
 @torch.no_grad()
 def all_finite(tensors: list[Tensor]) -> Tensor:
-    """Return for each tensor whether this process's shard has neither NaN nor inf."""
+    """Return per tensor whether this process's shard is finite."""
     return torch.stack([local_shard(tensor).detach().isfinite().all() for tensor in tensors])

@@ -17,7 +17,7 @@ from dgemma.train.masks import PackedContext
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Compiled units on a GPU: one code per layer type, ready soon, or each pass as a whole.
+# Units of compilation on a GPU: one per layer type (faster to compile), or whole passes.
 CompileMode = Literal["layer_types", "whole_pass"]
 
 
@@ -27,9 +27,9 @@ class RouterOutput(NamedTuple):
 
 
 class RecordingRouter(Router):
-    """A router that records its last output. It takes over the parameters of the one it replaces.
+    """A router that records its last output and shares the parameters of the one it replaces.
 
-    Forward hooks would do as well, but have numbers that compiled code guards on.
+    Forward hooks would work too, but they carry numbers that compiled code guards on.
     """
 
     def __init__(self, router: Router) -> None:
@@ -46,7 +46,7 @@ class RecordingRouter(Router):
 
 
 def run_layer(layer: Layer, x_TD: Tensor, context: PackedContext) -> tuple[Tensor, RouterOutput]:
-    """Run a layer; the router's record is returned and cleared, so that it keeps no tensors."""
+    """Run a layer; return and clear the router's record, so that it keeps no tensors."""
     x_TD = layer(x_TD, context.cos_sin, context)
     router = cast(RecordingRouter, layer.router)
     recorded, router.recorded = router.recorded, None
@@ -57,7 +57,7 @@ def run_layer(layer: Layer, x_TD: Tensor, context: PackedContext) -> tuple[Tenso
 def run_recomputed(
     layer: Layer, x_TD: Tensor, context: PackedContext
 ) -> tuple[Tensor, RouterOutput]:
-    """Run a layer and keep only its input; the backward runs it again."""
+    """Run a layer and keep only its input; the backward recomputes it."""
     out = checkpoint(run_layer, layer, x_TD, context, use_reentrant=False)
     return cast(tuple[Tensor, RouterOutput], out)
 
@@ -99,9 +99,9 @@ class LayerStack:
 
 
 def _with_layer_number(layer: Layer, number: int) -> Layer:
-    """Make a view of a layer, with the same parameters, that has another layer's number.
+    """Return a view of a layer with another layer number.
 
-    Compiled code guards on the number, of which packed contexts use the layer type alone.
+    Compiled code guards on the number, of which packed contexts use only the layer type.
     """
     attention, view = copy.copy(layer.self_attn), copy.copy(layer)
     attention.layer = number
@@ -110,14 +110,14 @@ def _with_layer_number(layer: Layer, number: int) -> Layer:
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile for the shapes it is called with, with rounded constants as constants."""
+    """Compile for fixed shapes, with rounded constants as constants."""
     # Not declared in model/gemma.py, which would then load the compiler: two seconds.
     torch.compiler.assume_constant_result(rounded)  # type: ignore[no-untyped-call]
     return torch.compile(function, dynamic=False)
 
 
 def allow_recompiles(count: int) -> None:
-    """Raise dynamo's limit of variants of a function, beyond which it runs uncompiled."""
+    """Raise dynamo's limit of variants per function, beyond which it runs uncompiled."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
 

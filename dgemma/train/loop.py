@@ -37,9 +37,9 @@ from dgemma.train.onpolicy import PersistentCanvases, restart_noise
 from dgemma.train.optim import MixedPrecisionOptimizer, Schedule
 from dgemma.train.recipe import RunSettings
 
-HELDOUT_BATCHES = 4  # the same ones, with the same noise, at each measurement
-LOSS_SMOOTHING_STEPS = 20  # for the drift test: batches differ
-COMPILE_STEPS = 5  # after which all code is compiled
+HELDOUT_BATCHES = 4  # the same batches and noise at each measurement
+LOSS_SMOOTHING_STEPS = 20  # smoothing for the drift test
+COMPILE_STEPS = 5  # steps after which all code is compiled
 MIN_UNFITTED_STEPS = 400  # of a run with a time budget, until its number of steps is known
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Steps before a time budget's clock starts and while it runs; fewer if they take long, since the
@@ -49,7 +49,7 @@ WARMUP_FRACTION, TIMED_FRACTION = 0.05, 0.1
 
 
 class TrainingStopped(DgemmaError):
-    """The run cannot continue; the message says why and names its last good state."""
+    """The run cannot continue; the message gives the reason and the last good state."""
 
 
 class TrainingInterrupted(DgemmaError):
@@ -61,12 +61,12 @@ class RunOptions:
     directory: Path
     settings: RunSettings = field(default_factory=RunSettings)
     grad_accum_steps: int = 1
-    seconds: float | None = None  # time budget, which the number of steps is fitted to
-    heldout: Mixture | None = None  # examples that are not trained on
+    seconds: float | None = None  # time budget to fit the number of steps to
+    heldout: Mixture | None = None  # held-out examples
 
 
 class TimeBudget:
-    """Fits the number of steps to a time, measured once; `first` and `mark` change."""
+    """Fits the number of steps to a time budget, once."""
 
     def __init__(
         self, seconds: float, spent: float, clock: Callable[[], float] = time.perf_counter
@@ -103,7 +103,7 @@ class TimeBudget:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """While open, the first Ctrl-C or SIGTERM only sets the event; a second one acts as usual."""
+    """While open, the first Ctrl-C or SIGTERM only sets the event; a second acts as usual."""
     is_interrupted, handlers = threading.Event(), dict[int, Any]()
 
     def restore() -> None:
@@ -128,7 +128,7 @@ def interruptible() -> Iterator[threading.Event]:
 def single_host_thread(device: torch.device) -> Iterator[None]:
     """Use one CPU thread while a GPU trains.
 
-    More would mostly wait for each other, on the cores that feed the GPU.
+    More would mostly wait, on the cores that feed the GPU.
     """
     threads = torch.get_num_threads()
     if device.type == "cuda":
@@ -144,9 +144,9 @@ def single_host_thread(device: torch.device) -> Iterator[None]:
 def persistent_losses(
     objective: Objective, batch: DeviceBatch, persistent: PersistentCanvases, step: int
 ) -> Losses:
-    """Compute the losses of fresh and persistent sequences, and advance the latter.
+    """Compute the losses of new and persistent sequences, and advance the latter.
 
-    The last sequences of `batch` replace the oldest persistent ones first.
+    The last sequences of `batch` first replace the oldest persistent ones.
     """
     (rows,), num_fresh = batch.micro_batches, len(batch.real_rows) - persistent.num_evicted
     fresh, new = rows.split(num_fresh)
@@ -165,17 +165,17 @@ def persistent_losses(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Numbers of a run, which a saved state holds."""
+    """Counters of a run, part of a saved state."""
 
     step: int = 0
     smooth_loss: float | None = None
     best_loss: float = float("inf")  # lowest smoothed loss
     is_fitted: bool = False  # whether the number of steps was fitted to a time budget
-    seconds: float = 0.0  # that the run has taken, when the state was saved
+    seconds: float = 0.0  # seconds of training when the state was saved
 
 
 class Trainer:
-    """A run. `state`, `schedule`, clock, weights and persistent sequences change."""
+    """A run: state, schedule, clock, weights and persistent sequences."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Trainer:
         return self.state.step
 
     def resume(self) -> int:
-        """Load the newest saved state, if there is one; returns the steps already taken."""
+        """Load the newest saved state, if any; return the steps already taken."""
         states = saved_states(self.run.directory)
         if states:
             state = load_state(states[-1][1])
@@ -228,7 +228,7 @@ class Trainer:
             with single_host_thread(self.device), interruptible() as is_interrupted:
                 yield from self._run_steps(budget, is_interrupted)
         finally:
-            self.prefetcher = None  # ends its processes
+            self.prefetcher = None  # ends its worker processes
 
     def _run_steps(
         self, budget: TimeBudget | None, is_interrupted: threading.Event
@@ -289,7 +289,7 @@ class Trainer:
         means = (self.group.all_reduce(sums) / HELDOUT_BATCHES).tolist()
         if self.group.is_main:
             self.heldout_metrics.add({"step": self.step, "denoise": means[1], "causal": means[2]})
-        self.meter.began += time.perf_counter() - began  # it is no training
+        self.meter.began += time.perf_counter() - began  # not training time
 
     def loader_config(self) -> LoaderConfig:
         return LoaderConfig(
@@ -316,7 +316,7 @@ class Trainer:
         """Update the weights once, and add the losses to the meter."""
         sums: list[Tensor] | None = None
         for losses in self._losses(batch):
-            # Sharded gradients are means over the processes; the sum is needed.
+            # Sharded gradients are means over processes; the sum is needed.
             torch.autograd.backward(losses.total * self.group.size)
             detached = [loss.detach() for loss in losses]
             sums = (
@@ -365,7 +365,7 @@ class Trainer:
         return self.state.is_fitted
 
     def _stop_if(self, is_interrupted: threading.Event, *, is_reporting: bool) -> None:
-        """Save and stop if interrupted; several processes agree on it when they report."""
+        """Save and stop if interrupted; processes agree on it when they report."""
         if self.group.size > 1 and not is_reporting:
             return
         if self.group.any(is_interrupted.is_set(), self.device):
@@ -407,7 +407,7 @@ class Trainer:
             raise self._stopped(f"the loss rose to {smooth:.3f} from {best:.3f}")
 
     def _check_weights(self) -> None:
-        """Stop if the last step broke the weights; its loss was that of the weights before it."""
+        """Stop if the last step produced non-finite weights, which its loss does not show."""
         is_finite = all_finite(self.optimizer.weights)
         broken = self.group.all_reduce((~is_finite).float()).nonzero().flatten().tolist()
         if broken:

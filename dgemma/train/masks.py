@@ -22,7 +22,7 @@ from dgemma.model.norm_rope import CosSin, cos_sin, inverse_frequencies, rope_co
 from dgemma.train.packing import Batch
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-BLOCK = 128  # rows that FlexAttention skips, or takes without a mask, together
+BLOCK = 128  # block size of FlexAttention
 NO_CANVAS = -(1 << 31)  # clean rows attend to no canvas
 # Of the forward kernel. Texts and canvases are short and begin anywhere, so that smaller tiles than
 # the default waste less: 0.57 instead of 0.97 ms a layer on an H200 (LOG.md).
@@ -30,10 +30,10 @@ KERNEL_OPTIONS: Any = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
 class AttnVisibility(NamedTuple):
-    """The rows that each row attends to, as numbers that compare fast; each [B, T], int32.
+    """The rows visible to each row, as numbers that compare fast; each [B, T], int32.
 
-    Every row has an id: clean rows count up in the order of their texts, canvas rows have the
-    negative number of their canvas. A row attends to a range of ids and to one more, its canvas.
+    Every row has an id: clean rows count up in text order, canvas rows have the negative number of
+    their canvas. A row attends to a range of ids and to one more id, its canvas.
     """
 
     row_id: Tensor
@@ -57,9 +57,9 @@ class AttnVisibility(NamedTuple):
         return AttnVisibility(*[field[:limit:2].contiguous() for field in self])
 
     def mask_mod(self) -> MaskMod:
-        """Return the FlexAttention mask: whether a query row attends to a key row.
+        """Return the FlexAttention mask of (query row, key row).
 
-        It is evaluated for every pair, hence three comparisons and no more.
+        Evaluated for every pair, hence only three comparisons.
         """
         row_id, first, end, own_canvas = self
 
@@ -96,11 +96,11 @@ class PackedContext:
         self.layer_types = config.layer_types
         self.num_sequences, self.num_rows = batch.token.shape
         self.positions_T = batch.position.flatten()
-        # Made outside the compiled pass, which would compute the sines again in every layer.
+        # Outside the compiled pass, which would recompute the sines in each layer.
         self.cos_sin, self.masks = dense_inputs(config, batch) if inputs is None else inputs
 
     def attend(self, layer: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
-        """Attend in a layer; any number of a layer of the same type will do."""
+        """Run attention in a layer; `layer` may be any layer of the same type."""
         shape = (self.num_sequences, self.num_rows)
         q, k, v = [x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TMH, v_TMH)]
         mask = self.masks[self.layer_types[layer]]
@@ -170,9 +170,9 @@ class VisibleBlocks(NamedTuple):
 
 
 def list_blocks(is_visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the visible blocks of each row, and list their indices followed by the others'.
+    """Count the visible blocks of each row, and list their indices before the others.
 
-    By comparing all with all instead of sorting: they are few, and it compiles into one kernel.
+    Compares all pairs instead of sorting: they are few, and it compiles to one kernel.
     """
     index = torch.arange(is_visible.shape[-1], device=is_visible.device)
     is_earlier = index[:, None] < index
@@ -230,10 +230,9 @@ def _compiled_plan() -> Callable[..., list[tuple[LayerTypePlan, LayerTypePlan]]]
 def flex_inputs(
     config: ModelConfig, batch: Batch, limit: int | None = None
 ) -> tuple[LayerInputs, LayerInputs]:
-    """Make the inputs of both passes with block masks, so that invisible blocks cost nothing.
+    """Make the inputs of both passes with block masks, so that invisible blocks are skipped.
 
-    Compiled as one function for both passes and all layer types: a hundred small launches would
-    keep a GPU waiting for the host.
+    Compiled as one function: a hundred small launches would make the GPU wait for the host.
     """
     shapes, device = _attention_shapes(config), batch.token.device
     plan = _compiled_plan() if device.type == "cuda" else plan_layer_types

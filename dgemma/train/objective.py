@@ -70,7 +70,7 @@ class LossSettings:
 class Losses(NamedTuple):
     """Means over the rows of the whole batch; `total` is minimized.
 
-    A micro-batch, or a process with some of the sequences, has its part of the means: they add up.
+    Those of micro-batches and processes are partial means that add up.
     """
 
     total: Tensor
@@ -80,9 +80,9 @@ class Losses(NamedTuple):
 
 
 class LossCounts(NamedTuple):
-    """Denominators of the losses, of the whole batch over all processes.
+    """Denominators of the losses: counts of the whole batch over all processes.
 
-    Scalar tensors: Python numbers would be compiled in.
+    Scalar tensors, since Python numbers would be compiled in.
     """
 
     canvas: Tensor
@@ -96,7 +96,7 @@ class LossCounts(NamedTuple):
 
     @classmethod
     def on_device(cls, batch: Batch) -> "LossCounts":
-        """Count on the device, for a batch that was assembled there."""
+        """Count on the device, for a batch assembled there."""
         has_target, is_canvas = batch.target > NONE, batch.is_canvas
         canvas = torch.where(has_target & is_canvas, batch.weight, 0).sum()
         clean = (has_target & ~is_canvas).sum()
@@ -105,14 +105,14 @@ class LossCounts(NamedTuple):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy without waiting."""
+    """Copy asynchronously."""
     if device.type == "cuda":
         tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def interleave_self_cond(self_cond_TD: Tensor, sequences: int) -> Tensor:
-    """Spread the even sequences' self-conditioning over all; zeros for the odd ones."""
+    """Spread the even sequences' self-conditioning over all; odd ones get zeros."""
     self_cond_BTD = self_cond_TD.view(sequences // 2, -1, self_cond_TD.shape[-1])
     return torch.stack([self_cond_BTD, torch.zeros_like(self_cond_BTD)], dim=1).flatten(0, 2)
 
@@ -143,10 +143,9 @@ class Objective(nn.Module):
         self.embed, self.read, self.score = self._embed, self._read, self._score
 
     def compile_passes(self, mode: CompileMode) -> None:
-        """Compile the passes, each as a whole (minutes), or layer by layer.
+        """Compile whole passes (minutes) or single layers.
 
-        In the latter case layers of one type share their code: the compiler then has two layers to
-        work on instead of all of them.
+        Layers of one type share code, so then only two layers are compiled.
         """
         if mode == "whole_pass":
             self.denoise_step, self.losses = compiled(denoise_step), compiled(self._losses)
@@ -166,10 +165,10 @@ class Objective(nn.Module):
     def with_persistent(
         self, batch: Batch, self_cond_TD: Tensor, counts: LossCounts
     ) -> tuple[Losses, Tensor]:
-        """Compute the losses where the last sequences have the given self-conditioning.
+        """Compute the losses with given self-conditioning of the last sequences.
 
-        Returns their hidden states too, without a gradient. Of the other sequences every second one
-        is self-conditioned as always.
+        Also returns their hidden states, without gradients. Of the other sequences every second one
+        is self-conditioned, as always.
         """
         rows = len(self_cond_TD)
         limit = len(batch.token) - rows // batch.token.shape[1]
@@ -185,7 +184,7 @@ class Objective(nn.Module):
     def self_cond_pass(
         self, batch: Batch, context: PackedContext, depth: int = 1
     ) -> PackedStepStats:
-        """Take `depth` denoising steps of the even sequences; the last one's stats."""
+        """Take `depth` denoising steps with the even sequences; return the last statistics."""
         step = torch.zeros((), dtype=torch.long, device=batch.token.device)
         stats = self.denoise_step(SelfCondPass(self, batch, context, step))
         for _ in range(depth - 1):
@@ -197,7 +196,7 @@ class Objective(nn.Module):
     def _read(
         self, batch: Batch, hidden_TD: Tensor, step: Tensor, rollout_fraction: float
     ) -> PackedStepStats:
-        """Read the LM head: soft embeddings, and a sampler step of some canvases."""
+        """Compute soft embeddings from the LM head, and a sampler step of some canvases."""
         size = self.chunk or len(hidden_TD)
         draws = rollout_draws(batch, rollout_fraction, self.model.config.vocab_size, step)
         embeds, tokens, argmaxes = [], [], []
@@ -256,7 +255,7 @@ class Objective(nn.Module):
         if self.chunk is None:
             return self._cross_entropy(hidden_TD, target_T)
         chunks = zip(*(torch.split(x, self.chunk) for x in (hidden_TD, target_T)), strict=True)
-        # Logits are computed again in the backward, a chunk at a time.
+        # Logits are recomputed in the backward, chunk by chunk.
         return torch.cat([checkpoint(self._cross_entropy, *c, use_reentrant=False) for c in chunks])
 
     def _cross_entropy(self, hidden_TD: Tensor, target_T: Tensor) -> Tensor:
@@ -271,10 +270,10 @@ class Objective(nn.Module):
         return torch.where(is_canvas_T1, canvas_TD, self.model.embed(tokens_T))
 
     def balance(self, batch: Batch, routers: Sequence[RouterOutput]) -> Tensor:
-        """Compute the load-balancing loss, a mean over layers: 1 is even, E the worst.
+        """Compute the load-balancing loss, averaged over layers: 1 is even, E the worst.
 
-        For each expert the fraction of tokens routed to it times its mean probability. Tokens of
-        all processes count; the probability is this process's part of the mean.
+        Per expert: the fraction of tokens routed to it times its mean probability. Tokens of all
+        processes count; the probability is this process's share of the mean.
         """
         is_real_T1 = (batch.example.flatten() > NONE)[:, None]
         probs_LE = torch.stack([torch.where(is_real_T1, p_TE, 0.0).sum(0) for p_TE, _ in routers])
@@ -297,8 +296,8 @@ def _num_routed(p_TE: Tensor, topk_ids_TK: Tensor, is_real_T1: Tensor) -> Tensor
 class SelfCondPass:
     """The operations of `denoise_step` over packed rows.
 
-    Logits are read by `Objective.read` rather than by `position_stats`, which works in place in
-    float64 and in groups that fit a CPU's cache: training compiles its reading.
+    Uses `Objective.read` instead of `position_stats`, which works in place in float64 and in
+    CPU-cache-sized groups: training compiles its own version.
     """
 
     objective: Objective

@@ -38,7 +38,7 @@ ENTROPY_BOUNDS = (0.005, 0.7)  # nats; the upper is about that of two equally li
 
 
 class PackedStepStats(NamedTuple):
-    """Output of a denoising step in training."""
+    """The output of a denoising step in training."""
 
     self_cond_TD: Tensor  # self-conditioning for the next pass
     token: Tensor | None = None  # [B, T] after the sampler step; None: no step was taken
@@ -50,7 +50,7 @@ class RolloutDraws(NamedTuple):
 
     is_rolled_T: Tensor  # whether the step may change it
     temperature_T: Tensor
-    entropy_bound_T: Tensor  # below it a drawn token is accepted
+    entropy_bound_T: Tensor  # entropy below which a drawn token is accepted
     uniform_T: Tensor  # decides the draw, in [0, 1)
     noise_T: Tensor  # token where the draw is not accepted
     token_T: Tensor  # token before the step
@@ -81,7 +81,7 @@ def rollout_draws(batch: Batch, fraction: float, vocab_size: int, step: Tensor) 
 
 
 def rollout_step(p_TV: Tensor, draws: RolloutDraws) -> Tensor:
-    """Take a sampler step: the tokens after it."""
+    """Take a sampler step; return the new tokens."""
     entropy_T = -(p_TV * p_TV.clamp(min=1e-30).log()).sum(-1)
     is_accepted_T = entropy_T < draws.entropy_bound_T
     token_T = torch.where(is_accepted_T, draw(p_TV, draws.uniform_T), draws.noise_T)
@@ -102,7 +102,7 @@ def _uniform(words: Words) -> list[Tensor]:
 
 
 class PersistentCanvases:
-    """Sequences that stay for several training steps; everything but `num_evicted` changes."""
+    """Sequences that stay for several training steps."""
 
     def __init__(self, rows: RowArray, num_evicted: int, like: Tensor) -> None:
         """`rows`: the first sequences; `num_evicted` are replaced in each step.
@@ -113,13 +113,13 @@ class PersistentCanvases:
         self.num_evicted = num_evicted
         self.oldest = 0  # index of the first sequence to be evicted next
         num_rows, width = self.batch.token.numel(), like.shape[-1]
-        self.self_cond_TD = like.new_zeros(num_rows, width)  # of the next pass
+        self.self_cond_TD = like.new_zeros(num_rows, width)  # self-conditioning of the next pass
         # Of rows: whether their canvas was solved in the last step.
         self.solved_T = like.new_zeros(num_rows, dtype=torch.bool)
         self.real_rows = count_real_rows(rows)
 
     def replace_oldest(self, new: Batch, real_rows: Sequence[int]) -> None:
-        """Put new sequences, without self-conditioning, in the place of the oldest ones."""
+        """Replace the oldest sequences by new ones without self-conditioning."""
         window = slice(self.oldest, self.oldest + self.num_evicted)
         for name in FIELDS:
             getattr(self.batch, name)[window] = getattr(new, name)
@@ -157,7 +157,7 @@ class PersistentCanvases:
 
 
 def is_solved(batch: Batch, token: Tensor) -> Tensor:
-    """Return for each row whether `token` has all targets of its canvas; False for clean rows."""
+    """Return per row whether `token` equals all targets of its canvas; False for clean rows."""
     is_wrong_T = ((token != batch.target) & (batch.target > NONE)).flatten()
     key_T = batch.rng_key.flatten()
     # Canvases are contiguous, and each has its own rng key.

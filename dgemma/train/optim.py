@@ -20,7 +20,7 @@ from dgemma.train.distributed import full_tensor, shard_like, shard_state_like
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-MAX_STACKED_ELEMENTS = 1 << 28  # orthogonalized together; a larger stack is taken alone
+MAX_STACKED_ELEMENTS = 1 << 28  # orthogonalized together; a larger stack is processed alone
 # Weights up to which a step is captured. A graph keeps its memory for good, and with more weights
 # the GPU is slower than the host in any case.
 MAX_CAPTURED_ELEMENTS = 1 << 28
@@ -174,7 +174,7 @@ def orthogonalize(matrices_KRC: Tensor) -> Tensor:
 
 
 def is_muon_weight(name: str, weight: Tensor) -> bool:
-    """Return True for hidden matrices; embeddings, routers and vectors are AdamW's."""
+    """True for hidden matrices; AdamW trains embeddings, routers and vectors."""
     return weight.ndim >= 2 and "embed_tokens" not in name and "router" not in name
 
 
@@ -184,7 +184,7 @@ def is_muon_weight(name: str, weight: Tensor) -> bool:
 class CapturedStep:
     """Warms up a function, then replays it as a CUDA graph.
 
-    The function must read and write the same memory every time, and decide nothing on the host.
+    The function must use the same memory every time and must not branch on device values.
     """
 
     def __init__(self, function: StepFunction, capture: Capture) -> None:
@@ -197,7 +197,7 @@ class CapturedStep:
         return self.replay not in (None, self.function)
 
     def forget(self) -> None:
-        """Warm up again: the graph is of memory that is no longer used."""
+        """Warm up again, since the graph's memory is no longer used."""
         self.calls, self.replay = 0, None
 
     def __call__(self) -> Tensor:
@@ -241,8 +241,8 @@ def cuda_graph(function: StepFunction) -> StepFunction:
 
 
 def can_capture(weights: Sequence[Tensor]) -> bool:
-    """Return whether a step can be captured as a CUDA graph, and is worth it."""
-    # Only work on the current GPU is captured: another's would be left out of the graph.
+    """True if a step can be captured as a CUDA graph and gains from it."""
+    # Only work on the current GPU can be captured.
     devices = {weight.device for weight in weights}
     on_gpu = all(d.type == "cuda" and d.index == torch.cuda.current_device() for d in devices)
     is_sharded = any(hasattr(weight, "full_tensor") for weight in weights)
@@ -256,7 +256,7 @@ def can_capture(weights: Sequence[Tensor]) -> bool:
 class MixedPrecisionOptimizer:
     """Steps float32 master weights and copies them, rounded, into the model.
 
-    A float32 model is its own master copy. `weights` and the model change, and nothing else here.
+    A float32 model is its own master copy.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def step(self, scale: float) -> Tensor:
-        """Update the weights at `scale` times the peak rates; the gradient norm before clipping."""
+        """Update the weights at `scale` times the peak rates; return the gradient norm."""
         self._collect_gradients()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

@@ -60,14 +60,13 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Tensor, device: torch.device | str) -> "Batch":
-        """Copy rows as `Mixture.batch` makes them to a device."""
+        """Copy rows made by `Mixture.batch` to a device."""
         return cls(*rows.to(device, non_blocking=True).long().unbind(0))
 
     def even(self, limit: int | None = None) -> "Batch":
-        """Return every second of the first `limit` sequences: those that are self-conditioned.
+        """Return every second of the first `limit` sequences: the self-conditioned ones.
 
-        Contiguous, as the self-conditioning pass returns its tokens, so that one compiled code
-        serves both.
+        Contiguous like the self-conditioning pass's tokens, so that both share compiled code.
         """
         return Batch(*[getattr(self, name)[:limit:2].contiguous() for name in FIELDS])
 
@@ -110,27 +109,27 @@ class PackingLayout:
 
     canvas_length: int
     max_rows: int
-    copies: int = 1  # of each canvas, noised independently; 0: clean rows only
+    copies: int = 1  # copies of each canvas with independent noise; 0: clean rows only
     train_on_prompt: bool = True  # whether the prompt's tokens are causal targets
-    causal_fraction: float = 1.0  # of the examples: those with causal targets at all
+    causal_fraction: float = 1.0  # fraction of examples with causal targets
 
     @property
     def rows_per_canvas(self) -> int:
-        """Rows that a canvas takes: those of its copies, and a clean row for each of its tokens."""
+        """Rows of a canvas: one per token and copy, and one clean row per token."""
         return (1 + self.copies) * self.canvas_length
 
 
 def pack_example(
     example: Example, layout: PackingLayout, corruption: Corruption, rng: np.random.Generator
 ) -> RowArray | None:
-    """Make the rows of an example; None if it does not give a single canvas."""
+    """Return the rows of an example; None if it is too short for a canvas."""
     prompt, reply = example
     lines = [] if corruption.lines is None else corruption.lines.spans(reply)
     if not len(prompt):
         prompt, reply = split_text(reply, layout, lines, rng)
         lines = [(start - len(prompt), stop - len(prompt)) for start, stop in lines]
     length = layout.canvas_length
-    # A plain text may be a piece of a longer one; a whole one ends with <eos>.
+    # Plain text may be a piece of a longer text; a whole text ends with <eos>.
     is_complete = len(reply) > 0 and (len(example.prompt) > 0 or reply[-1] == corruption.eos_id)
     count = -(-len(reply) // length) if is_complete else len(reply) // length
     count = min(count, (layout.max_rows - len(prompt)) // layout.rows_per_canvas)
@@ -158,7 +157,7 @@ def split_text(
     lines: Sequence[TokenSpan],
     rng: np.random.Generator,
 ) -> Example:
-    """Split a plain text in two, so that canvases begin anywhere in it.
+    """Split a plain text in two, so that canvases start anywhere in it.
 
     If it has code lines, half of the splits are at the start of one, as in an infill request.
     """
@@ -189,7 +188,7 @@ def _clean_rows(
 def _canvas_rows(
     begin: int, text: CanvasText, corruption: Corruption, rng: np.random.Generator
 ) -> RowArray:
-    """Make the rows of one noised copy of all canvases; the first is at position `begin`."""
+    """Make the rows of one noised copy of all canvases, starting at position `begin`."""
     count, length = text.clean_CL.shape
     noisy = corrupt(text, corruption, rng)
     rows = np.empty((len(FIELDS), count * length), np.int32)

@@ -51,7 +51,7 @@ class StoreSource:
                 yield tuple(map(int, prompt))
 
     def length_warnings(self, layout: PackingLayout) -> list[str]:
-        """Count the pairs that do not fit into a sequence, even with the shortest canvas."""
+        """Count the pairs that do not fit a sequence, even with the shortest canvas."""
         store = self.store
         reply_E = np.diff(store.starts_E) - store.prompts_E
         canvases_E = (layout.max_rows - store.prompts_E) // layout.rows_per_canvas
@@ -70,11 +70,11 @@ class StoreSource:
 
 
 class InfillSource:
-    """Infill prompts: a document shown with holes in its code lines, and the whole text as reply.
+    """Infill prompts: a document with holes in its code lines, and the whole text as reply.
 
-    These are the prompts that `fill` sends to an instruct model. Most of the reply is copied, which
-    is soon learned; the opened lines are not. The causal mode so learns to write between two sides,
-    since it has read the text after the hole in the prompt. Lines are opened anew at each draw.
+    The prompts that `fill` sends to an instruct model. Most of the reply is copied, which is
+    learned quickly; the opened lines are not. The causal mode thus learns to infill, since the
+    prompt contains the text after the hole. Lines are opened anew at each draw.
     """
 
     def __init__(self, store: TokenStore, tokenizer: Tokenizer, template: ChatTemplate) -> None:
@@ -123,7 +123,7 @@ class InfillSource:
 
 
 def choose_holes(lines: Sequence[TokenSpan], rng: np.random.Generator) -> list[TokenSpan]:
-    """Choose one of the lines, or up to half of them, in their order."""
+    """Choose one line, or up to half of the lines, in order."""
     is_single = rng.random() < SINGLE_HOLE_FRACTION
     max_count = 1 if is_single else max(1, int(MAX_OPEN_LINES * len(lines)))
     count = int(rng.integers(1, max_count, endpoint=True))

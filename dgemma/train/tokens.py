@@ -46,7 +46,7 @@ TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Tokens of some examples: arrays travel between processes far faster than lists."""
+    """Tokens of some examples as arrays, which travel between processes faster than lists."""
 
     tokens_N: np.ndarray
     lengths_E: np.ndarray
@@ -91,7 +91,7 @@ class TokenStore:
         return self.tokens_N[start:middle], self.tokens_N[middle:stop]
 
     def split(self, fraction: float, seed: int) -> tuple[TokenStore, TokenStore]:
-        """Hold out a fraction of the examples, drawn by the seed; returns the others first."""
+        """Hold out a random fraction of the examples by seed; returns the others first."""
         order_E = np.random.default_rng(seed).permutation(len(self))
         count = max(1, round(fraction * len(self)))
         return self._select(np.sort(order_E[count:])), self._select(np.sort(order_E[:count]))
@@ -164,14 +164,14 @@ class TokenStore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCache:
-    """Directory of tokenized files, and the tokenizer that they are made with."""
+    """A directory of tokenized files, and the tokenizer used."""
 
     directory: Path
     tokenizer: Path  # a directory
     progress: OnProgress | None = None
 
     def load(self, path: Path, max_tokens: int) -> tuple[TokenStore, int]:
-        """Return the examples of a file, and how many were dropped when it was tokenized."""
+        """Return the examples of a file, and how many were dropped by tokenization."""
         if path.suffix == ".npz":
             return TokenStore.load(path), 0
         if path.suffix not in DATA_SUFFIXES:
@@ -197,7 +197,7 @@ class TokenCache:
 
     def _tokenize(self, path: Path, max_tokens: int, cached: Path, dropped: Path) -> None:
         made = tokenize_file(path, self.tokenizer, max_tokens=max_tokens, progress=self.progress)
-        # The count first: once the tokens exist, nothing is counted again.
+        # The count first: once the tokens exist, nothing is recounted.
         self.directory.mkdir(parents=True, exist_ok=True)
         dropped.write_text(str(made.dropped), encoding="utf-8")
         made.store.save(cached)
@@ -288,7 +288,7 @@ def _read_tasks(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _json_entries(path: Path) -> list[object]:
-    """Read a whole JSON file, as Alpaca and ShareGPT come."""
+    """Read a whole JSON file, as used by Alpaca and ShareGPT."""
     try:
         entries = json.loads(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -318,7 +318,7 @@ def _decode(path: Path, number: int, line: bytes) -> str:
 
 @cache
 def _worker_encoder(directory: Path, max_tokens: int) -> Encoder:
-    """Load a worker process's encoder, which costs more than a task."""
+    """Load a worker process's encoder, once, since that costs more than a task."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return Encoder.load(directory, max_tokens)
 
@@ -390,7 +390,7 @@ class Encoder:
         return prompt.ids, [*self._tokenizer.encode(chat.reply), self._turn_end]
 
     def _calls(self, chat: TrainingChat, reply: Message, start: int) -> list[int]:
-        """Encode a reply that calls tools, up to the token with which the tool's answer begins."""
+        """Encode a reply with tool calls, up to the token that starts the tool's answer."""
         answer = Message(role="tool", content="", tool_call_id=reply.tool_calls[-1].id)
         ids = self._template.prompt([*chat.messages, reply, answer], chat.tools).ids
         stop = _control_id(self._tokenizer, TOOL_RESPONSE)
@@ -400,7 +400,7 @@ class Encoder:
 
 
 def eos_id_of(directory: Path) -> int:
-    """Return the id of <eos>; that of Gemma's tokenizers where only their tokens are there."""
+    """Return the id of <eos>; the Gemma default if only tokens are available."""
     if not (directory / "tokenizer.json").exists():
         return EOS_ID
     return _control_id(Tokenizer.load(directory), EOS)
