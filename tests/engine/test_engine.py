@@ -93,7 +93,7 @@ def test_a_draft_describes_the_whole_canvas(engine: Engine) -> None:
     for draft in events:
         if not isinstance(draft, Draft):
             continue
-        for name in ("ids", "tokens", "guess", "guess_tokens", "entropy", "kept", "pinned"):
+        for name in ("ids", "tokens", "guess", "guess_tokens", "entropy", "accepted", "pinned"):
             assert len(getattr(draft, name)) == CANVAS, name
         assert not any(draft.pinned) and any(draft.accepted)
         assert all(nats >= 0 for nats in draft.entropy)
