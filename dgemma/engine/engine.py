@@ -165,7 +165,7 @@ class Engine(EngineCore):
         if self.images is None:
             raise UsageError(
                 "this checkpoint has no image tower, so it cannot read pictures; send text, or "
-                "load one that has it, such as the released DiffusionGemma"
+                "load one that has it, such as nano or the released DiffusionGemma"
             )
         return self.images
 

@@ -133,7 +133,9 @@ def test_what_cannot_be_shown_is_refused_at_once(chat: Conversation, tmp_path: P
     assert not chat.shown
 
 
-def test_nano_has_no_tower_and_says_so(files: list[Path]) -> None:
-    chat = Conversation(Engine.load("nano", device="cpu"), ChatSettings())
+def test_a_model_without_a_tower_says_so(files: list[Path]) -> None:
+    engine = Engine.load("nano", device="cpu")
+    engine.images = None
+    chat = Conversation(engine, ChatSettings())
     with pytest.raises(UsageError, match="this checkpoint has no image tower"):
         handle(chat, f"/image {files[0]}")

@@ -145,7 +145,7 @@ def test_generate_shows_pictures_to_the_model(directory: Path, tmp_path: Path, r
         (["--image-tokens", "70"], "--image-tokens is given without --image"),
         (["--image", __file__, "--image-tokens", "71"], "image tokens are 71; they must be one of"),
         (["--image", __file__, "--plain"], "--plain has no chat turns"),
-        (["--image", __file__], "has no image tower"),
+        (["--image", __file__], "is not a JPEG, PNG, WEBP or GIF file"),
     ],
 )
 def test_pictures_that_cannot_be_shown_are_refused_by_a_sentence(

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from dgemma.engine import Engine
-from dgemma.programs.sudoku import grid
 from dgemma.server.limits import Limits
 from dgemma.server.service import Settings
-from tests.images.test_sudoku_picture import PUZZLE, Spelling
+from tests.images.test_sudoku_picture import PUZZLE, Spelling, spelled
 from tests.images.tiny_tower import seeing_engine
 from tests.server.conftest import Running, running
 from tests.server.test_browser import MAX_MS, ask, browser, bubbles, pytestmark
@@ -116,10 +115,10 @@ def test_two_pictures_in_two_turns_are_both_seen_and_kept(browser: Any, seeing: 
 
 @pytest.mark.parametrize("way", ["drop", "paste"])
 def test_a_puzzle_that_is_dropped_or_pasted_is_read_and_solved(browser: Any, way: str) -> None:
-    """nano solves; its soft tokens are chosen by the test, since it has no tower."""
+    """nano solves what it reads; its soft tokens are chosen by the test."""
     engine = Engine.load("nano", device="cpu", dtype="float32")
-    spelling: Any = Spelling(engine, grid.grid_text(PUZZLE))
-    spelling.vision = seeing_engine().tower().vision
+    spelling: Any = Spelling(engine, spelled(PUZZLE))
+    spelling.vision = engine.tower().vision
     engine.images = spelling
     with running(engine, Settings(names=("nano",))) as server:
         page = opened(browser, server.url)
