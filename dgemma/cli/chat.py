@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 REPLAY_PAUSE = 0.15  # seconds a canvas stays on the screen
 NANO_CAN = (
-    "It does well: Sudoku (dgemma sudoku), holes in a text (dgemma fill), JSON of a schema\n"
-    '(dgemma generate --schema), and here "Change cat to dog.", an empty line and a text.'
+    "It does well: Sudoku, also from a picture (dgemma sudoku --image), holes in a text (dgemma\n"
+    "fill), JSON of a schema (dgemma generate --schema), and here small talk, short stories, and\n"
+    '"Change cat to dog.", an empty line and a text.'
 )
-NANO_CANNOT = "It cannot: it knows nothing of the world and does not hold a conversation."
+NANO_CANNOT = "It cannot: it knows next to nothing of the world."
 NANO_TASKS = "So /clear before another task: what went before would confuse it."
 KEYS = 'Several lines: paste them, or Alt+Enter, or """ before and after. /help lists commands.'
 HELP = """\

@@ -160,7 +160,7 @@ def test_drafts_change_then_settle_on_the_answer(visit: Callable[..., Any], nano
 def test_an_answer_is_stopped_by_a_key(visit: Callable[..., Any], nano: Running) -> None:
     page = visit(settings={"seed": 1, "max_tokens": 1024})
     ask(page, STORY)
-    page.wait_for_selector(".answer .t.accepted")
+    page.wait_for_selector(".answer .t")
     page.keyboard.press("Escape")
     page.wait_for_selector("#send:visible")
     wait_for(lambda: not nano.service.worker.num_running)
@@ -177,15 +177,15 @@ def kept(page: Any) -> list[str]:
 def test_a_page_left_in_the_middle_keeps_no_question_without_an_answer(
     visit: Callable[..., Any],
 ) -> None:
-    page = visit(settings={"seed": 1, "max_tokens": 1024})
+    page = visit(settings={"seed": 1, "max_tokens": 1024, "canvas_length": 128})
     ask(page, STORY)
-    page.wait_for_selector(".answer .t.accepted")
+    page.wait_for_selector(".answer .t")
     page.reload()
     page.wait_for_selector("html[data-ready]")
     assert page.input_value("#question") == STORY  # to be sent again
     assert kept(page) == [] and page.locator(".mine").count() == 0
     page.press("#question", "Enter")
-    page.wait_for_selector(".answer .t.accepted")
+    page.wait_for_selector(".answer .t")
     page.fill("#question", "What next?")  # typed while an answer is on its way
     page.keyboard.press("Escape")
     page.wait_for_selector("#send:visible")
@@ -682,14 +682,16 @@ def test_pictures_are_chosen_dropped_and_pasted_where_the_model_reads_them(
     visit: Callable[..., Any], nano: Running
 ) -> None:
     page = visit()
+    models = nano.get("/v1/models").json()
+    models["data"][0]["modalities"] = {"vision": False}
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.reload()
     page.wait_for_selector("#limits:not(:empty)")
     assert not page.locator("#picture").is_visible()
     page.evaluate(PICTURE, "main")
     page.wait_for_selector("text=This model reads no pictures")
 
-    models = nano.get("/v1/models").json()
-    models["data"][0]["modalities"] = {"vision": True}
-    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.unroute("**/v1/models")
     answer: Any = reply_with("A black square.", "Still one.")
     page.route("**/v1/chat/completions", answer)
     page.reload()

@@ -17,7 +17,7 @@ const STARTERS = [
   { name: "Compare two ways", note: "diffusion beside one token at a time", tab: "compare", press: "race-go" },
 ];
 const LIMITS = {
-  nano: "nano has 43 million parameters: it solves, edits, fills and keeps to a form. It knows few facts, cannot reason or translate, and its stories lose their thread. One task a conversation: press New before the next.",
+  nano: "nano has 43 million parameters: it solves, edits, fills, keeps to a form and holds small talk. It knows few facts, cannot reason or translate, and its stories wander. A new task goes best in a new conversation: press New.",
 };
 
 // `send(question, schema)` asks, `go(tab)` shows a tab.

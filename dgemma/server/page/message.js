@@ -93,7 +93,7 @@ export class AnswerView {
 function cost({ took, stopped, content }) {
   const parts = stopped ? ["stopped"] : [];
   if (took) {
-    parts.push(took.mode === "ar" ? plural(took.steps, "token") : `${plural(took.blocks, "canvas")}, ${plural(took.steps, "step")}`);
+    parts.push(took.mode === "ar" ? plural(took.steps, "token") : `${took.blocks ? plural(took.blocks, "canvas") : "verified drafts"}, ${plural(took.steps, "step")}`);
     if (took.mode !== "ar") parts.push(`${took.tokens_per_step.toFixed(1)} tokens a step`);
     parts.push(seconds(took.seconds), `seed ${took.seed}`);
     if (took.forced_from != null) parts.push(`the end ${[...content].slice(took.forced_from).join("")} is the limit's, not the model's`);

@@ -36,7 +36,7 @@ export function buildPictures() {
 export function allowPictures(isVision) {
   isAllowed = isVision;
   $("picture").hidden = !isVision;
-  $("sudoku-picture").hidden = !isVision;
+  $("sudoku-picture").hidden = $("sudoku-drop").hidden = !isVision;
 }
 
 export const readsPictures = () => isAllowed;
