@@ -80,7 +80,7 @@ TOP_KEYS = frozenset(
     """boi_token_id canvas_length dtype eoi_token_id image_token_id long_reply model_type
     text_config tie_word_embeddings vision_config""".split()
 )
-OWN_GENERATION = ("long_reply", "presets")  # keys that other programs keep and do not use
+OWN_GENERATION = ("long_reply", "presets")  # transformers 5.22 refuses a file with them
 PRESET_KEYS = frozenset(
     """max_denoising_steps t_max t_min entropy_bound stability_threshold confidence_threshold
     long_reply""".split()

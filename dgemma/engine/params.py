@@ -84,7 +84,7 @@ def _check_mode(params: SamplingParams) -> None:
         )
     of_canvases = {
         "pins": params.pins != NO_PINS,
-        "a first canvas": bool(params.initial_canvas),
+        "an initial canvas": bool(params.initial_canvas),
         "canvas length": params.canvas_length is not None,
         "a sampler": params.sampler is not None,
         "a preset": params.preset is not None,

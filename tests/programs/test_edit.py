@@ -194,7 +194,7 @@ def test_an_old_version_is_noise_only_where_it_is_doubtful() -> None:
 def test_a_first_canvas_belongs_to_canvases() -> None:
     engine = random_engine(0)
     for mode in ("ar", "hybrid"):
-        with pytest.raises(UsageError, match="a first canvas"):
+        with pytest.raises(UsageError, match="an initial canvas"):
             rewrite(engine, "x", "old", SamplingParams(mode=mode))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a token is 9999"):
         engine.generate("x", SamplingParams(initial_canvas=(9999,)))
