@@ -1,5 +1,6 @@
 """Tiny models are fastest on one thread, and do not fight the other core for it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for prefix, seconds in TIMEOUTS.items():
             if name(item).startswith(prefix) and item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(seconds))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what is measured here, in this process and those it starts, out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

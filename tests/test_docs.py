@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *map(ROOT.joinpath, ("README.md", "CONTRIBUTING.md", "LOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def test_the_command_line_page_is_what_the_commands_say() -> None:
@@ -52,7 +55,9 @@ def test_every_script_a_page_names_exists() -> None:
     missing = [
         f"{page.relative_to(ROOT)}: {name}"
         for page in PAGES
-        for name in re.findall(r"(?:bench|examples|docs|tests)/\w+\.py", page.read_text("utf-8"))
+        for name in re.findall(
+            r"\b(?:bench|examples|docs|tests)/[\w/]+\.py", page.read_text("utf-8")
+        )
         if not (ROOT / name).exists()
     ]
     assert not missing

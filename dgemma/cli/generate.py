@@ -71,6 +71,7 @@ def generate(
     if options.plain and (options.system or options.thinking or shown):
         left_out = "--system, --thinking, --image and --video"
         raise UsageError(f"--plain has no chat turns; leave out {left_out}")
+    _check_rule(options)
     own_rule = load_rule(options.rule)
     params = replace(
         options.params(drafts=options.show),
@@ -190,6 +191,16 @@ def _chat(
     return engine.prompt(messages, thinking=options.thinking)
 
 
+def _check_rule(options: GenerateOptions) -> None:
+    """Refuse a sampler's rule where no sampler decides."""
+    if options.rule is None:
+        return
+    if options.mode == "ar":
+        raise UsageError("AR mode has no canvas, so it cannot honour --rule; leave it out")
+    if options.verify is not None:
+        raise UsageError("--verify commits what the causal mode chooses; leave out --rule")
+
+
 def _drafter(draft: str) -> "Drafter":
     if draft not in ("ngram", "canvas", "assistant") and Path(draft).is_dir():
         return "assistant"
@@ -209,6 +220,8 @@ def _speculation(params: "SamplingParams", options: GenerateOptions) -> "Specula
         raise UsageError("--verify checks drafts of diffusion; leave out --mode, or use --draft")
     if params.drafts:
         raise UsageError("verified text appears token by token; leave out --show")
+    if verify is not None and params.preset is not None:
+        raise UsageError("--verify commits what the causal mode chooses; leave out --preset")
     if verify is not None and options.steps is not None:
         raise UsageError("a verified canvas takes one step in each pass; leave out --steps")
     return SpeculativeParams(

@@ -127,8 +127,14 @@ def _model(options: ModelOptions) -> dict[str, Any]:
 def _file(path: Path, options: ModelOptions) -> dict[str, Any]:
     """Return the types of a GGUF file, what was assumed of it, its template and image tower."""
     from dgemma.weights.gguf_vision import find_tower
-    from dgemma.weights.source import load_template, load_tokenizer, source_notes
+    from dgemma.weights.source import (
+        check_template_choice,
+        load_template,
+        load_tokenizer,
+        source_notes,
+    )
 
+    check_template_choice(path, options.template)
     if path.is_dir():
         return {}
     template = load_template(path, load_tokenizer(path), options.template)

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
-from dgemma.config import GENERATION_CONFIG, GenerationConfig, Mode, load_generation_config
+from dgemma.config import GENERATION_CONFIG, GenerationConfig, load_generation_config
 from dgemma.constrain.grammar import ConstraintArgs
 from dgemma.constrain.matcher import Constraint, compile_constraint
 from dgemma.constrain.tool_grammar import grammar_of
@@ -74,7 +74,7 @@ class Engine(EngineCore):
         self.rule, self.preset = rule, preset
         self.sampler = self._new_sampler(None)
         self.break_even: BreakEven | None = None  # measured costs of both modes, for mode auto
-        self.identity: dict[str, str] | None = None  # cache key of the costs
+        self.identity: dict[str, str] | None = None  # key of stored costs; None: not stored
         # Called if a request needs costs that are not measured; None: measure them at once.
         self.on_missing_costs: Callable[[], None] | None = None
         self.stop_ids = StopIds.read(generation.stop_ids)
@@ -114,8 +114,9 @@ class Engine(EngineCore):
         engine = cls(*parts, rule=rule, preset=preset, prefix_bytes=prefix_bytes)
         engine.images = image_features(checkpoint)
         spin_control().end_pool()  # passes may run in another thread
-        engine.identity = auto.identity(path, options)
-        engine.break_even = auto.load_break_even(engine.identity)
+        if rule is None and preset is None:  # the costs of other samplers are not stored
+            engine.identity = auto.identity(path, options)
+            engine.break_even = auto.load_break_even(engine.identity)
         return engine
 
     def measure_break_even(self) -> BreakEven:
@@ -212,7 +213,7 @@ class Engine(EngineCore):
         prompt, config = self.user_prompt(prompt), self.model.config
         check_params(params)
         if params.mode == "auto":
-            params = replace(params, mode=self._known_mode())
+            params = self._without_auto(params)
             check_params(params)
         constraint = params.constraint
         if constraint is not None and constraint.vocabulary.tokenizer is not self.tokenizer:
@@ -224,13 +225,16 @@ class Engine(EngineCore):
             return reply
         return SpeculativeReply(self, reply, SpeculativeParams(drafter="canvas"))
 
-    def _known_mode(self) -> Mode:
-        """Resolve mode auto once both modes are timed: now, unless `on_missing_costs` defers it."""
+    def _without_auto(self, params: SamplingParams) -> SamplingParams:
+        """Replace mode auto if there is nothing to choose; an AR-only checkpoint shows no drafts.
+
+        Both modes are timed now, unless `on_missing_costs` defers it.
+        """
         if not self.model.config.can_denoise:
-            return "ar"
+            return replace(params, mode="ar", drafts=False)
         if self.break_even is None:
             (self.on_missing_costs or self.measure_break_even)()
-        return "diffusion" if self.break_even is None else "auto"
+        return replace(params, mode="diffusion") if self.break_even is None else params
 
     # --- library calls
 

@@ -132,9 +132,10 @@ def reply_limits(
     _check_tokens(params, min(length, max_tokens), config.vocab_size)
     capacity = -(-max_tokens // unit) * unit + spare
     if num_prompt + capacity > limit:
+        rounded = " (rounded up to whole canvases)" if capacity != max_tokens else ""
         raise PromptTooLong(
-            f"the prompt has {num_prompt} tokens and the answer may take {capacity}, but the "
-            f"context holds {limit}; shorten the prompt or lower max tokens"
+            f"the prompt has {num_prompt} tokens and the answer may take {capacity}{rounded}, "
+            f"but the context holds {limit}; shorten the prompt or lower max tokens"
         )
     return ReplyLimits(max_tokens, num_prompt + capacity)
 

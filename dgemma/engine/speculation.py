@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+import numpy as np
+
 from dgemma.backends.base import ForwardInput, ForwardOutput
 from dgemma.config import LongReply
 from dgemma.diffusion import denoise
@@ -288,9 +290,15 @@ def _after(canvas: Canvas, begin: int) -> Canvas:
 
 def prompt_lookup(ids: Sequence[int], count: int) -> tuple[int, ...]:
     """Return the tokens that followed the latest earlier match of the last n-gram, if any."""
-    for size in range(min(MAX_NGRAM, len(ids) - 1), 0, -1):
-        tail = list(ids[-size:])
-        for start in range(len(ids) - size - 1, -1, -1):
-            if list(ids[start : start + size]) == tail:
-                return tuple(ids[start + size : start + size + count]) if count > 0 else ()
-    return ()
+    ids_N = np.fromiter(ids, dtype=np.int64, count=len(ids))
+    ends_M = np.flatnonzero(ids_N[:-1] == ids_N[-1:])  # of matches, here of the last token alone
+    for offset in range(1, min(MAX_NGRAM, len(ids) - 1)):
+        ends_K = ends_M[ends_M >= offset]
+        ends_K = ends_K[ids_N[ends_K - offset] == ids_N[-1 - offset]]
+        if not len(ends_K):
+            break
+        ends_M = ends_K
+    if not len(ends_M):
+        return ()
+    begin = int(ends_M[-1]) + 1
+    return tuple(ids[begin : begin + max(count, 0)])

@@ -155,6 +155,8 @@ def save_adapter(
 def _find(path: Path) -> Path:
     """Return the directory of an adapter; refuses one that lacks a file."""
     directory = path.parent if path.name in (CONFIG, WEIGHTS) else path
+    if not directory.exists():
+        raise UsageError(f"{path} does not exist; give the directory of an adapter, or its file")
     missing = [name for name in (CONFIG, WEIGHTS) if not (directory / name).is_file()]
     if missing:
         pickled = f" ({PICKLED} is not read)" if (directory / PICKLED).exists() else ""

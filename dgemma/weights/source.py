@@ -11,7 +11,7 @@ from dgemma.config import (
     load_generation_config,
 )
 from dgemma.config.strict_json import read_json
-from dgemma.errors import CheckpointError
+from dgemma.errors import CheckpointError, UsageError
 from dgemma.model.assistant import Assistant, AssistantConfig
 from dgemma.model.gemma import Gemma
 from dgemma.text.chat import ChatTemplate
@@ -31,6 +31,7 @@ from dgemma.weights.safetensors_io import MappedTensors
 __all__ = ["ChosenTemplate"]
 
 TEMPLATE_FILE = "chat_template.jinja"
+AUTO_TEMPLATE = "auto"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # tensors of an assistant
 
 
@@ -53,8 +54,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return open_gguf(path).tokenizer() if is_gguf(path) else Tokenizer.load(path)
 
 
-def load_template(path: Path, tokenizer: Tokenizer, choice: str = "auto") -> ChosenTemplate:
+def check_template_choice(path: Path, choice: str) -> None:
+    """Refuse a choice of templates where there is none to choose: only GGUF files have two."""
+    if choice != AUTO_TEMPLATE and not is_gguf(path):
+        raise UsageError(f"--template {choice} is for GGUF models; leave it out")
+
+
+def load_template(path: Path, tokenizer: Tokenizer, choice: str = AUTO_TEMPLATE) -> ChosenTemplate:
     """Load the chat template; None if a directory has none."""
+    check_template_choice(path, choice)
     if is_gguf(path):
         return choose_template(open_gguf(path).file.metadata, tokenizer, choice)
     if not (path / TEMPLATE_FILE).exists():

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dgemma.diffusion.canvas import Pins
-from dgemma.engine import Done, Engine, SamplingParams
+from dgemma.diffusion.sampler import Confidence
+from dgemma.engine import Done, Draft, Engine, SamplingParams
 from dgemma.engine.auto import GOAL, AutoSwitch, BreakEven, CanvasCost, lengths, load_break_even
 from dgemma.errors import UsageError
 from dgemma.weights.load import random_model
@@ -198,6 +199,10 @@ def test_costs_are_measured_once_and_kept(
     again = Engine.load(checkpoint, device="cpu", dtype="float32")
     assert again.break_even == found
     assert Engine.load(checkpoint, device="cpu", dtype="bfloat16").break_even is None
+    quick = Engine.load(checkpoint, device="cpu", dtype="float32", rule=Confidence())
+    quick.measure_break_even()
+    assert quick.break_even is not None and load_break_even(again.identity or {}) == found
+    assert Engine.load(checkpoint, device="cpu", dtype="float32", preset="fast").identity is None
     (file,) = (tmp_path / "dgemma").glob("break-even.json")
     assert again.identity is not None and load_break_even(again.identity) == found
     file.write_text(file.read_text().replace("constrained_seconds", "held_seconds"))
@@ -224,5 +229,7 @@ def test_an_ar_checkpoint_is_written_in_ar(wild: Engine) -> None:
     model = random_model(config, seed=3)
     engine = Engine(model, wild.tokenizer, wild.template, wild.generation_config)
     assert engine.generate("x", replace(AUTO, max_tokens=4)).mode == "ar"
+    shown = list(engine.stream("x", replace(AUTO, max_tokens=4, drafts=True)))
+    assert not any(isinstance(event, Draft) for event in shown)
     with pytest.raises(UsageError, match="AR mode has no canvas"):
         engine.generate("x", replace(AUTO, canvas_length=4))

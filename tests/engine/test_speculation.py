@@ -1,5 +1,6 @@
 """Verified drafts: the tokens of AR, fewer passes, caches that stay in step."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from dgemma.config import LongReply
 from dgemma.engine import Committed, Done, Draft, Engine, SamplingParams
 from dgemma.engine.speculation import (
+    MAX_NGRAM,
     SpeculativeParams,
     prompt_lookup,
     speculative,
@@ -188,6 +190,24 @@ def test_the_last_occurrence_is_continued() -> None:
     assert prompt_lookup([1, 2, 3, 9, 1, 2, 3, 8, 7, 1, 2, 3], 2) == (8, 7)
     assert prompt_lookup([5, 1, 2, 6, 2], 3) == (6, 2)
     assert prompt_lookup([1, 2, 3], 3) == () == prompt_lookup([1, 1], 0) == prompt_lookup([1], 4)
+
+
+def plain_lookup(ids: list[int], count: int) -> tuple[int, ...]:
+    """Compare the last n tokens with all earlier ones, the longest n first."""
+    for size in range(min(MAX_NGRAM, len(ids) - 1), 0, -1):
+        for start in range(len(ids) - size - 1, -1, -1):
+            if ids[start : start + size] == ids[-size:]:
+                return tuple(ids[start + size : start + size + count])
+    return ()
+
+
+def test_one_scan_finds_what_a_search_for_each_length_finds() -> None:
+    choose = random.Random(1)
+    for length in range(40):
+        for vocab in (1, 2, 3, 9):
+            ids = [choose.randrange(vocab) for _ in range(length)]
+            for count in (0, 1, 5):
+                assert prompt_lookup(ids, count) == plain_lookup(ids, count), ids
 
 
 def test_what_cannot_be_verified_is_refused(nano: Engine) -> None:

@@ -187,7 +187,7 @@ def test_a_preset_is_named_in_the_extension_and_other_fields_go_before_it(shared
 
 def test_auto_is_diffusion_until_both_modes_are_timed_at_an_idle_moment(shared: Running) -> None:
     engine = shared.service.worker.engine
-    engine.break_even = engine.identity = None  # nothing is kept in the home directory
+    engine.break_even = None
 
     def mode() -> str:
         answer = shared.ask(SHORT, dgemma={"mode": "auto"}, max_tokens=CANVAS)

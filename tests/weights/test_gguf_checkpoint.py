@@ -408,6 +408,8 @@ def test_our_template_is_for_the_released_tokenizer_alone(
     assert "chat template: the file's own" in caplog.text
     with pytest.raises(UsageError, match="template 'x' is not known; use auto or file"):
         Engine.load(tiny, template="x")
+    with pytest.raises(UsageError, match="--template file is for GGUF models; leave it out"):
+        Engine.load("nano", template="file")
 
 
 def _user(text: str) -> Message:

@@ -791,5 +791,7 @@ def test_a_pickled_adapter_is_refused_as_such(theirs_on_disk: Path) -> None:
 
 
 def test_a_path_to_nothing_is_refused_with_what_is_wanted(tmp_path: Path) -> None:
-    message = refused(tmp_path / "nowhere")
-    assert f"nowhere is not an adapter, that is, a directory with {JSON} and {FILE}" in message
+    with pytest.raises(UsageError, match="nowhere does not exist; give the directory of an adap"):
+        load_adapter(tmp_path / "nowhere")
+    message = refused(tmp_path)
+    assert f"is not an adapter, that is, a directory with {JSON} and {FILE}" in message
