@@ -25,10 +25,10 @@ from dgemma.errors import (
     explain_bus_errors,
 )
 
-# Modules of the commands, in the order of `dgemma --help`; importing one registers its command.
+# Modules of the commands, in the order of `dgemma --help`; importing one registers its commands.
 COMMANDS = (
     *("generate", "chat", "fill", "edit", "sudoku", "serve", "batch", "info", "fit"),
-    *("bench", "eval", "train", "export", "quantize", "download"),
+    *("bench", "eval", "train", "checkpoints"),
 )
 NUMBER_TYPES = {int: "a whole number", float: "a number"}
 # Raised by typer for a wrong call: click's class or, depending on the version, a copy of it.
