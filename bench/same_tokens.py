@@ -23,7 +23,8 @@ from dgemma.backends.base import ForwardInput
 from dgemma.backends.reference import ReferenceBackend, commit
 from dgemma.config import FULL, SLIDING, GenerationConfig, ModelConfig
 from dgemma.diffusion.canvas import Canvas
-from dgemma.diffusion.denoise import CanvasState, embed_canvases, start
+from dgemma.diffusion.denoise import CanvasState, start
+from dgemma.diffusion.reference_step import embed_canvases
 from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.engine import Engine, SamplingParams
 from dgemma.engine.generation import AR_BLOCK, AR_BLOCK_LENGTH, Generation

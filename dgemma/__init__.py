@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dgemma.diffusion.canvas import Canvas, Noise, Pins
     from dgemma.diffusion.logit_stats import PositionStats
-    from dgemma.diffusion.sampler import Confidence, Decision, EntropyBound, Rule, Sampler
+    from dgemma.diffusion.rules import Confidence
+    from dgemma.diffusion.sampler import Decision, EntropyBound, Rule, Sampler
     from dgemma.engine import Done, Draft, Engine, Retry, SamplingParams, Text
     from dgemma.errors import DgemmaError
     from dgemma.images import Image
@@ -37,7 +38,7 @@ SHORT_SPINNING = {"GOMP_SPINCOUNT": SHORT_SPIN, "OMP_WAIT_POLICY": "passive"}
 
 HOMES = {
     "Canvas": "dgemma.diffusion.canvas",
-    "Confidence": "dgemma.diffusion.sampler",
+    "Confidence": "dgemma.diffusion.rules",
     "Decision": "dgemma.diffusion.sampler",
     "DgemmaError": "dgemma.errors",
     "Done": "dgemma.engine",

@@ -182,7 +182,7 @@ def test_a_fresh_canvas_knows_nothing_yet() -> None:
 def test_pins_need_one_token_for_each_position(
     positions: tuple[int, ...], tokens: tuple[int, ...]
 ) -> None:
-    with pytest.raises(UsageError, match="one token for each of their positions, each given once"):
+    with pytest.raises(UsageError, match="exactly one token per position, and each position once"):
         Pins(positions, tokens)
 
 

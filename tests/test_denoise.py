@@ -12,9 +12,11 @@ from torch import Tensor
 from dgemma.backends.reference import commit
 from dgemma.config import ModelConfig
 from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
-from dgemma.diffusion.denoise import LOGIT_ELEMENTS, CanvasState, denoise, logit_stats, start
+from dgemma.diffusion.denoise import CanvasState, start
 from dgemma.diffusion.logit_stats import Query, position_stats
-from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler, SpacedEntropyBound
+from dgemma.diffusion.reference_step import LOGIT_ELEMENTS, denoise, logit_stats
+from dgemma.diffusion.rules import Confidence, SpacedEntropyBound
+from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import Capacity, KVCache
 from dgemma.weights.load import random_model
@@ -244,7 +246,7 @@ def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch)
         queries.append(query)
         return position_stats(raw_TV, softcap, query)
 
-    monkeypatch.setattr("dgemma.diffusion.denoise.position_stats", watched)
+    monkeypatch.setattr("dgemma.diffusion.reference_step.position_stats", watched)
     for number, after in enumerate(run(MODEL, [1, 2], state), start=1):
         query, heat = (
             queries[number - 1],

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from dgemma.backends.reference import commit
 from dgemma.diffusion.canvas import NO_PINS
-from dgemma.diffusion.denoise import denoise, start
+from dgemma.diffusion.denoise import start
+from dgemma.diffusion.reference_step import denoise
 from dgemma.diffusion.sampler import released_sampler
 from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import CheckpointError

@@ -22,12 +22,11 @@ from dgemma.cli.app import load_rule
 from dgemma.config import GenerationConfig, load_generation_config
 from dgemma.diffusion.canvas import Canvas, Pins, initial_canvas
 from dgemma.diffusion.logit_stats import PositionStats
+from dgemma.diffusion.rules import Confidence, SpacedEntropyBound
 from dgemma.diffusion.sampler import (
-    Confidence,
     Decision,
     EntropyBound,
     Sampler,
-    SpacedEntropyBound,
     accept_mask,
     advance,
     released_sampler,

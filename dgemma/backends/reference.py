@@ -16,8 +16,9 @@ from dgemma.backends.base import (
     prefill,
     score_canvas,
 )
-from dgemma.diffusion.denoise import CanvasState, ReferenceStep, canvas_logits, denoise_step
+from dgemma.diffusion.denoise import CanvasState, denoise_step
 from dgemma.diffusion.logit_stats import draw_token
+from dgemma.diffusion.reference_step import ReferenceStep, canvas_logits
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import KVCache

@@ -176,7 +176,8 @@ TEST_LENGTH, TEST_VOCAB = 8, 16  # canvas that a rule is tested on
 
 def load_rule(name: str | None) -> "Rule | None":
     """Return the sampler's rule of a name, tested on a small canvas; None: the checkpoint's."""
-    from dgemma.diffusion.sampler import Confidence, Sampler
+    from dgemma.diffusion.rules import Confidence
+    from dgemma.diffusion.sampler import Sampler
 
     if name in (None, "entropy"):
         return None
@@ -228,8 +229,10 @@ def _test_rule(rule: "Rule") -> None:
 
     from dgemma.diffusion.canvas import Pins, initial_canvas
     from dgemma.diffusion.logit_stats import PositionStats
-    from dgemma.diffusion.sampler import advance
+    from dgemma.diffusion.rules import checked
+    from dgemma.diffusion.sampler import Sampler, advance
 
+    rule = checked(Sampler(rule=rule)).rule
     noise_L = torch.arange(TEST_LENGTH)
     canvas = initial_canvas(noise_L, Pins((0,), (1,)))
     for step in range(2):

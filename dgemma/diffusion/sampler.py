@@ -2,7 +2,7 @@
 
 Pure functions of the [L] statistics of one canvas: no model, no vocabulary-sized tensor and no
 random generator. The defaults are the released ones. With them `EntropyBound` is the reference
-rule: given the same noise it produces the same tokens as transformers.
+rule: given the same noise it produces the same tokens as transformers. Other rules are in `rules`.
 
 L canvas length.
 """
@@ -10,7 +10,7 @@ L canvas length.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from dgemma.diffusion.canvas import Canvas
 from dgemma.diffusion.logit_stats import PositionStats
 from dgemma.errors import UsageError, require
 
-RELEASED = GenerationConfig()  # the defaults of every parameter
+DEFAULTS = GenerationConfig()  # the defaults of every parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class EntropyBound:
     """The reference rule: accept the most certain positions whose entropies fit the bound."""
 
     # Bound on the sum of the accepted positions' entropies, in nats.
-    entropy_bound: float = RELEASED.entropy_bound
+    entropy_bound: float = DEFAULTS.entropy_bound
     # Mean entropy per position below which a canvas may converge, in nats.
-    confidence_threshold: float = RELEASED.confidence_threshold
+    confidence_threshold: float = DEFAULTS.confidence_threshold
     # Steps for which the guess must have been unchanged.
-    stability_threshold: int = RELEASED.stability_threshold
+    stability_threshold: int = DEFAULTS.stability_threshold
 
     def __post_init__(self) -> None:
         bound, confidence = self.entropy_bound, self.confidence_threshold
@@ -102,7 +102,7 @@ def stable_steps(canvas: Canvas, guess_L: Tensor) -> Tensor:
 
 def advance(canvas: Canvas, stats: PositionStats, noise_L: Tensor, rule: Rule) -> Canvas:
     """Take one step: accept positions, renoise the others, leave pins alone."""
-    decision = _checked(rule.decide(canvas, stats), rule, canvas.length)
+    decision = rule.decide(canvas, stats)
     pinned_L = canvas.pinned_L
     moved_L = torch.where(decision.accepted_L, decision.tokens_L, noise_L)
     return replace(
@@ -122,9 +122,9 @@ class Sampler:
     """Denoising parameters of one request."""
 
     rule: Rule = field(default_factory=EntropyBound)
-    max_denoising_steps: int = RELEASED.max_denoising_steps
-    t_max: float = RELEASED.t_max  # temperature of the first step, which falls linearly...
-    t_min: float = RELEASED.t_min  # ...to this one, reached one step after the last
+    max_denoising_steps: int = DEFAULTS.max_denoising_steps
+    t_max: float = DEFAULTS.t_max  # temperature of the first step, which falls linearly...
+    t_min: float = DEFAULTS.t_min  # ...to this one, reached one step after the last
     temperature: float = 1.0  # of draws only, on top of the schedule; 0: argmax
 
     def __post_init__(self) -> None:
@@ -144,115 +144,16 @@ class Sampler:
         return self.t_min + (self.t_max - self.t_min) * fraction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpacedEntropyBound(EntropyBound):
-    """The entropy rule for a loose bound: do not accept uncertain neighbours in the same step.
-
-    The bound limits how much entropy is accepted but not where. Neighbours drawn independently may
-    contradict each other: where a word fits two positions, both take it ("the frog frog"). Of the
-    uncertain positions within `reach` of each other only the most certain is accepted in a step,
-    and no uncertain position is accepted next to one with the same token. The others are renoised
-    and see the accepted ones in the next step.
-    """
-
-    min_entropy: float = 0.1  # entropy above which a position is uncertain, in nats
-    reach: int = 2  # neighbours on each side to compare with
-
-    def __post_init__(self) -> None:
-        EntropyBound.__post_init__(self)  # zero-argument super() does not work with slots=True
-        require(self.min_entropy >= 0, "min entropy", self.min_entropy, "0 or more")
-        require(self.reach >= 1, "reach", self.reach, "1 or more")
-
-    def decide(self, canvas: Canvas, stats: PositionStats) -> Decision:
-        decision = EntropyBound.decide(self, canvas, stats)
-        entropy_L = stats.entropy_T.masked_fill(~decision.accepted_L, torch.inf)
-        is_uncertain_L = entropy_L > self.min_entropy
-        conflicts_LL = is_uncertain_L | (decision.tokens_L == decision.tokens_L[:, None])
-        is_deferred_L = (more_certain_neighbours(entropy_L, self.reach) & conflicts_LL).any(1)
-        return replace(decision, accepted_L=decision.accepted_L & ~(is_uncertain_L & is_deferred_L))
-
-
-def more_certain_neighbours(entropy_L: Tensor, reach: int) -> Tensor:
-    """Mark in row i of [L, L] the positions within reach of i that are more certain than i.
-
-    Of two equally certain positions the first counts as more certain.
-    """
-    index_L = torch.arange(len(entropy_L), device=entropy_L.device)
-    is_before_LL = index_L < index_L[:, None]
-    is_near_LL = (index_L - index_L[:, None]).abs() <= reach
-    entropy_L1 = entropy_L[:, None]
-    is_tie_LL = (entropy_L == entropy_L1) & is_before_LL
-    return is_near_LL & ((entropy_L < entropy_L1) | is_tie_LL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confidence:
-    """A faster rule: accept by the argmax's probability, and revise accepted tokens.
-
-    A position is accepted once its argmax has a probability above `threshold` (the most certain
-    open position always is), replaced when another token exceeds `edit`, and reopened when its
-    current token falls below `drop`. Without reopening, early mistakes would stay.
-    """
-
-    threshold: float = 0.9
-    edit: float = 0.9
-    drop: float = 0.3
-
-    def __post_init__(self) -> None:
-        for name in ("threshold", "edit", "drop"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"confidence {name}", value, "from 0 to 1")
-
-    def decide(self, canvas: Canvas, stats: PositionStats) -> Decision:
-        held_L = canvas.accepted_L & ~canvas.pinned_L
-        open_L = ~canvas.accepted_L & ~canvas.pinned_L
-        most_certain_L = stats.top_p_T.masked_fill(~open_L, -1.0)
-        new_L = open_L & (
-            (stats.top_p_T > self.threshold) | (most_certain_L == most_certain_L.max())
-        )
-        edit_L = held_L & (stats.top_T != canvas.tokens_L) & (stats.top_p_T > self.edit)
-        drop_L = held_L & ~edit_L & (stats.current_p_T < self.drop)
-        accepted_L = (held_L & ~drop_L) | new_L
-        tokens_L = torch.where(new_L | edit_L, stats.top_T, canvas.tokens_L)
-        guess_L = torch.where(accepted_L, tokens_L, stats.top_T)
-        return Decision(accepted_L, tokens_L, guess_L, ~(open_L | edit_L | drop_L).any())
-
-
-def released_sampler(config: GenerationConfig, *, reach: int = 0) -> Sampler:
-    """Return the sampler of a generation_config; `reach` > 0 selects `SpacedEntropyBound`."""
-    limits: dict[str, Any] = {
-        "entropy_bound": config.entropy_bound,
-        "confidence_threshold": config.confidence_threshold,
-        "stability_threshold": config.stability_threshold,
-    }
+def released_sampler(config: GenerationConfig) -> Sampler:
+    """Return the sampler of a generation_config."""
+    rule = EntropyBound(
+        entropy_bound=config.entropy_bound,
+        confidence_threshold=config.confidence_threshold,
+        stability_threshold=config.stability_threshold,
+    )
     return Sampler(
-        rule=SpacedEntropyBound(**limits, reach=reach) if reach else EntropyBound(**limits),
+        rule=rule,
         max_denoising_steps=config.max_denoising_steps,
         t_max=config.t_max,
         t_min=config.t_min,
     )
-
-
-DECISION_DTYPES = {
-    "accepted_L": torch.bool,
-    "tokens_L": torch.int64,
-    "guess_L": torch.int64,
-    "converged": torch.bool,
-}
-
-
-def _checked(decision: Any, rule: Rule, length: int) -> Decision:
-    """Refuse a value that is not a `Decision` for a canvas of this length."""
-    name = f"{type(rule).__name__}.decide"
-    if not isinstance(decision, Decision):
-        raise UsageError(f"{name} returned a {type(decision).__name__}; it must be a Decision")
-    for part, dtype in DECISION_DTYPES.items():
-        value, shape = getattr(decision, part), () if part == "converged" else (length,)
-        given = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else None
-        if given != (dtype, shape):
-            shown = repr(value) if given is None else f"{given[0]} of shape {list(given[1])}"
-            raise UsageError(
-                f"{name} returned {part} as {shown}; it must be a tensor of {dtype} and "
-                f"shape {list(shape)}"
-            )
-    return decision

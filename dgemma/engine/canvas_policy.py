@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.diffusion.canvas import Canvas
+from dgemma.diffusion.rules import with_reach
 from dgemma.diffusion.sampler import Rule, Sampler, released_sampler
 from dgemma.engine.params import SamplingParams, with_temperature
 
@@ -99,8 +100,11 @@ def canvas_policy(
         return CanvasPolicy(usual)
     if long.draft_length and (params.sampler or rule or params.mode != "diffusion"):
         return CanvasPolicy(usual)
-    released = released_sampler(long.applied(generation), reach=long.reach)
-    released = released if rule is None else replace(released, rule=rule)
+    released = released_sampler(long.applied(generation))
+    if rule is not None:
+        released = replace(released, rule=rule)
+    elif long.reach:
+        released = with_reach(released, long.reach)
     sampler = with_temperature(params.sampler or released, params.temperature)
     return CanvasPolicy(usual, CanvasPreset(long.canvas_length, sampler, long.draft_length))
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dgemma.config import MODES, Mode
-from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler
+from dgemma.diffusion.rules import Confidence
+from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.engine import Done, Draft, Engine, SamplingParams, Text
 from dgemma.engine.generation import Generation
 from dgemma.engine.request import Program, Task

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.diffusion.canvas import Noise, corrupt
-from dgemma.diffusion.denoise import LOGIT_ELEMENTS
+from dgemma.diffusion.reference_step import LOGIT_ELEMENTS
 from dgemma.engine import Engine
 from dgemma.eval.answers import show_progress
 from dgemma.eval.data import Data, MissingData, read_zip

@@ -111,7 +111,8 @@ def _chosen_sampler(engine: "Engine", extension: Extension) -> "Sampler | None":
 
 
 def _rule(base: "Sampler", extension: Extension) -> "Rule | None":
-    from dgemma.diffusion.sampler import Confidence, EntropyBound
+    from dgemma.diffusion.rules import Confidence
+    from dgemma.diffusion.sampler import EntropyBound
 
     names = ("entropy_bound", "confidence_threshold", "stability_threshold")
     changes = _present(extension, *names)

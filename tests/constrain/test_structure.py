@@ -17,8 +17,8 @@ from dgemma.constrain.constrained_canvas import ConstrainedCanvas
 from dgemma.constrain.matcher import Completion, Constraint
 from dgemma.constrain.shortest_completion import CompletionSearch
 from dgemma.diffusion.canvas import NO_PINS, Pins, initial_canvas
-from dgemma.diffusion.denoise import self_conditioned
 from dgemma.diffusion.logit_stats import PositionStats
+from dgemma.diffusion.reference_step import self_conditioned
 from dgemma.diffusion.sampler import StepView
 from dgemma.engine import Done, Draft, Engine, Mode, Retry, SamplingParams, Text
 from dgemma.errors import UsageError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dgemma.diffusion.canvas import Pins
-from dgemma.diffusion.sampler import Confidence
+from dgemma.diffusion.rules import Confidence
 from dgemma.engine import Done, Draft, Engine, SamplingParams
 from dgemma.engine.auto import GOAL, AutoSwitch, BreakEven, CanvasCost, lengths, load_break_even
 from dgemma.errors import UsageError

@@ -12,7 +12,8 @@ import pytest
 
 from dgemma.config import LongReply
 from dgemma.diffusion.canvas import Pins
-from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler, SpacedEntropyBound
+from dgemma.diffusion.rules import Confidence, SpacedEntropyBound
+from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.engine import Done, Draft, Engine, SamplingParams, Text
 from dgemma.engine.canvas_policy import LENGTH_MULTIPLE, MIN_END_FRACTION
 from dgemma.errors import CheckpointError, DgemmaError, PromptTooLong, UsageError

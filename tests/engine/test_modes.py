@@ -12,7 +12,8 @@ from transformers.models.gemma4 import Gemma4TextConfig
 from dgemma.backends.reference import commit
 from dgemma.config import GenerationConfig, ModelConfig, config_to_json
 from dgemma.diffusion.canvas import NO_PINS, Noise
-from dgemma.diffusion.denoise import denoise, start
+from dgemma.diffusion.denoise import start
+from dgemma.diffusion.reference_step import denoise
 from dgemma.engine import Done, Draft, Engine, Retry, SamplingParams
 from dgemma.engine.canvas_policy import has_loop, output_fault
 from dgemma.engine.scoring import Score

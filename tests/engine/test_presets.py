@@ -12,7 +12,8 @@ from dgemma.config import (
     generation_config_to_json,
     read_generation_config,
 )
-from dgemma.diffusion.sampler import Confidence, EntropyBound, Sampler, SpacedEntropyBound
+from dgemma.diffusion.rules import Confidence, SpacedEntropyBound
+from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.engine import Engine, SamplingParams
 from dgemma.errors import ConfigError, UsageError
 from dgemma.text.chat import ChatTemplate

@@ -19,7 +19,8 @@ from dgemma.backends.base import ForwardInput, ImageRows
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.config import ModelConfig
 from dgemma.diffusion.canvas import NO_PINS
-from dgemma.diffusion.denoise import denoise, start
+from dgemma.diffusion.denoise import start
+from dgemma.diffusion.reference_step import denoise
 from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma

@@ -18,7 +18,8 @@ from dgemma.backends.cuda.passes import DenoisePass
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.diffusion.canvas import NO_PINS, Canvas, Pins
 from dgemma.diffusion.denoise import CanvasState
-from dgemma.diffusion.sampler import Confidence, LogitsAt, Sampler, StepView
+from dgemma.diffusion.rules import Confidence
+from dgemma.diffusion.sampler import LogitsAt, Sampler, StepView
 from dgemma.model.forward_batch import ForwardBatch, Segment
 from dgemma.model.gemma import Gemma
 from dgemma.model.kv_cache import KVCache

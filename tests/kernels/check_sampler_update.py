@@ -16,7 +16,8 @@ from dgemma.backends.cuda.passes import DenoisePass, StepStats
 from dgemma.backends.reference import ReferenceBackend
 from dgemma.diffusion.canvas import Canvas, Pins
 from dgemma.diffusion.logit_stats import PositionStats
-from dgemma.diffusion.sampler import Confidence, EntropyBound, Rule, Sampler, advance
+from dgemma.diffusion.rules import Confidence
+from dgemma.diffusion.sampler import EntropyBound, Rule, Sampler, advance
 from dgemma.model.gemma import Gemma, TokenTable
 from tests.kernels import small
 

@@ -15,7 +15,8 @@ from dgemma.backends.reference import ReferenceBackend, commit
 from dgemma.cli.info import _weights
 from dgemma.config import RELEASED
 from dgemma.diffusion.canvas import NO_PINS, Noise
-from dgemma.diffusion.denoise import CanvasState, denoise, start
+from dgemma.diffusion.denoise import CanvasState, start
+from dgemma.diffusion.reference_step import denoise
 from dgemma.diffusion.sampler import EntropyBound, Sampler
 from dgemma.model.gemma import Gemma, TokenTable
 from dgemma.model.kv_cache import Capacity, KVCache
