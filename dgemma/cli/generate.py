@@ -227,7 +227,7 @@ def _speculation(params: "SamplingParams", options: GenerateOptions) -> "Specula
     return SpeculativeParams(
         drafter=_drafter(draft or "canvas"),
         accept=verify or "strict",  # type: ignore[arg-type]
-        num_draft_tokens=params.canvas_length or 0,
+        num_speculative_tokens=params.canvas_length,
     )
 
 

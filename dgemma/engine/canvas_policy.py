@@ -29,7 +29,7 @@ MAX_ALIGNED = 512  # tokens compared to align with an old version
 class CanvasPreset:
     length: int
     sampler: Sampler
-    draft_length: int = 0  # first tokens that are a draft; 0: the canvas is committed
+    num_speculative_tokens: int = 0  # first tokens, a draft; 0: the canvas is committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,18 @@ class CanvasPolicy:
     shortens: bool = False  # limit canvases to the tokens left
 
     @property
-    def draft_length(self) -> int:
-        return 0 if self.long is None else self.long.draft_length
+    def num_speculative_tokens(self) -> int:
+        return 0 if self.long is None else self.long.num_speculative_tokens
 
     @property
-    def draft_temperature(self) -> float:
+    def speculative_temperature(self) -> float:
         """Temperature at which the causal mode draws the tokens of a long reply."""
-        return self.long.sampler.t_max if self.long is not None and self.draft_length else 0.0
+        return (
+            0.0 if self.long is None or not self.num_speculative_tokens else self.long.sampler.t_max
+        )
 
-    def without_drafts(self) -> "CanvasPolicy":
-        return replace(self, long=None) if self.draft_length else self
+    def without_speculation(self) -> "CanvasPolicy":
+        return replace(self, long=None) if self.num_speculative_tokens else self
 
     def next_canvas(self, num_left: int, num_free: int, *, is_long: bool = False) -> CanvasPreset:
         """Return the preset of the next canvas.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from traceback import format_exception
@@ -27,28 +28,37 @@ from dgemma.engine.request import Prefix, Program, Request, Task
 from dgemma.engine.scheduler import MAX_HOST_TASKS, OVERCOMMIT, Scheduler
 from dgemma.errors import DeadlineExceeded, DgemmaError
 from dgemma.model.gemma import Gemma
-from dgemma.model.kv_cache import Capacity, KVCache
+from dgemma.model.kv_cache import SEGMENT, Capacity, KVCache
 
 MAX_BATCH_SIZE = 16  # tasks in one pass
 MAX_TOKENS = 1 << 24  # KV slots of all running tasks; a library is limited by memory only
-PREFILL_CHUNK = 512  # tokens of a prompt in one pass
 # Chunk by the GPU's memory in bytes. In 16 bits a reused prefix is cut to a multiple of it, so
 # that small chunks reuse more and large ones prefill faster.
-GPU_CHUNKS = ((20e9, 1024), (0, PREFILL_CHUNK))
+GPU_CHUNKS = ((20e9, 1024), (0, SEGMENT))
 CPU_CHUNK_16 = 128
-PREFIX_BYTES = 2 << 30  # bytes for KV caches of finished requests, and...
-PREFIX_FRACTION = 0.05  # ...the largest fraction of a GPU's memory
+PREFIX_BYTES = 2 << 30  # default prefix-cache size, bytes
+PREFIX_FRACTION = 0.05  # cap, as a fraction of GPU memory
 
 T = TypeVar("T")
 ScheduledTask = tuple[Task, list[ForwardInput]]
 logger = logging.getLogger("dgemma")
 
 
-class EngineLimits(TypedDict, total=False):
-    """Keyword arguments that limit an engine."""
+class CoreArgs(TypedDict, total=False):
+    """Keyword arguments of `EngineCore`."""
 
+    images: ImageFeatures | None  # None: the checkpoint has no image tower
     max_batch_size: int  # tasks in one pass
     prefix_bytes: int | None  # of the prefix cache; None: by the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHooks:
+    """Functions that an engine calls for the thread that steps it."""
+
+    on_host_task_done: Callable[[], None] = lambda: None  # called in the host task's thread
+    # A request needs costs of both modes that are not measured; None: measure them at once.
+    on_missing_costs: Callable[[], None] | None = None
 
 
 class EngineCore:
@@ -58,6 +68,7 @@ class EngineCore:
         self,
         model: Gemma,
         *,
+        images: ImageFeatures | None = None,
         max_batch_size: int = MAX_BATCH_SIZE,
         prefix_bytes: int | None = None,
     ) -> None:
@@ -70,11 +81,10 @@ class EngineCore:
         max_bytes = prefix_capacity(self.device) if prefix_bytes is None else prefix_bytes
         # In 16 bits, reuse only prefixes that end where a fresh prompt is cut: equal answers.
         self.prefixes = PrefixStore(max_bytes, 1 if self.dtype == torch.float32 else self.chunk)
-        self.images: ImageFeatures | None = None  # set where the checkpoint has an image tower
+        self.images = images
         self.num_failed_passes = 0
         self.num_consecutive_failures = 0
-        # Called in the thread of a host task when the task is done.
-        self.on_host_task_done: Callable[[], None] = lambda: None
+        self.hooks = EngineHooks()
         self._host = ThreadPoolExecutor(MAX_HOST_TASKS, thread_name_prefix="host")
 
     @property
@@ -90,12 +100,14 @@ class EngineCore:
     ) -> None:
         """Set the batch size, the KV slots of all tasks, and the size of the prefix cache."""
         if max_batch_size is not None:
-            self.scheduler.max_batch_size = min(max_batch_size, self.backend.max_batch_size)
-        if max_tokens is not None:
-            self.scheduler.max_tokens = max_tokens
+            max_batch_size = min(max_batch_size, self.backend.max_batch_size)
+        self.scheduler.set_limits(max_batch_size=max_batch_size, max_tokens=max_tokens)
         if prefix_bytes is not None:
-            self.prefixes.clear()
-            self.prefixes.max_bytes = prefix_bytes
+            self.prefixes.resize(prefix_bytes)
+
+    def set_hooks(self, hooks: EngineHooks) -> None:
+        """Set what the thread that steps the engine is told."""
+        self.hooks = hooks
 
     # --- KV caches of tasks
 
@@ -112,7 +124,8 @@ class EngineCore:
     def keep(self, prefix: Prefix) -> None:
         """Hand a program's prefix to the prefix cache."""
         cache = prefix.cache
-        cache.is_shared = len(prefix.forks) > 0  # without forks it need not be copied
+        if not prefix.forks:
+            cache.end_sharing()
         with _logged("a shared prefix could not be kept"):
             if cache.is_consistent and cache.length == len(prefix.ids) - 1:
                 self.prefixes.keep(prefix.cache_ids[:-1], cache)
@@ -130,12 +143,11 @@ class EngineCore:
     def add(self, request: Request[Any]) -> None:
         """Queue a request and run its program up to its first tasks."""
         self.scheduler.add(request)
-        self._advance(request)
+        self._resume(request)
 
     def cancel(self, request: Request[Any]) -> None:
         """Remove a request; its committed tokens go to the prefix cache."""
-        if not request.is_over:
-            request.is_over, request.is_cancelled = True, True
+        request.cancel()
         self._remove(request)
 
     def fail_all(self, error: Exception) -> None:
@@ -207,17 +219,16 @@ class EngineCore:
         """
         self._expire()
         for host_task in self.scheduler.admit_host():
-            host_task.future = self._host.submit(host_task.function, *host_task.arguments)
-            host_task.future.add_done_callback(lambda _: self.on_host_task_done())
+            host_task.start(self._host, self.hooks.on_host_task_done)
         for task in self.scheduler.admit():
             self._start(task)
         batch = self.scheduler.batch()
         self._run_pass(batch)
         has_moved = bool(batch)
         for request in list(self.scheduler.requests):
-            request.host_tasks = [task for task in request.host_tasks if not task.is_done]
+            request.drop_done()
             if request.is_ready:
-                self._advance(request)
+                self._resume(request)
                 has_moved = True
         return has_moved
 
@@ -323,9 +334,9 @@ class EngineCore:
         with _logged("the KV cache of a finished task could not be kept"):
             task.close(self)
 
-    def _advance(self, request: Request[Any]) -> None:
+    def _resume(self, request: Request[Any]) -> None:
         with self._failing(request):
-            request.advance()
+            request.resume()
             if request.is_over:
                 self._remove(request)
 
@@ -336,14 +347,10 @@ class EngineCore:
 
     def _remove(self, request: Request[Any]) -> None:
         """Remove a request and its tasks; idempotent."""
-        running, request.running = request.running, []
-        host_tasks, request.host_tasks = request.host_tasks, []
+        running = request.release()
         self.scheduler.remove(request)
         for task in running:
             self._close(task)
-        for host_task in host_tasks:
-            if host_task.future is not None:
-                host_task.future.cancel()  # no effect if it runs already
         with _logged("a program failed while it was closed"):
             request.close()
 
@@ -375,6 +382,6 @@ def prefix_capacity(device: torch.device) -> int:
 def prefill_chunk(device: torch.device, dtype: torch.dtype) -> int:
     """Prompt tokens committed per pass; prompts are always cut at multiples of it."""
     if device.type != "cuda":
-        return PREFILL_CHUNK if dtype == torch.float32 else CPU_CHUNK_16
+        return SEGMENT if dtype == torch.float32 else CPU_CHUNK_16
     memory = usable_memory(device)
     return next(chunk for least, chunk in GPU_CHUNKS if memory >= least)

@@ -5,7 +5,7 @@ HTTP, terminals or programs.
 """
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,12 +20,13 @@ from dgemma.cpu_threads import spin_control
 from dgemma.diffusion.sampler import Rule, Sampler, released_sampler
 from dgemma.engine import auto
 from dgemma.engine.auto import BreakEven
-from dgemma.engine.core import EngineCore, EngineLimits
+from dgemma.engine.canvas_policy import CanvasPolicy, canvas_policy
+from dgemma.engine.core import CoreArgs, EngineCore
 from dgemma.engine.events import Done, Event
-from dgemma.engine.generation import DraftMap, Generation
+from dgemma.engine.generation import Generation
 from dgemma.engine.image_features import ImageFeatures, image_features
 from dgemma.engine.params import SamplingParams, check_params, check_preset, reply_limits
-from dgemma.engine.request import Prefix, Program
+from dgemma.engine.request import DraftMap, Prefix, Program, ReplySpec
 from dgemma.engine.scoring import Prefill, Score, Scoring, label_probabilities
 from dgemma.engine.speculation import SpeculativeParams, SpeculativeReply
 from dgemma.errors import CheckpointError, UsageError
@@ -56,7 +57,7 @@ class Engine(EngineCore):
         *,
         rule: Rule | None = None,
         preset: str | None = None,
-        **limits: Unpack[EngineLimits],
+        **core: Unpack[CoreArgs],
     ) -> None:
         """Make an engine. `rule` and `preset` are defaults for requests without their own sampler.
 
@@ -68,15 +69,13 @@ class Engine(EngineCore):
                 f"the tokenizer knows {tokenizer.vocab_size} tokens, the model "
                 f"{model.config.vocab_size}; they are not of the same checkpoint"
             )
-        super().__init__(model, **limits)
+        super().__init__(model, **core)
         self.tokenizer, self.template = tokenizer, template
         self.generation_config = generation  # of the checkpoint, without a preset
         self.rule, self.preset = rule, preset
         self.sampler = self._new_sampler(None)
         self.break_even: BreakEven | None = None  # measured costs of both modes, for mode auto
-        self.identity: dict[str, str] | None = None  # key of stored costs; None: not stored
-        # Called if a request needs costs that are not measured; None: measure them at once.
-        self.on_missing_costs: Callable[[], None] | None = None
+        self.identity: Mapping[str, str] | None = None  # key of stored costs; None: not stored
         self.stop_ids = StopIds.read(generation.stop_ids)
 
     @classmethod
@@ -111,13 +110,16 @@ class Engine(EngineCore):
         if adapter is not None and (adapter / GENERATION_CONFIG).is_file():
             generation = load_generation_config(adapter)
         parts = (checkpoint.model, tokenizer, chosen.template, generation)
-        engine = cls(*parts, rule=rule, preset=preset, prefix_bytes=prefix_bytes)
-        engine.images = image_features(checkpoint)
+        images = image_features(checkpoint)
+        engine = cls(*parts, rule=rule, preset=preset, images=images, prefix_bytes=prefix_bytes)
         spin_control().end_pool()  # passes may run in another thread
         if rule is None and preset is None:  # the costs of other samplers are not stored
-            engine.identity = auto.identity(path, options)
-            engine.break_even = auto.load_break_even(engine.identity)
+            engine.load_costs(auto.identity(path, options))
         return engine
+
+    def load_costs(self, identity: Mapping[str, str]) -> None:
+        """Load the costs of both modes stored under this key, where new ones will be stored."""
+        self.identity, self.break_even = identity, auto.load_break_even(identity)
 
     def measure_break_even(self) -> BreakEven:
         """Time both modes on this machine for some seconds, and cache the result on disk."""
@@ -210,6 +212,16 @@ class Engine(EngineCore):
         `prefix` holds the beginning of the prompt; `map_draft` maps drafts before they are
         reported. With `fit`, max_tokens is lowered to fit the context.
         """
+        spec = self.reply_spec(prompt, params, fit=fit)
+        spec = replace(spec, prefix=prefix, map_draft=map_draft)
+        if prefix is None and self.policy_of(spec.params).num_speculative_tokens:
+            return SpeculativeReply(self, spec, SpeculativeParams(drafter="canvas"))
+        return Generation(self, spec)
+
+    def reply_spec(
+        self, prompt: str | Prompt, params: SamplingParams, *, fit: bool = False
+    ) -> ReplySpec:
+        """Check a request for a reply."""
         prompt, config = self.user_prompt(prompt), self.model.config
         check_params(params)
         if params.mode == "auto":
@@ -220,10 +232,12 @@ class Engine(EngineCore):
             raise UsageError("the constraint was compiled by another engine; use this one's")
         default = self.generation_config.max_new_tokens
         limits = reply_limits(params, len(prompt.ids), config, default, fit=fit)
-        reply = Generation(self, prompt, params, limits, prefix, map_draft)
-        if not reply.policy.draft_length:
-            return reply
-        return SpeculativeReply(self, reply, SpeculativeParams(drafter="canvas"))
+        return ReplySpec(prompt=prompt, params=params, limits=limits)
+
+    def policy_of(self, params: SamplingParams) -> CanvasPolicy:
+        """Return the policy for the canvases of a request."""
+        sampler, defaults = self.sampler_of(params.preset), self.defaults_of(params.preset)
+        return canvas_policy(params, sampler, self.model.config, defaults, self.rule)
 
     def _without_auto(self, params: SamplingParams) -> SamplingParams:
         """Replace mode auto if there is nothing to choose; an AR-only checkpoint shows no drafts.
@@ -233,7 +247,7 @@ class Engine(EngineCore):
         if not self.model.config.can_denoise:
             return replace(params, mode="ar", drafts=False)
         if self.break_even is None:
-            (self.on_missing_costs or self.measure_break_even)()
+            (self.hooks.on_missing_costs or self.measure_break_even)()
         return replace(params, mode="diffusion") if self.break_even is None else params
 
     # --- library calls

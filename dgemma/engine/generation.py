@@ -9,7 +9,7 @@ canvas's first step.
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,11 @@ from dgemma.diffusion.canvas import NO_PINS, Canvas, Noise, Pins
 from dgemma.diffusion.denoise import CanvasState, start
 from dgemma.diffusion.logit_stats import draw_token
 from dgemma.engine.auto import AutoSwitch
-from dgemma.engine.canvas_policy import NOT_A_NUMBER, canvas_policy, output_fault, resume_index
+from dgemma.engine.canvas_policy import NOT_A_NUMBER, output_fault, resume_index
 from dgemma.engine.constrained_reply import ConstrainedReply
 from dgemma.engine.events import Committed, Done, Draft, Retry
-from dgemma.engine.params import ReplyLimits, SamplingParams
-from dgemma.engine.request import Prefix, Task, TokenSequence
+from dgemma.engine.request import ReplySpec, Task, TokenSequence
 from dgemma.errors import UsageError
-from dgemma.text.chat import Prompt
 from dgemma.text.control_tokens import CHANNEL, CHANNEL_END
 from dgemma.text.reply import ReplyReader
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from dgemma.engine.core import EngineCore
     from dgemma.engine.engine import Engine
 
-DraftMap = Callable[[Draft], Draft]
 AR_BLOCK = 1 << 31  # noise blocks from this index on are for AR tokens, in blocks of...
 AR_BLOCK_LENGTH = 256
 FAULT = "fault"
@@ -78,25 +75,17 @@ class Generation(Task):
 
     result: Done | None
 
-    def __init__(
-        self,
-        engine: "Engine",
-        prompt: Prompt,
-        params: SamplingParams,
-        limits: ReplyLimits,
-        prefix: Prefix | None = None,
-        map_draft: DraftMap | None = None,
-    ) -> None:
+    def __init__(self, engine: "Engine", spec: ReplySpec) -> None:
+        prompt, params, limits, prefix = spec.prompt, spec.params, spec.limits, spec.prefix
         super().__init__(limits.max_length - (0 if prefix is None else len(prefix.ids)), prefix)
-        self.prompt, self.params, self.limits, self.map_draft = prompt, params, limits, map_draft
+        self.prompt, self.params, self.limits = prompt, params, limits
+        self.map_draft = spec.map_draft
         self.tokenizer, self.stops = engine.tokenizer, engine.stop_ids
-        config = engine.model.config
-        sampler, defaults = engine.sampler_of(params.preset), engine.defaults_of(params.preset)
-        policy = canvas_policy(params, sampler, config, defaults, engine.rule)
+        policy = engine.policy_of(params)
         self.auto = AutoSwitch.of(engine.break_even, params, limits.max_tokens)
         begins_in_ar = self.auto is not None and bool(self.auto.try_at)
-        if self.auto is not None or prefix is not None:
-            policy = policy.without_drafts()
+        if prefix is not None:
+            policy = policy.without_speculation()
         self.policy = replace(policy, shortens=begins_in_ar)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         self.noise = Noise(seed=seed, choice=params.choice)
@@ -221,11 +210,7 @@ class Generation(Task):
         return start(sampler, noise, pins, constraint)
 
     def _initial_tokens(self, length: int) -> tuple[int, ...]:
-        """Return the initial canvas, taken from an old version of the text and aligned by its
-        tokens.
-
-        A retry starts from noise.
-        """
+        """Return the part of `initial_canvas` after the text written so far; nothing on a retry."""
         old = self.params.initial_canvas
         if not old or self.block.retry:
             return ()

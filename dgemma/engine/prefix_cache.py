@@ -82,6 +82,11 @@ class PrefixStore:
     def clear(self) -> None:
         self.entries.clear()
 
+    def resize(self, max_bytes: int) -> None:
+        """Clear the cache and set its memory limit."""
+        self.clear()
+        self.max_bytes = max_bytes
+
     def take(self, ids: Sequence[int], capacity: Capacity) -> KVCache | None:
         """Return a sequence with the longest reusable prefix of a prompt, if any.
 
@@ -97,7 +102,7 @@ class PrefixStore:
         is_follow_up = length + 1 >= max(entry.cache.checkpoints, default=len(entry.ids))
         if is_follow_up or length >= MIN_MOVED_FRACTION * len(entry.ids):
             entry.cache.truncate(length)
-            entry.cache.capacity = capacity
+            entry.cache.set_capacity(capacity)
             return entry.cache
         self.entries.append(entry)
         return entry.cache.copy(length, capacity)

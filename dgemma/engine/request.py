@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from weakref import WeakSet
 from dgemma.backends.base import ForwardInput, ForwardOutput, ImageRows
 from dgemma.engine.events import Draft, Event
 from dgemma.engine.image_features import chunk_end
+from dgemma.engine.params import ReplyLimits, SamplingParams
 from dgemma.model.kv_cache import KVCache
 from dgemma.text.chat import Prompt
 
@@ -52,6 +53,20 @@ class Prefix:
         twin = fork.clone()
         self.forks.add(twin)
         return twin
+
+
+DraftMap = Callable[[Draft], Draft]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplySpec:
+    """A checked request for one reply."""
+
+    prompt: Prompt
+    params: SamplingParams
+    limits: ReplyLimits
+    prefix: Prefix | None = None  # holds the beginning of the prompt
+    map_draft: DraftMap | None = None  # maps drafts before they are reported
 
 
 class Opened(NamedTuple):
@@ -141,6 +156,16 @@ class TokenSequence:
         if not was_prefilled and is_last and prefixes.max_bytes > 0:
             self.cache.checkpoint()
 
+    def accept(self, count: int) -> None:
+        """Count accepted draft tokens as committed, and remove the others from the KV cache.
+
+        The last chosen token is not in the cache yet, and one that ends the reply is not part of
+        the sequence.
+        """
+        self.num_committed = min(self.num_committed + count, len(self.ids))
+        if self.cache.length > self.num_committed:
+            self.cache.truncate(self.num_committed)
+
     def reopen_last(self) -> None:
         """Uncommit the last token, so that the next pass returns its hidden state."""
         self.cache.truncate(len(self.ids) - 1)
@@ -164,13 +189,17 @@ class Task(ABC):
     def __init__(self, num_tokens: int, prefix: Prefix | None = None) -> None:
         self.num_tokens = num_tokens  # upper bound on its KV slots, without the prefix
         self.prefix = prefix
-        self.last_pass = -1  # number of its last pass, set by the scheduler
+        self.last_pass = -1  # number of its last pass
         self.events: list[Event] = []  # events not yet collected
         self.result: Any = None
 
     @property
     def is_done(self) -> bool:
         return self.result is not None
+
+    def join(self, number: int) -> None:
+        """Note that it is in the pass of this number."""
+        self.last_pass = number
 
     def finish(self, result: Any) -> None:
         """End with a result."""
@@ -212,6 +241,16 @@ class HostTask:
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
         self.future: Future[Any] | None = None
+
+    def start(self, pool: Executor, on_done: Callable[[], None]) -> None:
+        """Run the function in a thread of the pool; `on_done` is called there."""
+        self.future = pool.submit(self.function, *self.arguments)
+        self.future.add_done_callback(lambda _: on_done())
+
+    def cancel(self) -> None:
+        """Cancel the function unless it runs already."""
+        if self.future is not None:
+            self.future.cancel()
 
     @property
     def is_done(self) -> bool:
@@ -263,7 +302,36 @@ class Request(Generic[T]):
         """End with an error."""
         self.is_over, self.error = True, error
 
-    def advance(self) -> None:
+    def cancel(self) -> None:
+        """End without a result, unless it is over."""
+        if not self.is_over:
+            self.is_over = self.is_cancelled = True
+
+    def start_first(self) -> None:
+        """Move the first waiting task to those that run."""
+        task = self.waiting.popleft()
+        self.has_started = True
+        if isinstance(task, Task):
+            self.running.append(task)
+        else:
+            self.host_tasks.append(task)
+
+    def drop(self, task: Task) -> None:
+        """Remove a task that has ended."""
+        self.running.remove(task)
+
+    def drop_done(self) -> None:
+        """Remove host tasks that are done."""
+        self.host_tasks = [task for task in self.host_tasks if not task.is_done]
+
+    def release(self) -> list[Task]:
+        """Cancel host tasks that have not begun; return the running tasks, to be closed."""
+        for host_task in self.host_tasks:
+            host_task.cancel()
+        running, self.running, self.host_tasks = self.running, [], []
+        return running
+
+    def resume(self) -> None:
         """Run the program up to its next tasks, or to its end."""
         results = None if self._tasks is None else [task.result for task in self._tasks]
         self._tasks = None

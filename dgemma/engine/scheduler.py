@@ -34,6 +34,13 @@ class Scheduler:
         self._last_admitted: dict[str, int] = {}  # by owner: sequence number of the admission
         self._admissions = count(1)
 
+    def set_limits(self, *, max_batch_size: int | None, max_tokens: int | None) -> None:
+        """Set the tasks of a pass and the KV slots of all tasks; None: leave it."""
+        if max_batch_size is not None:
+            self.max_batch_size = max_batch_size
+        if max_tokens is not None:
+            self.max_tokens = max_tokens
+
     @property
     def num_running(self) -> int:
         """Number of requests with an admitted task."""
@@ -57,7 +64,7 @@ class Scheduler:
 
     def release(self, task: Task) -> None:
         """Remove a finished task."""
-        self.admitted.pop(task).running.remove(task)
+        self.admitted.pop(task).drop(task)
 
     # --- admission
 
@@ -74,7 +81,6 @@ class Scheduler:
             num_tokens += task.num_tokens
             if self.admitted and num_tokens > self.max_tokens:
                 return
-            request.running.append(task)
             self._start_first(request)
             self.admitted[task] = request
             yield task
@@ -90,14 +96,12 @@ class Scheduler:
                     break
                 running[request.owner] += 1
                 self.host_tasks.append((request.owner, task))
-                request.host_tasks.append(task)
                 self._start_first(request)
                 yield task
 
     def _start_first(self, request: Request[Any]) -> None:
-        """Remove the first waiting task of a request from the queue."""
-        request.waiting.popleft()
-        request.has_started = True
+        """Start the first waiting task of a request, and put its owner last."""
+        request.start_first()
         self._last_admitted[request.owner] = next(self._admissions)
 
     def _next_request(self) -> Request[Any] | None:
@@ -167,6 +171,6 @@ class Scheduler:
             request = self.admitted[task]
             counts[request.owner] += 1
             by_request[id(request)] += 1
-            task.last_pass = self.num_passes
+            task.join(self.num_passes)
             chosen.append(task)
         return chosen

@@ -18,9 +18,9 @@ accepts every token with probability of at least min(0.09, 0.3 * p_max).
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from dgemma.diffusion.canvas import NO_PINS, Canvas
 from dgemma.engine.events import Committed, Done, Draft
 from dgemma.engine.generation import FAULT, Generation
 from dgemma.engine.params import SamplingParams, require_denoiser
+from dgemma.engine.request import ReplySpec
 from dgemma.engine.scoring import ONE_STEP
 from dgemma.errors import UsageError, require
 from dgemma.model.assistant import Assistant
@@ -45,9 +46,16 @@ Drafter = Literal["ngram", "canvas", "assistant"]
 Acceptance = Literal["strict", "loose"]
 MAX_NGRAM = 3  # longest n-gram to look up
 MIN_PROBABILITY, MIN_RATIO = 0.09, 0.3  # the loose rule's bounds: absolute, relative to p_max
-NUM_NGRAM_TOKENS = 10  # draft tokens per pass
-CANVAS_LENGTH, NUM_CANVAS_TOKENS = 32, 4  # the first tokens of a canvas are the draft
+NUM_TOKENS: Mapping[Drafter, int] = {"ngram": 10, "canvas": 4, "assistant": 4}  # per pass
+CANVAS_LENGTH = 32  # its first tokens are the draft
 MAX_DRAFT_TOKENS = 256  # the KV cache can be truncated by this many tokens
+
+
+class DraftSizes(NamedTuple):
+    """Draft tokens of a pass, and the length of the canvas they are on."""
+
+    num_tokens: int
+    canvas_length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +64,9 @@ class SpeculativeParams:
 
     drafter: Drafter = "ngram"
     accept: Acceptance = "strict"
-    # Per pass. 0: 10 for ngram, 4 for assistant, and for canvas the model's long_reply, or 4.
-    num_draft_tokens: int = 0
-    canvas_length: int = 0  # of drafts on canvases; 0: by the same preset, or 32
+    # Per pass. None: 10 for ngram, 4 for assistant, and for canvas the model's long_reply, or 4.
+    num_speculative_tokens: int | None = None
+    canvas_length: int | None = None  # of drafts on canvases; None: by the same preset, or 32
     assistant: Assistant | None = None  # the drafter of that name; see `load_assistant`
 
     def __post_init__(self) -> None:
@@ -67,18 +75,21 @@ class SpeculativeParams:
                 f"draft {self.drafter!r} verified {self.accept!r} is not known; use ngram, canvas "
                 "or assistant, and strict or loose"
             )
-        num, allowed = self.num_draft_tokens, f"0 to {MAX_DRAFT_TOKENS}"
-        require(0 <= num <= MAX_DRAFT_TOKENS, "number of draft tokens", num, allowed)
+        self.check_tokens(MAX_DRAFT_TOKENS)
 
-    def resolved(self, long: LongReply | None) -> "SpeculativeParams":
-        """Replace zeros by defaults."""
-        if self.drafter == "ngram":
-            return replace(self, num_draft_tokens=self.num_draft_tokens or NUM_NGRAM_TOKENS)
-        num, length = NUM_CANVAS_TOKENS, CANVAS_LENGTH
+    def check_tokens(self, most: int) -> None:
+        """Refuse a number of draft tokens that a pass cannot verify."""
+        num = self.num_speculative_tokens
+        require(num is None or 1 <= num <= most, "number of draft tokens", num, f"1 to {most}")
+
+    def sizes(self, long: LongReply | None) -> DraftSizes:
+        """Return the sizes given, by default those of the drafter or of a preset."""
+        num, length = NUM_TOKENS[self.drafter], CANVAS_LENGTH
         if self.drafter == "canvas" and long is not None and long.draft_length:
             num, length = long.draft_length, long.canvas_length
-        num, length = self.num_draft_tokens or num, self.canvas_length or length
-        return replace(self, num_draft_tokens=num, canvas_length=max(num, length))
+        num = num if self.num_speculative_tokens is None else self.num_speculative_tokens
+        length = length if self.canvas_length is None else self.canvas_length
+        return DraftSizes(num, max(num, length))
 
 
 def speculative(
@@ -113,11 +124,8 @@ def speculative_task(
         raise UsageError("the drafter assistant needs an assistant model; other drafters take none")
     if speculation.drafter == "canvas":
         require_denoiser(engine.model.config, "it cannot draft on a canvas; use ngram")
-        longest = engine.model.config.canvas_length
-        num = speculation.num_draft_tokens
-        require(num <= longest, "number of draft tokens", num, f"0 to {longest}")
-    plain = engine.generation(prompt, params)
-    return SpeculativeReply(engine, plain, speculation)
+        speculation.check_tokens(engine.model.config.canvas_length)
+    return SpeculativeReply(engine, engine.reply_spec(prompt, params), speculation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +143,11 @@ class SpeculativeReply(Generation):
     tokens, it continues with them once it is known to be long.
     """
 
-    def __init__(self, engine: "Engine", plain: Generation, speculation: SpeculativeParams) -> None:
-        super().__init__(
-            engine, plain.prompt, plain.params, plain.limits, map_draft=plain.map_draft
-        )
+    def __init__(self, engine: "Engine", spec: ReplySpec, speculation: SpeculativeParams) -> None:
+        super().__init__(engine, spec)
         self.model, self.config = engine.model, engine.model.config
         long = engine.generation_config.long_reply or self.config.long_reply
-        self.speculation = speculation.resolved(long)
+        self.speculation, self.sizes = speculation, speculation.sizes(long)
         self.draft = DraftTokens()
         self.canvas_cache: KVCache | None = None  # holds chosen tokens only
         if speculation.drafter == "canvas":
@@ -149,15 +155,15 @@ class SpeculativeReply(Generation):
 
     @property
     def is_ar(self) -> bool:
-        return self.block.is_long if self.policy.draft_length else super().is_ar
+        return self.block.is_long if self.policy.num_speculative_tokens else super().is_ar
 
     @property
     def ar_temperature(self) -> float:
         given = self.params.temperature
-        return self.policy.draft_temperature if given is None else given
+        return self.policy.speculative_temperature if given is None else given
 
     def _resume(self, commit: Committed) -> None:
-        if self.policy.draft_length and commit.logprob is not None:
+        if self.policy.num_speculative_tokens and commit.logprob is not None:
             self.block = replace(self.block, is_long=True)
         super()._resume(commit)
 
@@ -177,9 +183,7 @@ class SpeculativeReply(Generation):
 
     def _num_draft_tokens(self) -> int:
         """Return how many tokens to draft: the pass itself adds one more to the reply."""
-        return min(
-            self.speculation.num_draft_tokens, self.limits.max_tokens - len(self.reader.ids) - 1
-        )
+        return min(self.sizes.num_tokens, self.limits.max_tokens - len(self.reader.ids) - 1)
 
     def _verification(self) -> ForwardInput:
         draft = self.draft.tokens
@@ -200,7 +204,7 @@ class SpeculativeReply(Generation):
         if self.canvas_cache is None:
             self.canvas_cache = sequence.cache.copy(sequence.num_committed)
         cache, num_free = self.canvas_cache, config.max_position_embeddings - len(sequence.ids)
-        length = min(self.speculation.canvas_length, config.canvas_length, num_free)
+        length = min(self.sizes.canvas_length, config.canvas_length, num_free)
         number = self.draft.num_canvases
         noise = self.noise.block(number, 1, length, config.vocab_size, cache.device)
         tokens = tuple(sequence.ids[cache.length :])
@@ -263,11 +267,7 @@ class SpeculativeReply(Generation):
             accepted += is_accepted
             if self.is_done or not is_accepted:
                 break
-        # Accepted draft tokens are in the cache. The last chosen token is not yet, and one that
-        # ends the reply is no part of the sequence.
-        sequence.num_committed = min(sequence.num_committed + accepted, len(sequence.ids))
-        if sequence.cache.length > sequence.num_committed:
-            sequence.cache.truncate(sequence.num_committed)
+        sequence.accept(accepted)
 
     def _accepts(self, is_best: bool, logprob: float, best_logprob: float) -> bool:
         if is_best or self.speculation.accept == "strict":

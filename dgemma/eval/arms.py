@@ -153,17 +153,17 @@ class EngineArm:
         if "verify" in given:
             if "steps" in given:
                 raise UsageError(f"arm {self.spec.text!r}: a verified canvas takes one step a pass")
-            length = given.get("length", 0)
+            length = given.get("length")
             return SpeculativeParams(
-                drafter="canvas", accept=given["verify"], num_draft_tokens=length
+                drafter="canvas", accept=given["verify"], num_speculative_tokens=length
             )
         if "draft" in given:
-            draft, length = given["draft"], given.get("length", 0)
+            draft, length = given["draft"], given.get("length")
             if draft in ("ngram", "canvas"):
-                return SpeculativeParams(drafter=draft, num_draft_tokens=length)
+                return SpeculativeParams(drafter=draft, num_speculative_tokens=length)
             assistant = load_assistant(Path(draft), self.engine.model)
             return SpeculativeParams(
-                drafter="assistant", assistant=assistant, num_draft_tokens=length
+                drafter="assistant", assistant=assistant, num_speculative_tokens=length
             )
         return None
 

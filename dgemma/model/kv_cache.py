@@ -28,6 +28,7 @@ MAX_CHECKPOINTS = (
     2  # checkpoints per sequence; each may cost a copy of the sliding windows and their slack
 )
 NO_WINDOW = 1 << 40
+SEGMENT = 512  # tokens of a prompt in one pass, by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Capacity:
     """The sizes a cache is allocated for."""
 
     tokens: int  # committed tokens and one canvas; full layers double beyond it
-    segment: int = 512  # most tokens of a pass: a prefill chunk, or commit plus canvas
+    segment: int = SEGMENT  # most tokens of a pass: a prefill chunk, or commit plus canvas
     slack: int = 256  # most tokens to truncate, from the end or from a checkpoint
 
 
@@ -238,6 +239,14 @@ class KVCache:
             buffer.base = min(buffer.base, length)
         saved = self.checkpoints.items()
         self.checkpoints = {at: windows for at, windows in saved if at <= length}
+
+    def end_sharing(self) -> None:
+        """Allow appending without a copy: no fork reads it any more."""
+        self.is_shared = False
+
+    def set_capacity(self, capacity: Capacity) -> None:
+        """Set the sizes for which buffers are allocated from now on."""
+        self.capacity = capacity
 
     def copy(self, length: int, capacity: Capacity | None = None) -> "KVCache":
         """Copy the first `length` tokens into an independent sequence.

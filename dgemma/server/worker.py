@@ -37,11 +37,12 @@ class Worker:
     """Runs an engine. `_lock` guards the live requests, which both threads use."""
 
     def __init__(self, engine: "Engine", limits: Limits, metrics: Metrics) -> None:
+        from dgemma.engine.core import EngineHooks
+
         self.engine, self.limits, self.metrics = engine, limits, metrics
         engine.set_limits(max_batch_size=limits.max_batch_size, max_tokens=limits.max_context)
         # Mode auto needs both modes timed, which takes seconds: done when idle.
         self._needs_costs = threading.Event()
-        engine.on_missing_costs = self._needs_costs.set
         self._live: dict[EngineRequest[Any], Deliver] = {}
         # Those whose start, and whose first text, is not yet reported.
         self._unreported: set[EngineRequest[Any]] = set()
@@ -51,7 +52,10 @@ class Worker:
         self._woken, self._lock = threading.Event(), threading.RLock()
         self._is_stopping, self._is_abandoned = threading.Event(), threading.Event()
         self._has_ended = threading.Event()
-        engine.on_host_task_done = self._woken.set
+        hooks = EngineHooks(
+            on_host_task_done=self._woken.set, on_missing_costs=self._needs_costs.set
+        )
+        engine.set_hooks(hooks)
         self._step_started: float | None = None
         self._mean_seconds = 1.0  # moving average of an answer
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

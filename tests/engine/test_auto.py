@@ -12,6 +12,7 @@ from dgemma.diffusion.canvas import Pins
 from dgemma.diffusion.rules import Confidence
 from dgemma.engine import Done, Draft, Engine, SamplingParams
 from dgemma.engine.auto import GOAL, AutoSwitch, BreakEven, CanvasCost, lengths, load_break_even
+from dgemma.engine.core import EngineHooks
 from dgemma.errors import UsageError
 from dgemma.weights.load import random_model
 from tests.taught import CANVAS, LONG, SHORT, taught_config, untaught_engine
@@ -214,7 +215,7 @@ def test_costs_are_measured_once_and_kept(
 def test_a_served_engine_is_not_measured_by_the_thread_that_asks(wild: Engine) -> None:
     engine = Engine(wild.model, wild.tokenizer, wild.template, wild.generation_config)
     needs_costs = Event()
-    engine.on_missing_costs = needs_costs.set
+    engine.set_hooks(EngineHooks(on_missing_costs=needs_costs.set))
     engine.generation("x", replace(AUTO, mode="diffusion"))
     assert not needs_costs.is_set(), "no request has needed it"
     assert engine.generation("x", AUTO).params.mode == "diffusion"

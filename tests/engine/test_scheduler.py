@@ -342,7 +342,7 @@ def ready(owner: str, *tasks: Task | HostTask) -> Request[Any]:
         yield list(tasks)
 
     request: Request[Any] = Request(program(), owner=owner)
-    request.advance()
+    request.resume()
     return request
 
 

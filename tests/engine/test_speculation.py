@@ -102,13 +102,13 @@ def test_every_limit_and_stop_cuts_where_ar_is_cut(nano: Engine) -> None:
 def test_a_sliding_window_is_truncated_with_the_draft() -> None:
     """A window of 12 tokens, drafts of 8 that a random model mostly refuses."""
     config = replace(taught_config(), max_position_embeddings=512, sliding_window=12)
-    model, tokenizer = random_model(config, seed=5), small_tokenizer()
+    model, tokenizer = random_model(config, seed=7), small_tokenizer()
     engine = Engine(model, tokenizer, ChatTemplate(TEMPLATE, tokenizer), GENERATION)
     params = SamplingParams(mode="ar", max_tokens=90)
     plain = engine.generate("the cat sat on the mat", params)
     assert plain.tokens > 40
     for drafter in ("ngram", "canvas"):
-        speculation = SpeculativeParams(drafter=drafter, num_draft_tokens=8)  # type: ignore[arg-type]
+        speculation = SpeculativeParams(drafter=drafter, num_speculative_tokens=8)  # type: ignore[arg-type]
         done = speculative(engine, "the cat sat on the mat", params, speculation)
         assert done.ids == plain.ids
 
@@ -143,7 +143,7 @@ def verified() -> Engine:
 
 
 def test_a_long_reply_of_diffusion_is_what_ar_draws(verified: Engine) -> None:
-    params = SamplingParams(seed=5, max_tokens=100)
+    params = SamplingParams(seed=7, max_tokens=100)
     done = verified.generate(PROMPTS[1], params)
     plain = verified.generate(PROMPTS[1], replace(params, mode="ar", temperature=LONG.t_max))
     assert (done.mode, done.ids, done.finish) == ("diffusion", plain.ids, plain.finish)
@@ -163,7 +163,7 @@ def test_a_reply_that_ends_in_its_first_canvas_is_not_verified(verified: Engine)
 
 def test_a_verified_reply_goes_on_from_what_was_committed(verified: Engine) -> None:
     """Another engine continues it, at any token, with the same text."""
-    params = SamplingParams(seed=5, max_tokens=60, commits=True)
+    params = SamplingParams(seed=7, max_tokens=60, commits=True)
     events = list(verified.stream(PROMPTS[1], params))
     commits = tuple(event for event in events if isinstance(event, Committed))
     done = events[-1]
@@ -176,12 +176,12 @@ def test_a_verified_reply_goes_on_from_what_was_committed(verified: Engine) -> N
 def test_what_sets_its_canvases_is_not_verified(verified: Engine) -> None:
     """A sampler, a canvas length, a constraint and other modes keep their own canvases."""
     for params in (
-        SamplingParams(seed=5, max_tokens=40, sampler=verified.sampler),
-        SamplingParams(seed=5, max_tokens=40, canvas_length=32),
+        SamplingParams(seed=7, max_tokens=40, sampler=verified.sampler),
+        SamplingParams(seed=7, max_tokens=40, canvas_length=32),
     ):
         done = verified.generate(PROMPTS[1], params)
         assert done.blocks >= 1 and not done.logprobs
-    done = verified.generate(PROMPTS[1], SamplingParams(seed=5, max_tokens=40), regex="[a-z ]{30}")
+    done = verified.generate(PROMPTS[1], SamplingParams(seed=7, max_tokens=40), regex="[a-z ]{30}")
     assert not done.logprobs
     assert verified.generation(PROMPTS[1], SamplingParams(mode="hybrid")).policy.long is None
 
@@ -217,7 +217,9 @@ def test_what_cannot_be_verified_is_refused(nano: Engine) -> None:
     with pytest.raises(UsageError, match="use ngram, canvas or assistant"):
         SpeculativeParams(drafter="mind")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="draft tokens is 300"):
-        replace(SpeculativeParams(), num_draft_tokens=300)
-    with pytest.raises(UsageError, match="0 to 128"):
-        speculative(nano, "a", None, SpeculativeParams(drafter="canvas", num_draft_tokens=200))
+        replace(SpeculativeParams(), num_speculative_tokens=300)
+    with pytest.raises(UsageError, match="1 to 128"):
+        speculative(
+            nano, "a", None, SpeculativeParams(drafter="canvas", num_speculative_tokens=200)
+        )
     assert torch.is_inference_mode_enabled() is False

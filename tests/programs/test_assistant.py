@@ -131,7 +131,7 @@ def test_drafts_that_are_right_save_passes(engine: Engine, assistant: Assistant)
     plain = engine.generate(request, params)
     known = Knowing(assistant, (*request.ids, *plain.ids))
     speculation = SpeculativeParams(
-        drafter="assistant", assistant=known, num_draft_tokens=NUM_DRAFTED
+        drafter="assistant", assistant=known, num_speculative_tokens=NUM_DRAFTED
     )
     done = speculative(engine, request, params, speculation)
     assert done.ids == plain.ids
@@ -176,6 +176,8 @@ def test_a_drafter_that_does_not_fit_is_refused(
 
 def test_the_prompt_of_a_plain_text_is_drafted_too(engine: Engine, assistant: Assistant) -> None:
     request = Prompt(text="", ids=prompt(4, seed=2).ids)
-    speculation = SpeculativeParams(drafter="assistant", assistant=assistant, num_draft_tokens=2)
+    speculation = SpeculativeParams(
+        drafter="assistant", assistant=assistant, num_speculative_tokens=2
+    )
     done = speculative(engine, request, SamplingParams(mode="ar", max_tokens=1), speculation)
     assert done.tokens == 1 and done.prefill_seconds > 0

@@ -312,7 +312,7 @@ def _steps(
         ForwardInput(cache=second, state=states[1]),
     ]
     outputs = [begun, *backend.run(inputs)]
-    cache.is_shared = False
+    cache.end_sharing()
     return Steps([output.state for output in outputs if output.state is not None], inputs)
 
 
@@ -321,7 +321,7 @@ def _replayed(backend: CudaBackend, cache: KVCache, state: CanvasState) -> Canva
     fork = cache.fork(state.canvas.length)
     for _ in range(3):
         (output,) = backend.run([ForwardInput(cache=fork, state=state)])
-    cache.is_shared = False
+    cache.end_sharing()
     assert output.state is not None
     return output.state
 
