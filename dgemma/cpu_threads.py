@@ -70,7 +70,7 @@ class SpinControl:
         release.wait()
 
     def end_pool(self) -> None:
-        """End the pool of this thread, which another thread's would wait for in vain.
+        """End the pool of this thread: otherwise a pool made by another thread waits forever.
 
         After a load in the main thread, a server that computes in another one would have more
         threads than cores, and never spin.

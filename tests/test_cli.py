@@ -199,7 +199,7 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
         (["generate", "hi", "--max-tokens", "many"], "--max-tokens is 'many'; it must be a whole"),
         (
             ["generate", "hi", "--seed=1.5"],
-            "--seed is '1.5'; it must be a whole number; `dgemma",
+            "--seed is '1.5'; it must be a whole number; see `dgemma",
         ),
         (
             ["generate", "hi", "--temperature", "hot"],
@@ -228,7 +228,7 @@ def test_no_command_at_all_prints_the_help_and_is_a_wrong_call(call: Call) -> No
         (["train", "x.toml", "--seconds", "nan"], "seconds is nan; it must be above 0"),
         (["train", "x.toml", "--workers", "-1"], "workers is -1; it must be 0 or more"),
         (["generate", "hi", "--stop", ""], "stop string is empty"),
-        (["generate", "hi", "--rule", "greedy"], "'greedy' is not known; use entropy or"),
+        (["generate", "hi", "--rule", "greedy"], "'greedy' is not known; use entropy,"),
         (["generate", "hi", "--rule", "confidence", "--mode", "ar"], "cannot honour --rule"),
         (["generate", "hi", "--rule", "confidence", "--verify", "strict"], "leave out --rule"),
         (["generate", "hi", "--preset", "fast", "--verify", "strict"], "leave out --preset"),

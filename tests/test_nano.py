@@ -236,8 +236,8 @@ def test_greedy_ar_is_the_causal_pass_of_transformers(
     ids = torch.tensor([*prompt.ids, *done.ids])
     with torch.inference_mode():
         hidden = reference.model.encoder(input_ids=ids[None]).last_hidden_state[0]
-        likeliest = reference.lm_head(hidden).argmax(-1)
-    assert likeliest[len(prompt.ids) - 1 : -1].tolist() == list(done.ids)
+        most_likely = reference.lm_head(hidden).argmax(-1)
+    assert most_likely[len(prompt.ids) - 1 : -1].tolist() == list(done.ids)
 
 
 def test_the_generation_defaults_arrive(exported: Path, engine: Engine) -> None:

@@ -225,7 +225,7 @@ def check_stats(raw_TV: Tensor, softcap: float | None, query: Query) -> None:
     )
     assert (stats.entropy_T >= 0).all() and (stats.top_p_T <= 1).all()
     top = exact_TV.gather(-1, stats.top_T[:, None])[:, 0]
-    assert (top >= exact_TV.amax(-1) * (1 - 2e-5)).all(), "a top token is not the likeliest"
+    assert (top >= exact_TV.amax(-1) * (1 - 2e-5)).all(), "a top token is not the most likely"
     check_draws(exact_TV, query.uniform_T, stats.draw_T)
     assert (p_TV.gather(-1, stats.draw_T[:, None]) > 0).all(), "an impossible token was drawn"
 
@@ -335,7 +335,7 @@ def test_the_draw_is_the_exact_inverse_of_the_running_sum(vocab: int) -> None:
 
 
 def test_draws_have_a_temperature_of_their_own() -> None:
-    """It changes the draws alone; at 0 they are the likeliest tokens, at 1 nothing changes."""
+    """It changes the draws alone; at 0 they are the most likely tokens, at 1 nothing changes."""
     rows, vocab = 512, 96
     raw_TV = normal(3, 1, vocab).expand(rows, vocab) * 4
     plain = ask(rows, vocab, seed=1, temperature=0.7)

@@ -551,7 +551,7 @@ def test_a_wrong_rule_gets_a_sentence(
 @pytest.mark.parametrize(
     ("name", "phrase"),
     [
-        ("entropie", "use entropy or confidence, or MODULE:CLASS"),
+        ("entropie", "use entropy, confidence or MODULE:CLASS"),
         ("no_such_module:Rule", "no_such_module cannot be imported"),
         ("tests.test_sampler:Missing", "module tests.test_sampler has no Missing"),
         ("tests.test_sampler:NeedsCount", "cannot be made without arguments"),

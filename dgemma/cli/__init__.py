@@ -93,7 +93,7 @@ def explain(error: Any, arguments: Sequence[str]) -> str:
     sentence = _number_error(error, arguments)
     sentence = sentence or " ".join(error.format_message().split()).rstrip(".")
     command = error.ctx.command_path if error.ctx else _command(arguments)
-    return f"{sentence}; `{command} --help` lists what there is" if sentence else ""
+    return f"{sentence}; see `{command} --help`" if sentence else ""
 
 
 def _command(arguments: Sequence[str]) -> str:

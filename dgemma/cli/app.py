@@ -28,11 +28,11 @@ MIN_SHOWN_BYTES = 1 << 30  # smaller checkpoints load without a progress bar
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 RULES = (
-    "Rule of the sampler: entropy, the default, confidence, or MODULE:CLASS, one of your own "
+    "Rule of the sampler: entropy, the default, confidence, or MODULE:CLASS for a custom rule "
     "(docs/python.md)."
 )
 MODE_HELP = "diffusion, ar, hybrid (AR thought) or auto (what is faster here)."
-PRESETS = "Of the sampler: quality, balanced or fast (docs/python.md)."
+PRESETS = "Sampler preset: quality, balanced or fast (docs/python.md)."
 
 R = TypeVar("R")
 
@@ -184,9 +184,7 @@ def load_rule(name: str | None) -> "Rule | None":
     if name == "confidence":
         return Confidence()
     if not OWN_RULE.fullmatch(name):
-        raise UsageError(
-            f"rule {name!r} is not known; use entropy or confidence, or MODULE:CLASS of your own"
-        )
+        raise UsageError(f"rule {name!r} is not known; use entropy, confidence or MODULE:CLASS")
     rule: Rule = _make_rule(name)
     Sampler(rule=rule)  # refuses objects without `decide`
     try:

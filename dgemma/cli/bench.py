@@ -44,7 +44,7 @@ class BenchOptions:
     )
     rounds: int = option(5, "Requests per case and arm.")
     attempts: int = option(3, "Attempts per request, until one is accepted.")
-    seed: int = option(0, "Of the first round.")
+    seed: int = option(0, "Seed of the first round.")
     seconds: float | None = option(None, "Start no request after this many seconds.")
     quick: bool = option(False, "Seven workloads in under two minutes with nano.")
     out: Path | None = option(
@@ -87,7 +87,7 @@ def bench(
     """Answer if block diffusion is worth it here: seconds to an accepted answer, by workload.
 
     Every workload has an executable acceptance check; every arm gets the same requests. Code
-    that a model writes is run in a process with limits, which is no security boundary.
+    that a model writes is run in a process with limits, which is not a security boundary.
     docs/bench.md tells what is measured and how to add a workload.
     """
     if context.invoked_subcommand is not None:
@@ -160,7 +160,7 @@ def _write(run: "BenchRun", out: Path) -> None:
 
 
 @bench_app.command()
-def report(directory: Annotated[Path, typer.Argument(help="Of an earlier run.")]) -> None:
+def report(directory: Annotated[Path, typer.Argument(help="Directory of an earlier run.")]) -> None:
     """Write the report of a run again, from its raw lines."""
     from dgemma.eval.bench import read_run
 

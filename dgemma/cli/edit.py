@@ -82,7 +82,7 @@ def _no_change(edited: "EditResult") -> str:
     more = "; --strength 0.8 opens more, and --lines A:B opens a selection as a whole"
     if not edited.opened:
         return f"nothing changed: no word was doubtful{more}"
-    kept = "the old text stayed the likeliest in all of them"
+    kept = "the old text stayed the most likely in all of them"
     return f"nothing changed: {len(edited.opened)} spans were opened, and {kept}{more}"
 
 

@@ -42,8 +42,8 @@ class GenerateOptions(ReplyOptions):
     choices: str | None = option(None, "Answer with one of these: a,b,c.")
     draft: str | None = option(
         None,
-        "Of AR: ngram (what followed before), canvas, or the directory of a Gemma 4 assistant; the "
-        "same tokens in fewer passes.",
+        "Speculative decoding for AR: ngram (prompt lookup), canvas, or an assistant's directory; "
+        "the same tokens in fewer passes.",
     )
     verify: str | None = option(
         None, "Verify diffusion drafts in causal mode: strict (AR's text) or loose."

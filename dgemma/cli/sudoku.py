@@ -88,7 +88,7 @@ def sudoku(
     cells = [cell for argument in puzzles or () for cell in _read(argument)]
     images = [Image.open(path) for path in options.image or ()]
     if not cells and not images:
-        raise UsageError("there is no PUZZLE; give 81 characters, a file of puzzles, or --image")
+        raise UsageError("PUZZLE is missing; give 81 characters, a file of puzzles, or --image")
     engine = load_engine(model, options.preset)
     report = SudokuReport(params, len(cells) + len(images), as_json)
     try:
@@ -118,7 +118,7 @@ def _read(argument: str) -> list[str]:
         try:
             return _read_lines(Path(argument).read_text(encoding="utf-8"), argument)
         except UnicodeDecodeError:
-            raise UsageError(f"{argument} is no text file; give one puzzle a line") from None
+            raise UsageError(f"{argument} is not a text file; give one puzzle a line") from None
     if not is_puzzle and not set(argument) <= set("0123456789. \n"):
         shown = argument if len(argument) <= MAX_SHOWN else f"{argument[:MAX_SHOWN]}..."
         raise UsageError(f"{shown!r} is neither a file nor a puzzle of 81 characters")

@@ -322,7 +322,7 @@ def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str] | set[str], so
 
 
 def _float(value: Any) -> Any:
-    """Return a whole number as a float; what is no number is refused with the config."""
+    """Return a whole number as a float; what is not a number is refused with the config."""
     return float(value) if type(value) is int and abs(value) < 1 << 53 else value
 
 

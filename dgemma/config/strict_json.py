@@ -117,4 +117,4 @@ def _check_depth(raw: object, source: str) -> None:
             for value in nested
             for inner in (value.values() if isinstance(value, dict) else value)
         ]
-    raise CheckpointError(f"{source} nests deeper than {MAX_DEPTH} levels; it is no config")
+    raise CheckpointError(f"{source} nests deeper than {MAX_DEPTH} levels; it is not a config")

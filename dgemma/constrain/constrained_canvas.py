@@ -24,8 +24,8 @@ from dgemma.constrain.matcher import (
     Completion,
     Constraint,
     ConstraintFault,
-    likeliest,
     mask_logits,
+    most_likely,
     path_through_pins,
 )
 from dgemma.diffusion.canvas import Canvas, Pins
@@ -374,7 +374,9 @@ class _PrefixStep:
 
     def run(self) -> None:
         while len(self.consumed) < self.room and self.stop is None:
-            if not self._take_forced() and (self.matcher.is_stopped or not self._take_likeliest()):
+            if not self._take_forced() and (
+                self.matcher.is_stopped or not self._take_most_likely()
+            ):
                 break
         if self.stop is None and self.matcher.is_complete:
             self.stop = self.stops[0]
@@ -399,14 +401,14 @@ class _PrefixStep:
         self.consumed.extend(forced)
         return bool(forced)
 
-    def _take_likeliest(self) -> bool:
+    def _take_most_likely(self) -> bool:
         """Consume the most likely allowed token, if the model is confident or progress is due."""
         is_due = self._num_chosen < self.min_tokens
         if self._diverged and not is_due:
             return False
         position = self.begin + len(self.consumed)
         top = self.tops[position]
-        token, p = self._likeliest(position)
+        token, p = self._most_likely(position)
         # A model that is confident in a disallowed token rarely changes.
         is_stuck = token != top and top not in self.stops and self.top_p[position] >= CONFIDENT
         if not (is_due or is_stuck or p >= CONFIDENT):
@@ -421,14 +423,14 @@ class _PrefixStep:
             self.consumed.append(token)
         return True
 
-    def _likeliest(self, position: int) -> tuple[int, float]:
+    def _most_likely(self, position: int) -> tuple[int, float]:
         """Return the most likely allowed token and its probability; the argmax needs no logits."""
         top = self.tops[position]
         is_stop = top in self.stops
         if self.matcher.is_accepting if is_stop else self.matcher.consume([top]):
             self.matcher.rollback(0 if is_stop else 1)
             return top, self.top_p[position]
-        return likeliest(self._logits_at(position), self.matcher.allowed())
+        return most_likely(self._logits_at(position), self.matcher.allowed())
 
     def _logits_at(self, position: int) -> Tensor:
         """Read logits position by position, or several together if all must be decided."""

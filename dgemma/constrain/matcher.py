@@ -214,7 +214,7 @@ class Matcher:
             raise ConstraintFault(f"the grammar cannot be followed: {words[:200]}")
 
 
-def likeliest(logits_V: Tensor, allowed: TokenMask) -> tuple[int, float]:
+def most_likely(logits_V: Tensor, allowed: TokenMask) -> tuple[int, float]:
     """Return the most likely allowed token, and its probability among the allowed ones."""
     ids = np.flatnonzero(allowed)
     if len(ids) <= len(allowed) // GATHER_FRACTION:

@@ -113,7 +113,7 @@ class _GrammarWriter:
         if schema is True or schema == {}:
             schema = {"type": list(TYPES[:5])}  # anything: all types but arrays and objects
         if not isinstance(schema, Mapping):
-            self._refuse(path, f"{schema!r:.40} is no schema")
+            self._refuse(path, f"{schema!r:.40} is not a schema")
         self._check(schema, path)
         if "$ref" in schema:
             return self._reference(schema["$ref"], path, depth)

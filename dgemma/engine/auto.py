@@ -118,17 +118,16 @@ class BreakEven:
     def describe(self) -> str:
         """Describe the break-even in one sentence."""
         plan, canvas = self.plan(MAX_LENGTH), self.canvas
-        first = "all" if plan.num_first is None else f"{plan.num_first} tokens"
-        begins = "nowhere" if self.tokens is None else f"from {self.tokens} tokens on"
+        faster = "never faster" if self.tokens is None else f"faster from {self.tokens} tokens on"
+        begins = "stays in AR" if plan.num_first is None else f"begins with {plan.num_first} in AR"
         return (
             f"AR {1000 * self.token_seconds:.3g} ms a token; a canvas of {canvas.length}: "
-            f"{canvas.steps:.3g} steps of {1000 * canvas.step_seconds:.3g} ms; diffusion is faster "
-            f"{begins}; auto begins with {first} in AR, at most "
-            f"{plan.worst:.2f} times the better mode"
+            f"{canvas.steps:.3g} steps of {1000 * canvas.step_seconds:.3g} ms; diffusion is "
+            f"{faster}; auto {begins} (at most {plan.worst:.2f}x the faster mode's time)"
         )
 
     def plan(self, max_tokens: int) -> Plan:
-        """Plan an unconstrained reply of at most `longest` tokens."""
+        """Plan an unconstrained reply of at most `max_tokens` tokens."""
         return _plan(self, min(max_tokens, MAX_LENGTH))
 
     def diffuses_constrained(self, shortest: int, max_tokens: int) -> bool:

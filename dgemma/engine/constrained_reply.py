@@ -58,8 +58,9 @@ class ConstrainedReply:
         return is_free or self.text.state.forced_from is not None
 
     def forced_from(self, ids: Sequence[int], answer: str) -> int | None:
-        """Return the character of the answer from which tokens were forced by a limit; None:
-        nowhere.
+        """Return the character of the answer from which a limit forced tokens.
+
+        None if nothing was forced.
         """
         if self.text.state.forced_from is None:
             return None

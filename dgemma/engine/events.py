@@ -51,7 +51,7 @@ class Committed:
 
     ids: tuple[int, ...]  # all tokens of a canvas, also those after a stop
     logprob: float | None = None  # AR only
-    steps: int = 1  # steps it took, and...
+    steps: int = 1  # denoising steps since the last commit
     retries: int = 0
     is_converged: bool = True
     fault: str = ""  # output check of the canvas after all retries
@@ -77,7 +77,7 @@ class Done:
     steps: int
     seconds: float
     seed: int
-    mode: str = "diffusion"
+    mode: str
     finish: str = "stop"  # or stop_string, length, budget (time or steps ran out), fault
     stop_string: str = ""  # the stop string that was found
     reused_tokens: int = 0  # prompt tokens found in the prefix cache

@@ -240,7 +240,7 @@ def sudoku(answer: CheckedAnswer) -> str:
     """Check a grid by the rules and the givens."""
     cells = grid.read_reply(answer.text)
     if cells is None:
-        return "is no grid"
+        return "is not a grid"
     return "" if grid.is_solution(answer.original, cells) else "breaks a rule or a given"
 
 

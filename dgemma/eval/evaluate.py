@@ -67,7 +67,7 @@ class EvalParams:
             raise UsageError(f"limit is {self.limit}; it must be 1 or more")
         if self.batch_size is not None and self.batch_size < 1:
             raise UsageError(f"batch size is {self.batch_size}; it must be 1 or more")
-        Noise(seed=self.seed)  # refuses what is no seed
+        Noise(seed=self.seed)  # refuses what is not a seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

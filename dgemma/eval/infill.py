@@ -204,7 +204,7 @@ def mbpp_holes(record: dict[str, Any]) -> list[HoleCase]:
 
     Only the code is used, imports and helpers included; the statement of the problem is not.
     """
-    # The file ends most lines as Windows does, which is no part of the solution.
+    # The file ends most lines as Windows does, which is not part of the solution.
     code = record["code"].replace("\r", "")
     if record["task_id"] not in MBPP_TEST or len(code) > MAX_MBPP_CHARACTERS:
         return []

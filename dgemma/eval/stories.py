@@ -1,8 +1,8 @@
 """Stories to fixed prompts, scored by a story model; and samples of text for a model card.
 
-Low perplexity alone is no merit (a dull story is likely), so distinct-2 is measured too: the share
-of distinct ones among all pairs of adjacent words. Doubled words ("the frog frog") are pairs of one
-word twice, typical of a canvas that accepts both in one step. Canvases that the causal mode
+Low perplexity alone is not a merit (a dull story is likely), so distinct-2 is measured too: the
+share of distinct ones among all pairs of adjacent words. Doubled words ("the frog frog") are pairs
+of one word twice, typical of a canvas that accepts both in one step. Canvases that the causal mode
 verifies write AR's stories, so that of them only the tokens per pass are measured.
 
 The story model is stories15M, a causal model of 15M parameters. Its files have the llama2.c layout

@@ -6,7 +6,7 @@ table. Soft embeddings use a transposed copy of the fp8 table, if there is one:
 
     mean = p_top w_top + sum over splits of  s_split (q_split @ v_split)
 
-The likeliest token's vector w_top is not quantized. All other probabilities, times the scales of
+The most likely token's vector w_top is not quantized. All other probabilities, times the scales of
 their vectors' values v, are quantized to e4m3 (q), in each split of the vocabulary relative to the
 largest in the chunks that overlap it: these are known before any probability is read. Small
 probabilities keep their precision unless a value 5e5 times larger is in the same split. See

@@ -114,7 +114,7 @@ def build(args: dict[str, Any]) -> Any:
     known |= {"name", "api_key_file", "allow_anonymous", "allow_host", "cors_origin"}
     unknown = sorted(args.keys() - known)
     if unknown:
-        raise UsageError(f"{unknown[0]!r} is no argument; use {', '.join(sorted(known))}")
+        raise UsageError(f"{unknown[0]!r} is not an argument; use {', '.join(sorted(known))}")
     key_file = args.get("api_key_file")
     keys = read_keys(Path(key_file) if key_file else None, os.environ)
     if not keys and not args.get("allow_anonymous"):

@@ -323,7 +323,7 @@ def _from_http(error: HTTPException) -> ApiError:
     if isinstance(error.__cause__, ApiError):  # raised while the body was read
         return error.__cause__
     if error.status_code == 404:
-        return ApiError(404, "there is no such path; /openapi.json lists those there are")
+        return ApiError(404, "there is no such path; see /openapi.json")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         return ApiError(405, f"this path does not take that method; use {allowed}")

@@ -141,7 +141,7 @@ def finished_ids(path: Path) -> set[str]:
                 name = json.loads(row)["custom_id"] if row.endswith(b"\n") else None
             except (ValueError, KeyError, TypeError):
                 raise UsageError(
-                    f"{path} is no output of a batch; choose another file, or move it away"
+                    f"{path} is not a batch output file; choose another file, or move it away"
                 ) from None
             if name is None:
                 break

@@ -208,4 +208,4 @@ def check_ids(engine: "Engine", ids: Sequence[int]) -> None:
     most = engine.tokenizer.vocab_size - 1
     unknown = [token for token in ids if not 0 <= token <= most]
     if unknown:
-        raise UsageError(f"{unknown[0]} is no token id of this model; they go from 0 to {most}")
+        raise UsageError(f"{unknown[0]} is not a token id of this model; they go from 0 to {most}")

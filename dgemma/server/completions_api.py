@@ -50,13 +50,13 @@ class CompletionBody(FormattedBody):
     echo: bool = honoured(
         False,
         "true: the prompt is repeated and scored by the causal pass; max_tokens must be 0, or 1: "
-        "the likeliest next token",
+        "the most likely next token",
     )
     suffix: str = honoured("", "text after the hole that is filled; diffusion only")
     effort: HoleEffort | None = honoured(None, f"of a hole; {EFFORT}; fast by default")
     logprobs: int | None = honoured(
         None,
-        "0: of each token of the answer, from the causal pass; 1, with echo: the likeliest too",
+        "0: of each token of the answer, from the causal pass; 1, with echo: the most likely too",
         ge=0,
         le=1,
     )
@@ -167,10 +167,10 @@ def _echo(
     if num_new:
         (prefix,) = yield [Prefill(prompt.ids)]
         try:
-            (likeliest,) = yield [NextTokens(prefix, 1)]
+            (most_likely,) = yield [NextTokens(prefix, 1)]
         finally:
             engine.keep(prefix)
-        new = tuple(likeliest)
+        new = tuple(most_likely)
     ids = (*prompt.ids, *new)
     logprobs: tuple[float | None, ...] = (None,)
     best: tuple[tuple[int, float] | None, ...] = (None,)

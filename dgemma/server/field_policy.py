@@ -38,7 +38,7 @@ def refused(note: str, *neutral: object) -> FieldPolicy:
 
 COMMON: FieldTable = {
     "top_p": harmless(
-        "a canvas commits its likeliest tokens; refused in ar and hybrid above temperature 0"
+        "a canvas commits its most likely tokens; refused in ar and hybrid above temperature 0"
     ),
     "top_k": harmless("as top_p"),
     "min_p": harmless("as top_p"),
@@ -65,7 +65,7 @@ COMMON: FieldTable = {
     # Added to every request by gateways such as sglang-router and vllm-router.
     "no_stop_trim": refused("the answer ends before a stop string", False),
     "continue_final_message": refused("an answer is a new turn", False),
-    "skip_special_tokens": refused("control tokens are no part of a text", True),
+    "skip_special_tokens": refused("control tokens are not part of a text", True),
     "separate_reasoning": refused("thoughts are always separate from the answer", True),
     "stream_reasoning": refused("thoughts are streamed like the answer", True),
     "include_reasoning": refused("a thought is part of the reply", True),

@@ -253,6 +253,7 @@ def program_done(engine: "Engine", result: Any, text: str, written: Iterable[str
         steps=result.steps,
         seconds=result.seconds,
         seed=result.seed,
+        mode="diffusion",
         result=result,
     )
 

@@ -266,7 +266,7 @@ def bind(host: str, port: int) -> socket.socket:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         bound = socket.socket(addresses[0][0], socket.SOCK_STREAM)
     except (OSError, OverflowError) as error:
-        raise UsageError(f"{host} port {port} is no address to listen on: {error}") from None
+        raise UsageError(f"cannot listen on {host}:{port}: {error}") from None
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(addresses[0][4])

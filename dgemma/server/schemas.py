@@ -198,7 +198,7 @@ class Body(BaseModel):
         None, "longest answer, cut exactly; lowered to what the context holds", ge=1
     )
     temperature: float | None = honoured(
-        None, "0 to 2; 1 is the model's own; below 0.001 the likeliest is drawn", ge=0, le=2
+        None, "0 to 2; 1 is the model's own; below 0.001 the most likely is drawn", ge=0, le=2
     )
     seed: Seed | None = honoured(
         None, "same seed, same answer; in float32 among other requests, too"

@@ -263,7 +263,7 @@ def read_json(data: bytes) -> Any:
         return fields
 
     def refuse(number: str) -> NoReturn:
-        raise ApiError(400, f"the body is not JSON: {number} is no number there")
+        raise ApiError(400, f"the body is not JSON: {number} is not a number there")
 
     def finite(number: str) -> float:
         if not isfinite(value := float(number)):

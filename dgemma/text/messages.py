@@ -360,7 +360,7 @@ def read_thought(fields: Mapping[str, object]) -> str:
 
 
 def read_arguments(value: object) -> Mapping[str, object]:
-    """Read a call's arguments: an object or its JSON text; null and blank text are no arguments."""
+    """Read a call's arguments: an object or its JSON text; null and blank text are none."""
     if isinstance(value, str):
         try:
             value = json.loads(value, parse_constant=refuse_constant) if value.strip() else {}

@@ -276,7 +276,7 @@ class ReplyReader:
         return Reply.collect(self.events)
 
     def feed(self, ids: Sequence[int]) -> list[Text]:
-        """Take ids until a stop string is complete; what follows it is no part of the reply."""
+        """Take ids until a stop string is complete; what follows it is not part of the reply."""
         if self.has_stopped or self.parser.has_ended:
             return []
         if self.can_stop and self._may_stop_in(ids):

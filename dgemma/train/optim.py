@@ -25,7 +25,7 @@ MAX_STACKED_ELEMENTS = 1 << 28  # orthogonalized together; a larger stack is pro
 # the GPU is slower than the host in any case.
 MAX_CAPTURED_ELEMENTS = 1 << 28
 UNCAPTURED_STEPS = 3  # before the capture, while memory is allocated and libraries set up
-# Keys of AdamW's param groups that say how it runs, and are no part of a saved state.
+# Keys of AdamW's param groups that say how it runs, and are not part of a saved state.
 RUNTIME_KEYS = ("lr", "foreach", "fused", "capturable")
 
 StepFunction = Callable[[], Tensor]

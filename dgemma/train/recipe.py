@@ -311,7 +311,7 @@ def _change(raw: dict[str, Any], change: str) -> None:
 
 def _index(table: Any, name: str, change: str) -> int:
     if not isinstance(table, list):
-        raise UsageError(f"{change!r}: the key before {name} is no table")
+        raise UsageError(f"{change!r}: the key before {name} is not a table")
     if not name.isdecimal() or int(name) >= len(table):
         raise UsageError(f"{change!r}: {name!r} must be a number from 0 to {len(table) - 1}")
     return int(name)

@@ -61,13 +61,13 @@ class SudokuBank:
 def _read_arrays(path: Path, names: Sequence[str]) -> list[NDArray[Any]]:
     """Read the arrays of these names from a bank."""
     if not path.is_file() or not zipfile.is_zipfile(path):
-        raise UsageError(f"{path} is no puzzle bank; {HOW_TO_MAKE}")
+        raise UsageError(f"{path} is not a puzzle bank; {HOW_TO_MAKE}")
     try:
         with np.load(path, allow_pickle=False) as file:
             return [file[name] for name in names]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UsageError(
-            f"{path} is no bank of this puzzle or damaged ({error}); {HOW_TO_MAKE}"
+            f"{path} is not a bank of this puzzle, or damaged ({error}); {HOW_TO_MAKE}"
         ) from None
 
 

@@ -176,7 +176,7 @@ class TokenCache:
             return TokenStore.load(path), 0
         if path.suffix not in DATA_SUFFIXES:
             raise UsageError(
-                f"{path} is no data; give tokens (.npz), or texts or chats (.jsonl or .json)"
+                f"{path} is not training data; use .npz tokens, or .jsonl/.json texts or chats"
             )
         if not path.is_file():
             raise UsageError(

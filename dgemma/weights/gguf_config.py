@@ -64,7 +64,7 @@ CAUSAL = "attention.causal"
 FIXED: dict[str, tuple[Any, str]] = {
     "attention.shared_kv_layers": (0, "layers that share keys and values"),
     "embedding_length_per_layer_input": (0, "per-layer embeddings"),
-    "expert_gating_func": (1, "a router that is no softmax"),
+    "expert_gating_func": (1, "a router that is not a softmax"),
     "expert_shared_count": (0, "shared experts"),
     "rope.scaling.type": ("none", "scaled rotary positions"),
 }
@@ -147,7 +147,7 @@ def check_architecture(file: GGUFFile) -> Family:
         return FAMILY_OF[name]
     if name in FAMILY_OF:
         what = OTHER_FILES.get(str(kind), f"a file of type {kind!r}")
-        raise CheckpointError(f"{file.path} is no model but {what}; give the model's file")
+        raise CheckpointError(f"{file.path} is {what}, not a model; give the model's file")
     other = f"another Gemma ({name!r})" if name.startswith("gemma") else f"a {name!r} model"
     raise CheckpointError(
         f"{file.path} holds {OTHER_MODELS.get(name, other)}; this build runs the architectures "
@@ -294,7 +294,7 @@ def _check_fixed(keys: GGUFKeys, family: Family) -> None:
 def _vocab_size(keys: GGUFKeys) -> int:
     table = keys.file.tensors.get(TOKEN_EMBD)
     if table is None or len(table.shape) != 2:
-        raise CheckpointError(f"{keys.path} has no matrix {TOKEN_EMBD}; it is no whole model")
+        raise CheckpointError(f"{keys.path} has no matrix {TOKEN_EMBD}; the model is incomplete")
     stated = keys.prefix + VOCAB_SIZE
     if keys.has(stated) and keys.get(stated, int) != table.shape[0]:
         raise CheckpointError(

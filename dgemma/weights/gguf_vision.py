@@ -163,7 +163,7 @@ def _check(
         ],
     }
     if problems := describe(findings):
-        raise CheckpointError(f"{path} is no image tower of this model: {problems}")
+        raise CheckpointError(f"{path} is not an image tower for this model: {problems}")
 
 
 # --- mmproj files
@@ -211,7 +211,7 @@ def _mmproj_config(file: GGUFFile, config: ModelConfig) -> VisionConfig:
     name = file.value("general.architecture", str)
     if name != ARCHITECTURE:
         raise CheckpointError(
-            f"{file.path} is no image tower but a {name!r} model; --vision takes an mmproj file"
+            f"{file.path} is a {name!r} model, not an image tower; --vision takes an mmproj file"
         )
     keys = GGUFKeys(file)
     kinds = [keys.of_model(key, str) for key in PROJECTOR_KEYS if keys.has(keys.prefix + key)]

@@ -257,9 +257,11 @@ def _auto_cpu(config: ModelConfig, dtype: torch.dtype) -> QuantChoice:
     The CPU's instructions decide and a timing confirms, so that load does not change answers.
     """
     timing = time_int8(config, dtype)
-    speedup = f"8-bit products are {timing.ratio:.1f} times as fast as {_short(dtype)} here"
+    is_faster = timing.ratio >= 1
+    change = f"{timing.ratio:.1f} times as fast" if is_faster else f"slower ({timing.ratio:.1f}x)"
+    speedup = f"8-bit products are {change} {'as' if is_faster else 'than'} {_short(dtype)} here"
     if dtype != torch.float32:
-        return QuantChoice("none", f"{speedup}, too little to round for")
+        return QuantChoice("none", f"{speedup}, not enough to justify the rounding")
     if not torch.cpu._is_vnni_supported():
         return QuantChoice("none", f"{speedup}, and the CPU has no instructions for them")
     return QuantChoice("int8" if timing.ratio >= MIN_SPEEDUP else "none", speedup)

@@ -6,9 +6,10 @@
                     first lowest, each + 2^(bits - 1)
 
 Tensors of two or more dimensions are quantized and have scales; the others stay float32. Dtype and
-shape of a tensor say which encoding it has. Routers, which are small, and rows that are no multiple
-of 32 always have 8 bits. Scales keep 16 and 11 significant bits, so that a dequantized weight is
-exact in float32, equal on every machine, and gives the same bytes when it is quantized again.
+shape of a tensor say which encoding it has. Routers, which are small, and rows that are not a
+multiple of 32 always have 8 bits. Scales keep 16 and 11 significant bits, so that a dequantized
+weight is exact in float32, equal on every machine, and gives the same bytes when it is quantized
+again.
 
 A group's largest magnitude takes the sign that has one integer more, so group scales may be
 negative; in four bits that reduces the error by a twentieth.
@@ -260,7 +261,7 @@ def _check_pairs(stored: Mapping[str, StoredTensor], directory: Path) -> None:
         if tensor.dtype == "F16" and not name.endswith(GROUP_SCALE)
     ]
     if halves:
-        problems.append(f"what is no scale should be F32, but not so {listing(halves)}")
+        problems.append(f"what is not a scale should be F32, but not so {listing(halves)}")
     if problems:
         raise CheckpointError(f"{directory} is damaged: {'; '.join(problems)}")
 

@@ -222,7 +222,7 @@ def _resolve(config: ModelConfig, targets: Sequence[str]) -> dict[str, nn.Linear
             allowed = dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in linears)
             reason = f": {NO_TARGET}" if NO_TARGETS & set(target.split(".")) else ""
             raise UsageError(
-                f"{target!r} is no target{reason}; targets are {', '.join(allowed)}, the ends of "
-                "these names, or one layer's, such as layers.0.mlp.up_proj"
+                f"{target!r} is not a target{reason}; targets are {', '.join(allowed)}, the ends "
+                "of these names, or one layer's, such as layers.0.mlp.up_proj"
             )
     return {n: m for n, m in linears.items() if any(ends_in(n, target) for target in targets)}

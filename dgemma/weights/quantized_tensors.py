@@ -182,7 +182,7 @@ def _check_packed(
     missing = [name for name in specs if name not in stored]
     findings = {"it lacks": missing, "not as they should be": wrong, "nothing belongs to": surplus}
     if problems := describe(findings):
-        raise CheckpointError(f"{directory} is no whole {scheme.name} checkpoint: {problems}")
+        raise CheckpointError(f"{directory} is not a complete {scheme.name} checkpoint: {problems}")
     return frozenset(modules)
 
 

@@ -38,6 +38,7 @@ def answered(record: dict[str, Any], *replies: str | Reply) -> list[tuple[ChatCa
             steps=1,
             seconds=0.0,
             seed=0,
+            mode="diffusion",
         )
         for reply in replies
     ]

@@ -151,7 +151,7 @@ def test_the_released_shard_or_directory_is_a_tower_too(
     shard = tmp_path / "model-00011-of-00011.safetensors"
     write_safetensors(shard, {**weights, "model.decoder.norm.weight": torch.ones(3)}, None)
     # Without a config it would be the released tower.
-    with pytest.raises(DgemmaError, match="is no image tower of this model: it lacks"):
+    with pytest.raises(DgemmaError, match="is not an image tower for this model: it lacks"):
         load(file, shard)
     shutil.copy(models / "whole" / "config.json", tmp_path)
     want = features(load(models / "whole"))
@@ -251,7 +251,7 @@ def test_what_names_no_tower_is_refused(models: Path, file: Path, tmp_path: Path
     cases: list[tuple[Path, object, str]] = [
         (file, "auto", "mmproj-BF16.gguf, mmproj-F16.gguf; name one by --vision"),
         (file, tmp_path / "gone.gguf", "does not exist"),
-        (file, file, "is no image tower but a 'diffusion-gemma' model"),
+        (file, file, "is a 'diffusion-gemma' model, not an image tower"),
         (file, tmp_path / "notes.txt", "holds no image tower"),
         (models / "whole", tmp_path / "mmproj-F16.gguf", "is for GGUF models"),
         (tmp_path / "mmproj-F16.gguf", "none", "this one by --vision"),

@@ -160,7 +160,7 @@ def seeing_engine(prefix_bytes: int = 1 << 24, chunk: int = 64) -> Engine:
     """Return an engine with a random tower and nano's template."""
     model, encoder = seeing_weights()
     tokenizer = Tokenizer.load(NANO)
-    # One step: the likeliest tokens, which no draw near a boundary can change.
+    # One step: the most likely tokens, which no draw near a boundary can change.
     generation = GenerationConfig(max_denoising_steps=1, max_new_tokens=8, stop_ids=(1,))
     template = ChatTemplate.load(NANO, tokenizer)
     engine = Engine(model, tokenizer, template, generation, prefix_bytes=prefix_bytes)

@@ -58,7 +58,7 @@ def test_statistics_and_draws_are_those_of_the_definition(
 def test_draws_have_temperatures_of_their_own(
     vocab: int, cap: float | None, spread: float, dtype: torch.dtype
 ) -> None:
-    """All in one call; nothing but the draw sees them, and zero takes the likeliest token."""
+    """All in one call; nothing but the draw sees them, and zero takes the most likely token."""
     raw, query = case(vocab, 0.1 * spread, rows=12)
     raw, cold_T = raw.to(dtype), torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(3)
     query = replace(query, draw_temperature_T=cold_T)

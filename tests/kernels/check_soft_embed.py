@@ -126,7 +126,7 @@ def far(got_TD: Tensor, want_TD: Tensor) -> float:
 
 
 def test_small_probabilities_count_where_no_large_one_is_near() -> None:
-    """Even with the likeliest token: it is not rounded with them."""
+    """Even with the most likely token: it is not rounded with them."""
     vocab = 3 * CHUNK
     soft = soft_of(table_of(vocab, 24), CHUNK + CHUNK // 2)
     p_TV = torch.full((1, vocab), 1e-9)

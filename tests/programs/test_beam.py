@@ -1,4 +1,4 @@
-"""Texts that the causal mode proposes for a hole: the likeliest ones, candidates with canvases'."""
+"""Texts that the causal mode proposes for a hole: the most likely, candidates with canvases'."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

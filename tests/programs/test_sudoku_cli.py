@@ -194,6 +194,7 @@ def attempt_done(text: str, *, converged: bool) -> Done:
         steps=3,
         seconds=0.5,
         seed=0,
+        mode="diffusion",
         unconverged_blocks=int(not converged),
     )
 
@@ -445,7 +446,7 @@ def test_a_bad_line_of_a_file_is_named(call: Call, tmp_path: Path) -> None:
     path.write_text(f"{PUZZLE}\n{PUZZLE[:-1]}\n")
     assert "puzzles.txt, line 2: a puzzle has 80 cells" in call(path).err
     path.write_bytes(b"\xff\xfe")
-    assert "is no text file" in call(path).err
+    assert "is not a text file" in call(path).err
 
 
 @pytest.mark.skipif(not NANO_DIRECTORY.is_dir(), reason="this build has no built-in model")

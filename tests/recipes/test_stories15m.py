@@ -31,12 +31,12 @@ def test_samples_follow_the_seed_and_stop_at_the_end(model: StoryModel) -> None:
 
 
 def test_low_temperatures_take_the_likeliest_token(model: StoryModel) -> None:
-    likeliest = int(model.logits(model.hidden(torch.tensor([[BOS]])))[0, 0].argmax())
+    most_likely = int(model.logits(model.hidden(torch.tensor([[BOS]])))[0, 0].argmax())
     for sampling in (
         StorySampling(temperature=1e-4, max_tokens=1),
         StorySampling(min_p=1.0, max_tokens=1),
     ):
-        assert sample_ids(model, 2, 0, sampling) == [[likeliest], [likeliest]]
+        assert sample_ids(model, 2, 0, sampling) == [[most_likely], [most_likely]]
 
 
 def test_a_story_without_an_end_is_cut_after_its_last_sentence() -> None:

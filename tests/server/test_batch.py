@@ -197,7 +197,7 @@ def test_a_server_that_stays_away_ends_the_run(tmp_path: Path, monkeypatch: Any)
         (json.dumps({**request("a"), "url": "//host/path"}), "a url that is a path"),
         (json.dumps({**request("a"), "custom_id": "\ud800"}), "half a surrogate pair"),
         ('{"custom_id": "a", "custom_id": "b"}', "'custom_id' twice"),
-        ('{"custom_id": "a", "url": "/", "body": {"temperature": NaN}}', "NaN is no number"),
+        ('{"custom_id": "a", "url": "/", "body": {"temperature": NaN}}', "NaN is not a number"),
         ('{"custom_id": "a", "url": "/", "body": {"a": 1e999}}', "the number 1e999; use one below"),
         (json.dumps(request("a")) + "\n" + json.dumps(request("a")), "custom_id 'a' of another"),
         ("", "has no requests"),

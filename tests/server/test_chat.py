@@ -171,7 +171,7 @@ def test_temperature_scales_the_draw(shared: Running) -> None:
     assert chat(shared, LONG, seed=7, temperature=0).choices[0].message.content == ANSWERS[LONG]
     ar = {"dgemma": {"mode": "ar"}}
     cold = [text(temperature=0, extra_body=ar), text(extra_body=ar)]
-    assert cold[0] == cold[1], "AR without a temperature takes the likeliest token"
+    assert cold[0] == cold[1], "AR without a temperature takes the most likely token"
     assert text(temperature=2, extra_body=ar) != cold[0]
 
 
@@ -262,7 +262,7 @@ def test_eight_requests_at_once_get_what_each_gets_alone(shared: Running) -> Non
 
 
 def test_a_prompt_is_echoed_with_its_scores(shared: Running, checkpoint: Path) -> None:
-    """As lm-eval sends it: token ids, one more token, the likeliest token at each position."""
+    """As lm-eval sends it: token ids, one more token, the most likely token at each position."""
     engine, text = load(checkpoint), "the one"
     ids = list(engine.plain_prompt(text).ids)
     (score,) = engine.run(engine.score_program(ids[:1], [ids[1:]]))
@@ -278,7 +278,9 @@ def test_a_prompt_is_echoed_with_its_scores(shared: Running, checkpoint: Path) -
     tops = plain.logprobs.top_logprobs[1:]
     chosen = zip(plain.logprobs.token_logprobs[1:], tops, strict=True)
     assert all(logprob <= max(top.values()) for logprob, top in chosen)
-    assert plain.logprobs.token_logprobs[-1] == max(tops[-1].values()), "the last is the likeliest"
+    assert plain.logprobs.token_logprobs[-1] == max(tops[-1].values()), (
+        "the last is the most likely"
+    )
     (named,) = echo(text, max_tokens=0)
     assert named.text == text and "".join(named.logprobs.tokens) == text
     assert named.logprobs.token_logprobs == pytest.approx(score.logprobs, abs=1e-4)

@@ -133,7 +133,7 @@ def test_a_wrong_request_is_told_what_is_wrong(
         ({"prompt": {}}, "prompt is {}"),
         ({"prompt": [[1], "x"]}, "or 1 to 16 of one kind"),
         ({"prompt": ["x"] * 17}, "or 1 to 16 of one kind"),
-        ({"prompt": [10**6]}, "1000000 is no token id"),
+        ({"prompt": [10**6]}, "1000000 is not a token id"),
         ({"prompt": [1, "x"]}, "prompt is [1, 'x']; it must be a text"),
         ({"messages": USER}, "'messages' is not known"),
     ],

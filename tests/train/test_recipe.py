@@ -178,8 +178,8 @@ def test_values_can_be_set_by_hand(recipe: Path) -> None:
         ("=3", "sets nothing"),
         ("data.3.weight=1", "'3' must be a number from 0 to 0"),
         ("data.first.weight=1", "'first' must be a number"),
-        ("name.first=1", "the key before first is no table"),
-        ("schedule.steps.more=1", "the key before more is no table"),
+        ("name.first=1", "the key before first is not a table"),
+        ("schedule.steps.more=1", "the key before more is not a table"),
     ],
 )
 def test_a_change_that_changes_nothing_is_refused(change: str, message: str, recipe: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_kill_while_tokens_are_kept_loses_no_count(
 
 
 def test_a_file_of_another_kind_is_refused(recipe: Path) -> None:
-    with pytest.raises(UsageError, match=r"chats.csv is no data; give tokens \(.npz\)"):
+    with pytest.raises(UsageError, match=r"chats.csv is not training data; use .npz tokens"):
         built(recipe, "data.0.file=chats.csv")
 
 
@@ -592,7 +592,7 @@ def test_an_adapter_beside_bfloat16_weights_is_kept_in_float32(
 
 def test_a_target_that_cannot_be_adapted_is_refused(by_heart: TrainingJob, tmp_path: Path) -> None:
     path = tune_recipe(tmp_path, by_heart.environment.out / "checkpoint", LORA)
-    with pytest.raises(UsageError, match="'experts' is no target"):
+    with pytest.raises(UsageError, match="'experts' is not a target"):
         built(path, 'lora.targets=["experts"]')
 
 

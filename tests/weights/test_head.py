@@ -100,7 +100,7 @@ def test_a_mean_in_8_bits_keeps_the_likeliest_token_and_rounds_the_others_by_par
         )
         got_1D = soft_embed_reference(p_1V, table.weight, soft)
         torch.testing.assert_close(got_1D[0], want_D, atol=1e-7, rtol=1e-6)
-    p_1V[0, high] = 1e-3  # in the part of the likeliest, which is not in its way
+    p_1V[0, high] = 1e-3  # in the part of the most likely, which is not in its way
     p_1V[0, low + 1] = 1e-10  # but this one is lost beside it
     got_1D = soft_embed_reference(p_1V, table.weight, soft)
     p_1V[0, low + 1] = 0.0

@@ -377,7 +377,7 @@ def test_planes_of_another_shape_than_the_configs_are_refused(stored: Path) -> N
 
 def test_halves_are_no_weights_in_this_layout(stored: Path) -> None:
     change(stored, lambda t: t.update({NORM: t[NORM].half()}))
-    assert f"what is no scale should be F32, but not so {NORM} (F16)" in refused(stored)
+    assert f"what is not a scale should be F32, but not so {NORM} (F16)" in refused(stored)
 
 
 def test_a_shard_cut_short_is_refused(stored: Path) -> None:

@@ -312,7 +312,7 @@ def test_the_seed_decides_the_values(model: Gemma) -> None:
 @pytest.mark.parametrize("target", ["proj_q", "", "roj", "layers.3.mlp.up_proj", "norm"])
 def test_an_unknown_target_is_refused_with_those_allowed(target: str, model: Gemma) -> None:
     allowed = r"self_attn\.q_proj, .*mlp\.down_proj, .*router\.proj, .*self_conditioning\.up_proj"
-    with pytest.raises(UsageError, match=rf"'{target}' is no target; .*{allowed}"):
+    with pytest.raises(UsageError, match=rf"'{target}' is not a target; .*{allowed}"):
         new_adapter(model, ["q_proj", target], rank=2, alpha=2, seed=0)
 
 
@@ -320,7 +320,7 @@ def test_an_unknown_target_is_refused_with_those_allowed(target: str, model: Gem
     "target", ["experts", "experts.down_proj", "gate_up_proj", "embed_tokens", "lm_head"]
 )
 def test_experts_and_the_embedding_are_no_targets(target: str, model: Gemma) -> None:
-    with pytest.raises(UsageError, match=rf"'{target}' is no target: the experts' .* take no"):
+    with pytest.raises(UsageError, match=rf"'{target}' is not a target: the experts' .* take no"):
         new_adapter(model, [target], rank=2, alpha=2, seed=0)
 
 

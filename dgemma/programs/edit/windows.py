@@ -234,7 +234,7 @@ class EditWindows:
             sampler=self.config.sampler,
             end_id=end_id(self.engine),
             drafts=self.config.drafts,
-            # Text still to be opened is no evidence: an unchanged name would preserve this one.
+            # Text still to be opened is not evidence: an unchanged name would preserve this one.
             scored_after=max(1, min(SCORED_AFTER, self.next_open - b)),
         )
         return CandidatePool(self.engine, prompt, config, self.config.cost)

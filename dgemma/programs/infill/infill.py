@@ -191,7 +191,7 @@ class InfillRun:
             search = yield from self._search(holes, style)
             candidates = yield from search.pool.run(search.run(known))
             self.cost.prompt_tokens += search.pool.prompt.num_tokens
-            self.filled.append(candidates or [(yield from self._likeliest(holes, style))])
+            self.filled.append(candidates or [(yield from self._most_likely(holes, style))])
 
     def results(self) -> list[FilledText]:
         """The n-th best text has each group's n-th best fills, or its last if it has fewer."""
@@ -357,7 +357,7 @@ class InfillRun:
 
     # --- when all canvases are empty
 
-    def _likeliest(self, holes: range, style: PromptStyle) -> Program[Candidate]:
+    def _most_likely(self, holes: range, style: PromptStyle) -> Program[Candidate]:
         """Return for each hole the most likely allowed token in causal mode."""
         prompt = yield from in_thread_if_long(self.num_characters, self._prompt, holes, style)
         fills: list[str] = []

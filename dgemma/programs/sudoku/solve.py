@@ -47,7 +47,7 @@ class SudokuResult:
     """The result of one puzzle, all attempts together."""
 
     puzzle: str
-    solution: str | None  # 81 digits, right or wrong; None: the reply was no grid
+    solution: str | None  # 81 digits, right or wrong; None: the reply was not a grid
     converged: bool  # AR: the reply came to its end
     steps: int
     restarts: int  # attempts after the first

@@ -142,7 +142,7 @@ def _connected(
 
 
 def frame_corners(mask_HW: Mask) -> Array | None:
-    """Return where lines along the four sides of a component meet; None if it is no square."""
+    """Return where lines along the four sides of a component meet; None if it is not a square."""
     y, x = np.nonzero(mask_HW)
     points = np.stack([x, y], 1)
     along, across = x + y, x - y

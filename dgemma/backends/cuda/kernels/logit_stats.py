@@ -27,7 +27,7 @@ MIN_PROB = 1e-5  # of a candidate
 MIN_CHUNK_PROB = 0.9 * MIN_PROB  # a chunk whose largest is below has no candidate, even rounded
 MIN_MASS = 1 - 2e-3  # of a position, in its candidates; bfloat16 loses as much
 MAX_MISSED = 1.01 * (1 - MIN_MASS)  # a position with more in chunks without candidates is flat
-FLAT_MASS = 0.99  # a position whose MAX_CANDIDATES likeliest tokens cannot hold as much is flat
+FLAT_MASS = 0.99  # a position whose MAX_CANDIDATES most likely tokens cannot hold as much is flat
 MIN_COUNTED_PROB = 1e-3  # smaller ones are raised to it where `_tokens_needed` counts
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -377,10 +377,10 @@ def _merge_chunks(
     e = tl.exp((capped(raw, CAP) - peak) * scale / temperature)
     e = tl.where(is_token, e, 0.0).to(tl.float64)
     inside = tl.sum((tl.cumsum(e, 0) <= target - before).to(tl.int32), 0)
-    # Rounding may put the target past the chunk's end: its likeliest token is taken.
-    likeliest = tl.min(tl.where(raw == tl.max(raw, 0), v, 2147483647), 0)
+    # Rounding may put the target past the chunk's end: its most likely token is taken.
+    most_likely = tl.min(tl.where(raw == tl.max(raw, 0), v, 2147483647), 0)
     draw = chunk * W + inside
-    draw = tl.minimum(tl.where((inside < W) & (draw < vocab), draw, likeliest), vocab - 1)
+    draw = tl.minimum(tl.where((inside < W) & (draw < vocab), draw, most_likely), vocab - 1)
     draw = tl.where(draw_temperature < MIN_TEMPERATURE, top, draw)
     tl.store(draw_T + row, draw)
 

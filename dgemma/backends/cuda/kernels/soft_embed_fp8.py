@@ -2,8 +2,8 @@
 
 Three launches: probabilities are computed from the logits and quantized in one pass, since the
 largest of a split's chunks are known; one GEMM for each split of the vocabulary; their sum, in a
-fixed order, plus the likeliest token's own vector. The table is the left operand, the tall side of
-the MMA, so that it is read once.
+fixed order, plus the most likely token's own vector. The table is the left operand, the tall side
+of the MMA, so that it is read once.
 
 T positions, V vocabulary, C chunks of it, D width, S splits.
 """
@@ -35,7 +35,7 @@ TOKENS_PER_STEP = 1024  # of the quantization
 
 @dataclass(frozen=True, slots=True)
 class QuantizedProbs:
-    """Probabilities in e4m3, zero for the likeliest token, which is kept unrounded."""
+    """Probabilities in e4m3, zero for the most likely token, which is not rounded."""
 
     values_TV: Tensor
     scale_ST: Tensor  # of a split, times the table's unit scale
