@@ -116,8 +116,8 @@ def score(model: Gemma, hidden_ND: Tensor, item: ForwardInput) -> ForwardOutput:
     split = (torch.split(x, SCORED_POSITIONS) for x in (hidden_ND, target_N1))
     logprobs: list[float] = []
     best: list[tuple[int, float]] = []
-    for states_ND, piece_N1 in zip(*split, strict=True):
-        logits_NV = model.logits(states_ND)
+    for group_ND, piece_N1 in zip(*split, strict=True):
+        logits_NV = model.logits(group_ND)
         logprob_NV = logits_NV.log_softmax(-1)
         logprobs += logprob_NV.gather(-1, piece_N1)[:, 0].tolist()
         if item.draws:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from dgemma.config import DEFAULT_MODE
 from dgemma.errors import UsageError
 from dgemma.options import option
 from dgemma.weights.hub import ModelOptions
@@ -49,7 +50,7 @@ class SamplerOptions:
 class ReplyOptions(SamplerOptions):
     """Options of commands that answer a message."""
 
-    mode: str = option("diffusion", MODE_HELP)
+    mode: str = option(DEFAULT_MODE, MODE_HELP)
     temperature: float | None = option(None, "Temperature of draws; AR is greedy by default.")
     max_tokens: int | None = option(None, "Longest answer.")
     thinking: bool = option(False, "Let the model think first.", "--thinking/--no-thinking")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dgemma.cli.app import AsJson, SamplerOptions, app, load_engine, with_options
+from dgemma.config import DEFAULT_MODE
 from dgemma.errors import FAILED, INTERRUPTED, UsageError
 from dgemma.options import option
 from dgemma.programs.sudoku.grid import CELLS, RESTARTS, parse
@@ -36,7 +37,7 @@ class SudokuOptions(SamplerOptions):
     image: list[Path] | None = option(
         None, "A picture of a puzzle to read; may be repeated.", "--image", "-a"
     )
-    mode: str = option("diffusion", "diffusion or ar.")
+    mode: str = option(DEFAULT_MODE, "diffusion or ar.")
     pin: bool | None = option(
         None, "Hold the givens in place; diffusion's default.", "--pin/--no-pin"
     )

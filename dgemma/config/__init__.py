@@ -13,6 +13,7 @@ from dgemma.config.json_files import (
     read_own_generation,
 )
 from dgemma.config.model_config import (
+    DEFAULT_MODE,
     FULL,
     MODES,
     PRESETS,
@@ -31,6 +32,7 @@ from dgemma.config.model_config import (
 from dgemma.config.vision_config import IMAGE_BUDGETS, VisionConfig
 
 __all__ = [
+    "DEFAULT_MODE",
     "FULL",
     "GENERATION_CONFIG",
     "IMAGE_BUDGETS",

@@ -18,6 +18,7 @@ FULL: LayerType = "full_attention"
 
 Mode = Literal["diffusion", "ar", "hybrid", "auto"]  # of a reply
 MODES: tuple[Mode, ...] = get_args(Mode)
+DEFAULT_MODE: Mode = "diffusion"
 WHOLE_MODES = MODES[:2]  # one mode for all of a reply
 Preset = Literal["quality", "balanced", "fast"]  # a name for values of the sampler
 PRESETS: tuple[Preset, ...] = get_args(Preset)

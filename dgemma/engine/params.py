@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dgemma.config import MODES, PRESETS, Mode, ModelConfig, Preset
+from dgemma.config import DEFAULT_MODE, MODES, PRESETS, Mode, ModelConfig, Preset
 from dgemma.constrain.matcher import Constraint
 from dgemma.diffusion.canvas import NO_PINS, Noise, Pins
 from dgemma.diffusion.sampler import Sampler
@@ -23,7 +23,7 @@ class SamplingParams:
     Pins, canvas length, preset, sampler and drafts need a canvas; AR mode refuses them.
     """
 
-    mode: Mode = "diffusion"  # hybrid: thoughts in AR; auto: AR or canvases by what is faster here
+    mode: Mode = DEFAULT_MODE  # hybrid: thoughts in AR; auto: what is faster here
     max_tokens: int | None = None
     seed: int | None = None  # None draws one, reported in Done
     choice: int = 0  # index among several replies with the same prompt and seed

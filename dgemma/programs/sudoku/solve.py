@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dgemma.config import Mode
+from dgemma.config import DEFAULT_MODE, Mode
 from dgemma.diffusion.canvas import NO_PINS, Pins
 from dgemma.engine.events import Done, Draft
 from dgemma.engine.generation import FAULT, Generation
@@ -65,7 +65,7 @@ class SudokuResult:
 class SudokuParams:
     """Parameters of solving. AR has no canvas: pins and restarts are for diffusion."""
 
-    mode: Mode = "diffusion"
+    mode: Mode = DEFAULT_MODE
     pinned: bool = True  # hold the givens in place
     restarts: int = 0  # most attempts after the first
     seed: int = 0
