@@ -107,7 +107,7 @@ MUTANTS = [
         "dgemma/programs/sudoku/solve.py",
         "prompt_tokens += done.prompt_tokens",
         "prompt_tokens = done.prompt_tokens",
-        "programs/test_sudoku_cli.py::test_only_what_does_not_settle_is_begun_again",
+        "programs/test_sudoku_cli.py::test_only_what_does_not_converge_is_begun_again",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""A tiny checkpoint that settles: it knows a few answers by heart, in the small tokenizer's ids."""
+"""A tiny checkpoint that converges: it knows some answers by heart, in a small tokenizer's ids."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""The loop of one block: pins hold, canvases ignore each other, taught models settle."""
+"""The loop of one block: pins hold, canvases ignore each other, taught models converge."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -145,7 +145,7 @@ def test_open_positions_are_conditioned_on_what_the_step_thought() -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda s: type(s.rule).__name__)
-def test_a_canvas_of_pins_alone_settles_after_one_step(sampler: Sampler) -> None:
+def test_a_canvas_of_pins_alone_converges_after_one_step(sampler: Sampler) -> None:
     pins = Pins(tuple(range(8)), tuple(range(20, 28)))
     steps = run(MODEL, [1, 2], new_state(TINY, sampler, pins))
     assert len(steps) == 1
@@ -155,7 +155,7 @@ def test_a_canvas_of_pins_alone_settles_after_one_step(sampler: Sampler) -> None
 @pytest.mark.parametrize(
     "rule", [EntropyBound(), SpacedEntropyBound(), Confidence()], ids=lambda r: type(r).__name__
 )
-def test_a_pin_against_the_answer_stands_and_the_rest_settles_around_it(rule: Any) -> None:
+def test_a_pin_against_the_answer_stands_and_the_rest_converges_around_it(rule: Any) -> None:
     model, expected = taught_model(), answer_ids(SHORT)
     expected[2] = (expected[2] + 40) % model.config.vocab_size
     state = new_state(model.config, Sampler(rule=rule), Pins((2,), (expected[2],)), seed=1)
@@ -238,7 +238,7 @@ def test_a_row_takes_at_least_one_step_and_never_more_than_allowed(member: Membe
     assert len(steps) == member.sampler.max_denoising_steps or steps[-1].canvas.converged
 
 
-def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_uses_its_own_temperature_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(rule=EntropyBound(entropy_bound=1e-6), max_denoising_steps=5)
     state, queries = new_state(TINY, sampler, seed=9), []
 
@@ -248,19 +248,19 @@ def test_every_step_uses_its_own_heat_and_noise(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("dgemma.diffusion.reference_step.position_stats", watched)
     for number, after in enumerate(run(MODEL, [1, 2], state), start=1):
-        query, heat = (
+        query, temperature = (
             queries[number - 1],
             sampler.temperature_at(sampler.max_denoising_steps - number + 1),
         )
         assert torch.equal(query.uniform_T, state.noise.uniform_NL[number])
-        assert query.temperature_T.tolist() == pytest.approx([heat] * 8)
+        assert query.temperature_T.tolist() == pytest.approx([temperature] * 8)
         renoised = ~after.canvas.accepted_L
         assert renoised.any()
         expected = state.noise.tokens_NL[number][renoised]
         assert torch.equal(after.canvas.tokens_L[renoised], expected)
 
 
-def test_the_heat_reaches_the_entropy() -> None:
+def test_the_temperature_reaches_the_entropy() -> None:
     """The first step of a hot sampler leaves more open than that of a cool one."""
     mild = Sampler(max_denoising_steps=1, t_max=0.5, t_min=0.5)
     hot = replace(mild, t_max=5.0)
@@ -276,7 +276,7 @@ def test_the_heat_reaches_the_entropy() -> None:
 
 @pytest.mark.parametrize("question", ANSWERS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_taught_model_settles_on_the_taught_text(question: str, seed: int) -> None:
+def test_a_taught_model_converges_on_the_taught_text(question: str, seed: int) -> None:
     model, expected = taught_model(), answer_ids(question)
     cache = prefilled(model, list(ask(question).ids))
     for block in range(len(expected) // CANVAS):

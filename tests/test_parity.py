@@ -194,11 +194,11 @@ def test_generation_gives_the_reference_tokens_and_step_counts() -> None:
         outcomes.append(_check_generation(**case))
 
     check()
-    settled = [any(o.steps < o.max_steps for o in case) for case in outcomes]
+    converged = [any(o.steps < o.max_steps for o in case) for case in outcomes]
     fractions = {count / o.length for case in outcomes for o in case for count in o.accepted}
     counts = {count for case in outcomes for o in case for count in o.accepted}
-    print(f"{sum(settled)} of {len(settled)} cases settled; accepted counts {sorted(counts)}")
-    assert sum(settled) / len(settled) >= 0.3
+    print(f"{sum(converged)} of {len(converged)} cases converged; accepted counts {sorted(counts)}")
+    assert sum(converged) / len(converged) >= 0.3
     assert 1 in counts and 1.0 in fractions and len(counts) >= 8
 
 
@@ -217,9 +217,9 @@ def _check_generation(
         shake(reference, rest["seed"], size=0.08)
         model = ours(config, reference)
     ids, mask = left_padded(rows)
-    knobs = {"max_denoising_steps": max_steps, "max_new_tokens": blocks * config.canvas_length}
+    changes = {"max_denoising_steps": max_steps, "max_new_tokens": blocks * config.canvas_length}
     sampler_config = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": rest["bound"]}
-    generation = type(reference.generation_config)(**knobs, sampler_config=sampler_config)
+    generation = type(reference.generation_config)(**changes, sampler_config=sampler_config)
     with recording(reference) as recorded:
         reference.generate(ids, attention_mask=mask, generation_config=generation)
     sampler = Sampler(rule=EntropyBound(entropy_bound=rest["bound"]), max_denoising_steps=max_steps)
@@ -230,8 +230,8 @@ def _check_generation(
     outcomes = []
     for block in recorded:
         noises = [block.noise(row, max_steps) for row in range(len(rows))]
-        *_, settled = denoise(model, caches, [start(sampler, n, NO_PINS) for n in noises])
-        for index, (cache, row) in enumerate(zip(caches, settled, strict=True)):
+        *_, converged = denoise(model, caches, [start(sampler, n, NO_PINS) for n in noises])
+        for index, (cache, row) in enumerate(zip(caches, converged, strict=True)):
             assert row.canvas.guess_L.tolist() == block.canvas_BL[index].tolist()
             assert row.canvas.num_steps == block.steps_B[index]
             commit(model, cache, row.canvas.guess_L, chunk=5)

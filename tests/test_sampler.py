@@ -67,7 +67,7 @@ def stats(
 @pytest.mark.parametrize(
     ("entropy", "bound", "kept"),
     [
-        # The surest is always kept, however unsure.
+        # The most certain is always accepted, however unsure.
         ([5.0, 4.0, 6.0], 0.1, [False, True, False]),
         ([3.0], 0.1, [True]),
         # What those before it leave open must fit: 0 | 0.04 | 0.04 + 0.05 | 0.04 + 0.05 + 0.06.
@@ -82,7 +82,7 @@ def stats(
         ([INF, INF], 0.1, [False, False]),
     ],
 )
-def test_the_surest_positions_are_kept_while_they_fit_the_bound(
+def test_the_most_certain_positions_are_kept_while_they_fit_the_bound(
     entropy: list[float], bound: float, kept: list[bool]
 ) -> None:
     assert accept_mask(torch.tensor(entropy), bound).tolist() == kept
@@ -144,7 +144,7 @@ def test_a_kept_position_is_decided_anew_in_the_next_step() -> None:
     assert third.tokens_L.tolist() == [90, 4]
 
 
-# --- settling
+# --- converging
 
 
 def peer_verdicts(steps: list[tuple[list[int], float]], threshold: int) -> list[bool]:
@@ -169,7 +169,7 @@ def one_hot(top: list[int]) -> Tensor:
         max_size=10,
     ),
 )
-def test_a_canvas_settles_when_the_reference_stops(
+def test_a_canvas_converges_when_the_reference_stops(
     threshold: int, tops: list[tuple[list[int], float]]
 ) -> None:
     rule = EntropyBound(stability_threshold=threshold)
@@ -184,26 +184,26 @@ def test_a_canvas_settles_when_the_reference_stops(
 
 
 @pytest.mark.parametrize(
-    ("threshold", "settled_at"), [(0, [True] * 4), (1, [False, True, True, True])]
+    ("threshold", "converged_at"), [(0, [True] * 4), (1, [False, True, True, True])]
 )
-def test_a_sure_and_steady_canvas_settles_as_early_as_allowed(
-    threshold: int, settled_at: list[bool]
+def test_a_sure_and_steady_canvas_converges_as_early_as_allowed(
+    threshold: int, converged_at: list[bool]
 ) -> None:
     canvas, verdicts = initial_canvas(torch.tensor([0, 0])), []
     for _ in range(4):
         rule = EntropyBound(stability_threshold=threshold)
         canvas = advance(canvas, stats([1, 2]), torch.tensor([0, 0]), rule)
         verdicts.append(bool(canvas.converged))
-    assert verdicts == settled_at
+    assert verdicts == converged_at
 
 
-@pytest.mark.parametrize(("mean", "settles"), [(0.0049, True), (0.005, False), (0.1, False)])
-def test_the_mean_entropy_must_be_strictly_below_the_bound(mean: float, settles: bool) -> None:
+@pytest.mark.parametrize(("mean", "converges"), [(0.0049, True), (0.005, False), (0.1, False)])
+def test_the_mean_entropy_must_be_strictly_below_the_bound(mean: float, converges: bool) -> None:
     rule = EntropyBound(confidence_threshold=0.005, stability_threshold=0)
     # One position unsure, the other not at all: it is the mean that counts.
     canvas = initial_canvas(torch.tensor([0, 0]))
     canvas = advance(canvas, stats([1, 2], [0.0, 2 * mean]), torch.tensor([0, 0]), rule)
-    assert bool(canvas.converged) == settles
+    assert bool(canvas.converged) == converges
 
 
 # --- temperature
@@ -216,7 +216,7 @@ def test_the_mean_entropy_must_be_strictly_below_the_bound(mean: float, settles:
     more=st.floats(0.01, 2.0),
     step=st.integers(0, 63),
 )
-def test_the_heat_of_a_step_is_that_of_the_reference(
+def test_the_temperature_of_a_step_is_that_of_the_reference(
     max_steps: int, low: float, more: float, step: int
 ) -> None:
     steps_left = max_steps - step % max_steps
@@ -258,15 +258,15 @@ def test_pins_use_up_none_of_the_bound() -> None:
     assert moved.tokens_L.tolist() == [1, 7, 3, 8]
 
 
-def test_the_surest_open_position_moves_even_if_pins_are_surer() -> None:
+def test_the_most_certain_open_position_moves_even_if_pins_are_surer() -> None:
     canvas = initial_canvas(torch.tensor([50, 51, 52, 53]), PINS)
     seen = stats([1, 2, 3, 4], [6.0, 0.0, 5.0, 0.0])
     moved = advance(canvas, seen, torch.tensor([70, 71, 72, 73]), EntropyBound(entropy_bound=0.1))
     assert moved.tokens_L.tolist() == [70, 7, 3, 8]
 
 
-@pytest.mark.parametrize(("open_entropy", "settles"), [(0.001, True), (0.006, False)])
-def test_the_test_for_settling_looks_past_the_pins(open_entropy: float, settles: bool) -> None:
+@pytest.mark.parametrize(("open_entropy", "converges"), [(0.001, True), (0.006, False)])
+def test_the_test_for_converging_looks_past_the_pins(open_entropy: float, converges: bool) -> None:
     """Unsure pins do not delay it, sure ones do not hasten it, and their top may change."""
     rule = EntropyBound(confidence_threshold=0.005, stability_threshold=1)
     for pin_entropy in (0.0, 9.0):
@@ -277,11 +277,11 @@ def test_the_test_for_settling_looks_past_the_pins(open_entropy: float, settles:
                 [open_entropy, pin_entropy, open_entropy, pin_entropy],
             )
             canvas = advance(canvas, seen, torch.zeros(4).long(), rule)
-        assert bool(canvas.converged) == settles
+        assert bool(canvas.converged) == converges
 
 
 @pytest.mark.parametrize("rule", [*RULES, EntropyBound(stability_threshold=3)])
-def test_a_canvas_of_pins_alone_settles_at_once(rule: Any) -> None:
+def test_a_canvas_of_pins_alone_converges_at_once(rule: Any) -> None:
     canvas = initial_canvas(torch.tensor([50, 51]), Pins((0, 1), (7, 8)))
     seen = stats([1, 2], [9.0, 9.0], top_p=[0.1, 0.1], held_p=[0.0, 0.0])
     moved = advance(canvas, seen, torch.tensor([70, 71]), rule)
@@ -294,7 +294,7 @@ def test_a_canvas_of_pins_alone_settles_at_once(rule: Any) -> None:
 @pytest.mark.parametrize(
     ("draw", "entropy", "reach", "kept"),
     [
-        # Sure ones stand side by side, doubtful ones do not, the surest of them is decided.
+        # Sure ones stand side by side, doubtful ones do not, the most certain of them is decided.
         ([1, 2, 3], [0.0, 0.1, 0.05], 2, [True, True, True]),
         ([1, 2, 3], [0.4, 0.3, 0.5], 2, [False, True, False]),
         ([1, 2, 3], [0.3, 0.4, 0.5], 1, [True, False, False]),
@@ -414,14 +414,14 @@ def test_the_confidence_rule_keeps_its_promises(case: tuple[Canvas, PositionStat
             assert after == before and moved.accepted_L[i], "a held token moved"
     opened = [i for i in range(canvas.length) if not canvas.accepted_L[i]]
     if opened:
-        surest = max(opened, key=lambda i: float(seen.top_p_T[i]))
-        assert moved.accepted_L[surest], "a step must decide something"
+        most_certain = max(opened, key=lambda i: float(seen.top_p_T[i]))
+        assert moved.accepted_L[most_certain], "a step must decide something"
     assert bool(moved.converged) == (not was_open and not is_changed)
     assert torch.equal(moved.guess_L[moved.accepted_L], moved.tokens_L[moved.accepted_L])
 
 
 def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
-    """However unsure, each step decides one more, and one last look settles."""
+    """However unsure, each step decides one more, and one last look converges."""
     canvas = initial_canvas(torch.zeros(5).long())
     steps = 0
     while not canvas.converged:
@@ -434,11 +434,11 @@ def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
     assert steps == 6 and canvas.guess_L.tolist() == [1, 2, 3, 4, 5]
 
 
-# --- knobs
+# --- changes
 
 
 @pytest.mark.parametrize(
-    ("make", "knobs", "complaint"),
+    ("make", "changes", "complaint"),
     [
         (EntropyBound, {"entropy_bound": 0.0}, "entropy bound is 0.0; it must be above 0"),
         (EntropyBound, {"entropy_bound": -1.0}, "entropy bound is -1.0"),
@@ -468,18 +468,18 @@ def test_the_confidence_rule_ends_when_the_model_is_steady() -> None:
         (Sampler, {"t_max": NAN}, "t_max is nan"),
     ],
 )
-def test_a_knob_turned_too_far_is_refused_with_what_is_allowed(
-    make: Any, knobs: dict[str, Any], complaint: str
+def test_a_parameter_out_of_range_is_refused_with_what_is_allowed(
+    make: Any, changes: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(UsageError, match=complaint):
-        make(**knobs)
+        make(**changes)
 
 
 def test_the_defaults_are_the_released_ones() -> None:
     assert released_sampler(GenerationConfig()) == Sampler()
 
 
-def test_every_knob_of_a_generation_config_reaches_the_sampler() -> None:
+def test_every_parameter_of_a_generation_config_reaches_the_sampler() -> None:
     assert released_sampler(GENERATION) == Sampler(
         rule=EntropyBound(entropy_bound=0.7, confidence_threshold=0.2, stability_threshold=3),
         max_denoising_steps=9,

@@ -15,7 +15,7 @@ from tests.taught import CANVAS, GENERATION, ask, taught_config
 from tests.text.small import TEMPLATE, small_tokenizer
 from tests.tiny import TINY, shake
 
-QUICK = Sampler(max_denoising_steps=2)  # random weights do not settle anyway
+QUICK = Sampler(max_denoising_steps=2)  # random weights do not converge anyway
 BEFORE, HOLE, AFTER = "def f(x):\n", "  y = x\n", "  return y\n"
 WRONG, RIGHT, REQUEST = "the caat sat", "the cat sat", "Fix."
 STEPS = 420

@@ -136,7 +136,7 @@ def test_done_tells_what_the_request_took(engine: Engine) -> None:
     assert done.seed == 1
 
 
-def test_a_canvas_out_of_steps_is_reported_as_unsettled(wild: Engine) -> None:
+def test_a_canvas_out_of_steps_is_reported_as_unconverged(wild: Engine) -> None:
     done = wild.generate("x", SamplingParams(seed=1, max_tokens=2 * CANVAS))
     assert done.unconverged_blocks == done.blocks >= 1
 
@@ -355,7 +355,7 @@ def test_a_long_reply_moves_as_its_model_says_unless_the_request_does(shrinking:
     assert (free.t_max, free.t_min, free.max_denoising_steps) == (0.9, 0.3, 5)
 
     def most_steps(options: SamplingParams) -> int:
-        """Of a canvas that is not the first to be tried; noise does not settle."""
+        """Of a canvas that is not the first to be tried; noise does not converge."""
         events = [e for e in shrinking.stream("x", options) if isinstance(e, Draft)]
         return max(event.step for event in events if len(event.ids) < CANVAS)
 

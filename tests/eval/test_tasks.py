@@ -303,7 +303,7 @@ def solved(solution: str | None, *, converged: bool, steps: int, restarts: int =
     )
 
 
-def test_sudoku_counts_what_is_right_and_what_settled() -> None:
+def test_sudoku_counts_what_is_right_and_what_converged() -> None:
     wrong = "9" + SOLUTION[1:]
     outcomes = [
         solved(SOLUTION, converged=True, steps=4),

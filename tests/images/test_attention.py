@@ -255,12 +255,12 @@ def test_generation_gives_the_reference_tokens_and_steps(seed: int) -> None:
     commit_prompt(model, cache, prompt.ids, prompt.rows(encoder), [])
     assert len(recorded) == 2
     for block in recorded:
-        *_, (settled,) = denoise(
+        *_, (converged,) = denoise(
             model, [cache], [start(sampler, block.noise(0, max_steps), NO_PINS)]
         )
-        assert settled.canvas.guess_L.tolist() == block.canvas_BL[0].tolist()
-        assert settled.canvas.num_steps == block.steps_B[0]
-        commit_prompt(model, cache, settled.canvas.guess_L, [], [])
+        assert converged.canvas.guess_L.tolist() == block.canvas_BL[0].tolist()
+        assert converged.canvas.num_steps == block.steps_B[0]
+        commit_prompt(model, cache, converged.canvas.guess_L, [], [])
 
 
 def test_rows_with_and_without_pictures_share_a_pass() -> None:

@@ -163,7 +163,7 @@ def test_entropies_as_they_come_are_added_up_alike(model: Gemma) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_a_position_that_is_no_number_is_never_decided_nor_settled(model: Gemma, at: int) -> None:
+def test_a_position_that_is_no_number_is_never_decided_nor_converged(model: Gemma, at: int) -> None:
     case = drawn(4, 9, EntropyBound(stability_threshold=0))
     entropy_L = torch.zeros(9)
     entropy_L[at] = float("nan")

@@ -155,9 +155,11 @@ def test_pinned_givens_stand_on_every_canvas(engine: Engine) -> None:
         assert [draft.guess[position] for position in pins.positions] == list(pins.tokens)
 
 
-def test_only_what_does_not_settle_is_begun_again(engine: Engine) -> None:
+def test_only_what_does_not_converge_is_begun_again(engine: Engine) -> None:
     hasty = Engine(engine.model, engine.tokenizer, engine.template, engine.generation_config)
-    hasty.sampler = replace(engine.sampler, max_denoising_steps=1)  # no canvas settles in one step
+    hasty.sampler = replace(
+        engine.sampler, max_denoising_steps=1
+    )  # no canvas converges in one step
     [one] = solve(hasty, [PUZZLE], SudokuParams(restarts=3))
     assert (one.converged, one.restarts, one.steps) == (False, 3, 4)
     prompts = [sudoku_task(hasty, PUZZLE, n, SudokuParams()).prompt for n in range(4)]
@@ -167,7 +169,7 @@ def test_only_what_does_not_settle_is_begun_again(engine: Engine) -> None:
     assert done.prompt_tokens == one.prompt_tokens
     [one] = solve(hasty, [PUZZLE])
     assert (one.converged, one.restarts, one.steps) == (False, 0, 1)
-    # Settled but wrong, and a restart would be free to find the right one: it is not made.
+    # Converged but wrong, and a restart would be free to find the right one: it is not made.
     easy = replace(engine.sampler.rule, confidence_threshold=1e9, stability_threshold=0)
     hasty.sampler = replace(engine.sampler, rule=easy)
     [one] = solve(hasty, [OTHER], SudokuParams(restarts=3))

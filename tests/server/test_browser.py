@@ -113,7 +113,9 @@ def test_the_files_come_with_a_strict_policy_and_hold_no_inline_code(nano: Runni
     assert nano.get("/page/none.js").status_code == 404
 
 
-def test_drafts_change_then_settle_on_the_answer(visit: Callable[..., Any], nano: Running) -> None:
+def test_drafts_change_then_converge_on_the_answer(
+    visit: Callable[..., Any], nano: Running
+) -> None:
     page = visit()
     page.evaluate(SEEN)
     ask(page, STORY)
@@ -306,10 +308,10 @@ def test_an_edit_is_shown_as_a_difference(visit: Callable[..., Any]) -> None:
     assert page.input_value("#edit-text") == "The little girl has a blue ball. She was happy."
 
 
-def test_a_sudoku_settles_and_is_gone_through_again(visit: Callable[..., Any]) -> None:
+def test_a_sudoku_converges_and_is_gone_through_again(visit: Callable[..., Any]) -> None:
     page = visit(settings={"seed": 1})
     page.click("#tab-sudoku")
-    page.click("#puzzles >> text=Hard")  # an easy one may settle in its first step
+    page.click("#puzzles >> text=Hard")  # an easy one may converge in its first step
     page.click("#sudoku-go")
     page.wait_for_selector("#verdict b")
     assert page.locator("#verdict").inner_text().startswith("Solved")

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tests.server.conftest import MODEL, Running, load, wait_for
 from tests.taught import ANSWERS, CANVAS, GENERATION, LONG, SHORT, THOUGHT
 
-# For what the model was not taught: it does not settle, however many steps it has.
+# For what the model was not taught: it does not converge, however many steps it has.
 BRIEF = {"dgemma": {"max_denoising_steps": 6, "retries": 0}}
 STEADY = {"dgemma": {"max_denoising_steps": 12, "retries": 1}}
 

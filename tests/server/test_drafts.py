@@ -1,4 +1,4 @@
-"""The canvas as it settles, over HTTP: for those who ask, and harmless to those who do not."""
+"""The canvas as it converges, over HTTP: for those who ask, and harmless to those who do not."""
 
 import json
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_who_appends_deltas_sees_promised_text_alone(shared: Running) -> None:
     assert text == ANSWERS[LONG]
 
 
-def test_who_replaces_sees_the_text_settle(shared: Running) -> None:
+def test_who_replaces_sees_the_text_converge(shared: Running) -> None:
     odd = "what?"  # nothing it was taught, so that its guesses change
     whole = shared.ask(odd, seed=1).json()["choices"][0]["message"]["content"]
     stream = events(shared, odd, seed=1, diffusing=True)

@@ -20,7 +20,7 @@ from tests.server.conftest import Running, fail_one, is_cancelling, wait_for
 from tests.taught import ANSWERS, LONG, SHORT
 
 Serve = Callable[..., Running]
-# A canvas that never settles: 512 steps.
+# A canvas that never converges: 512 steps.
 ENDLESS = {"dgemma": {"max_denoising_steps": 512, "confidence_threshold": 1e-9}}
 
 
