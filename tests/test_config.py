@@ -291,8 +291,10 @@ def test_how_long_replies_are_written_is_read_and_written(raw: Raw) -> None:
     config = read_config(raw)
     assert config == replace(TINY, long_reply=LongReply(**LONG))
     assert config.long_reply is not None and config.long_reply.reach == 0
-    raw["long_reply"] = {**LONG, "reach": 2, "draft_length": 3}
-    assert read_config(raw) == replace(TINY, long_reply=LongReply(**LONG, reach=2, draft_length=3))
+    raw["long_reply"] = {**LONG, "reach": 2, "num_speculative_tokens": 3}
+    assert read_config(raw) == replace(
+        TINY, long_reply=LongReply(**LONG, reach=2, num_speculative_tokens=3)
+    )
     assert config_to_json(read_config(raw)) == raw
 
 
@@ -305,8 +307,8 @@ def test_how_long_replies_are_written_is_read_and_written(raw: Raw) -> None:
         ("max_denoising_steps", 0, "from 1 to 65536"),
         ("reach", 2.0, "a whole number"),
         ("reach", -1, "from 0 to 8"),
-        ("draft_length", "3", "a whole number"),
-        ("draft_length", LONG["canvas_length"] + 1, f"from 0 to {LONG['canvas_length']}"),
+        ("num_speculative_tokens", "3", "a whole number"),
+        ("num_speculative_tokens", LONG["canvas_length"] + 1, f"from 0 to {LONG['canvas_length']}"),
         *[("entropy_bound", value, "a number above 0") for value in (0, -1.0, float("inf"))],
         *[("t_max", value, "a number above 0") for value in ("hot", float("nan"), True)],
         ("t_min", 0.0, "a number above 0"),

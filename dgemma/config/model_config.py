@@ -208,17 +208,17 @@ class LongReply:
     reach: int = 0  # minimum distance of uncertain positions accepted in one step; 0: none
     # First tokens of a canvas of noise that the causal mode verifies, drawing at t_max; 0: canvases
     # are denoised and committed. With a draft, steps and entropy bound do not matter.
-    draft_length: int = 0
+    num_speculative_tokens: int = 0
 
     def applied(self, generation: "GenerationConfig") -> "GenerationConfig":
         """Return generation defaults with these values."""
-        own = ("canvas_length", "reach", "draft_length")
+        own = ("canvas_length", "reach", "num_speculative_tokens")
         same = [name for name in self.__slots__ if name not in own]
         return replace(generation, **{name: getattr(self, name) for name in same})
 
     def check(self, max_canvas: int) -> None:
         """Refuse values that a model with canvases of `max_canvas` tokens cannot run."""
-        for name in ("canvas_length", "max_denoising_steps", "reach", "draft_length"):
+        for name in ("canvas_length", "max_denoising_steps", "reach", "num_speculative_tokens"):
             _require(type(getattr(self, name)) is int, name, getattr(self, name), "a whole number")
         for name in ("entropy_bound", "t_max", "t_min"):
             value = getattr(self, name)
@@ -230,7 +230,10 @@ class LongReply:
         steps = self.max_denoising_steps
         allowed = f"from 1 to {MAX_STEPS}"
         _require(1 <= steps <= MAX_STEPS, "max_denoising_steps", steps, allowed)
-        for name, most in {"reach": max_canvas, "draft_length": self.canvas_length}.items():
+        for name, most in {
+            "reach": max_canvas,
+            "num_speculative_tokens": self.canvas_length,
+        }.items():
             value = getattr(self, name)
             _require(0 <= value <= most, name, value, f"from 0 to {most}")
         _require(self.t_max >= self.t_min, "t_max", self.t_max, f"t_min, {self.t_min}, or more")

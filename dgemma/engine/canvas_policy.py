@@ -100,7 +100,7 @@ def canvas_policy(
     is_set = params.canvas_length or params.initial_canvas or params.constraint is not None
     if long is None or is_set or long.canvas_length >= length:
         return CanvasPolicy(usual)
-    if long.draft_length and (params.sampler or rule or params.mode != "diffusion"):
+    if long.num_speculative_tokens and (params.sampler or rule or params.mode != "diffusion"):
         return CanvasPolicy(usual)
     released = released_sampler(long.applied(generation))
     if rule is not None:
@@ -108,7 +108,9 @@ def canvas_policy(
     elif long.reach:
         released = with_reach(released, long.reach)
     sampler = with_temperature(params.sampler or released, params.temperature)
-    return CanvasPolicy(usual, CanvasPreset(long.canvas_length, sampler, long.draft_length))
+    return CanvasPolicy(
+        usual, CanvasPreset(long.canvas_length, sampler, long.num_speculative_tokens)
+    )
 
 
 def output_fault(

@@ -85,8 +85,8 @@ class SpeculativeParams:
     def sizes(self, long: LongReply | None) -> DraftSizes:
         """Return the sizes given, by default those of the drafter or of a preset."""
         num, length = NUM_TOKENS[self.drafter], CANVAS_LENGTH
-        if self.drafter == "canvas" and long is not None and long.draft_length:
-            num, length = long.draft_length, long.canvas_length
+        if self.drafter == "canvas" and long is not None and long.num_speculative_tokens:
+            num, length = long.num_speculative_tokens, long.canvas_length
         num = num if self.num_speculative_tokens is None else self.num_speculative_tokens
         length = length if self.canvas_length is None else self.canvas_length
         return DraftSizes(num, max(num, length))

@@ -28,7 +28,7 @@ LONG = {
     "t_min": 0.3,
     "max_denoising_steps": 5,
     "reach": 3,
-    "draft_length": 0,
+    "num_speculative_tokens": 0,
 }
 PRESET: dict[str, Any] = {"max_denoising_steps": 7, "entropy_bound": 0.25, "long_reply": LONG}
 RAW: dict[str, Any] = {**generation_config_to_json(GENERATION), "presets": {"fast": PRESET}}

@@ -126,7 +126,7 @@ def test_the_loose_rule_keeps_more_of_a_draft(nano: Engine) -> None:
 
 LONG = LongReply(
     canvas_length=8,
-    draft_length=3,
+    num_speculative_tokens=3,
     entropy_bound=1.0,
     t_max=0.8,
     t_min=0.8,

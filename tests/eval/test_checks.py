@@ -69,7 +69,7 @@ def test_a_grid_keeps_the_givens_and_the_rules() -> None:
     assert check.reason(CheckedAnswer(text=LINES, original=PUZZLE)) == ""
     other = LINES.translate(str.maketrans("12", "21"))
     assert "breaks" in check.reason(CheckedAnswer(text=other, original=PUZZLE))
-    assert "no grid" in check.reason(CheckedAnswer(text="5", original=PUZZLE))
+    assert "not a grid" in check.reason(CheckedAnswer(text="5", original=PUZZLE))
 
 
 def test_an_answer_must_depend_on_its_evidence() -> None:

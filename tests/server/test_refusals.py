@@ -231,7 +231,7 @@ def test_tokens_and_back(shared: Running) -> None:
     pieces = shared.post("/tokenize", {"content": "the😀", "with_pieces": True}).json()["tokens"]
     assert pieces[0]["piece"] == "the"
     assert bytes(byte for piece in pieces[1:] for byte in piece["piece"]).decode() == "😀"
-    assert "no token id" in error(shared.post("/detokenize", {"tokens": [-1]}), 400)["message"]
+    assert "not a token id" in error(shared.post("/detokenize", {"tokens": [-1]}), 400)["message"]
 
 
 def test_keys_open_the_door(serve: Callable[..., Running]) -> None:
