@@ -136,7 +136,7 @@ def test_a_file_that_is_no_bank_is_refused(bank: SudokuBank, tmp_path: Path) -> 
     whole = (tmp_path / "sudoku.npz").read_bytes()
     (tmp_path / "spoiled.npz").write_bytes(whole[:200] + b"x" + whole[201:])
     for name in ("text.npz", "array.npy", "others.npz", "spoiled.npz"):
-        with pytest.raises(UsageError, match=rf"{name} is no .*; make one with"):
+        with pytest.raises(UsageError, match=rf"{name} is not .*; make one with"):
             SudokuBank.load(tmp_path / name)
 
 
