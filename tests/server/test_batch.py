@@ -213,7 +213,7 @@ def test_a_file_that_is_no_batch_is_refused(row: str, reason: str, tmp_path: Pat
 def test_an_output_that_is_another_file_is_left_alone(tmp_path: Path) -> None:
     output = tmp_path / "notes.txt"
     output.write_text("my notes\nand more\n")
-    with pytest.raises(UsageError, match="no output of a batch"):
+    with pytest.raises(UsageError, match="not a batch output file"):
         finished_ids(output)
     assert output.read_text() == "my notes\nand more\n"
 
