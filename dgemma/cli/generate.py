@@ -71,7 +71,7 @@ def generate(
     if options.plain and (options.system or options.thinking or shown):
         left_out = "--system, --thinking, --image and --video"
         raise UsageError(f"--plain has no chat turns; leave out {left_out}")
-    _check_rule(options)
+    _check_sampler_options(options)
     own_rule = load_rule(options.rule)
     params = replace(
         options.params(drafts=options.show),
@@ -191,14 +191,14 @@ def _chat(
     return engine.prompt(messages, thinking=options.thinking)
 
 
-def _check_rule(options: GenerateOptions) -> None:
-    """Refuse a sampler's rule where no sampler decides."""
-    if options.rule is None:
-        return
-    if options.mode == "ar":
-        raise UsageError("AR mode has no canvas, so it cannot honour --rule; leave it out")
-    if options.verify is not None:
-        raise UsageError("--verify commits what the causal mode chooses; leave out --rule")
+def _check_sampler_options(options: GenerateOptions) -> None:
+    """Refuse options of the sampler where no sampler decides."""
+    given = {"--rule": options.rule, "--steps": options.steps, "--preset": options.preset}
+    names = " and ".join(name for name, value in given.items() if value is not None)
+    if names and options.mode == "ar":
+        raise UsageError(f"AR mode has no canvas, so it cannot honour {names}; leave it out")
+    if names and options.verify is not None:
+        raise UsageError(f"--verify commits what the causal mode chooses; leave out {names}")
 
 
 def _drafter(draft: str) -> "Drafter":
@@ -220,10 +220,6 @@ def _speculation(params: "SamplingParams", options: GenerateOptions) -> "Specula
         raise UsageError("--verify checks drafts of diffusion; leave out --mode, or use --draft")
     if params.drafts:
         raise UsageError("verified text appears token by token; leave out --show")
-    if verify is not None and params.preset is not None:
-        raise UsageError("--verify commits what the causal mode chooses; leave out --preset")
-    if verify is not None and options.steps is not None:
-        raise UsageError("a verified canvas takes one step in each pass; leave out --steps")
     return SpeculativeParams(
         drafter=_drafter(draft or "canvas"),
         accept=verify or "strict",  # type: ignore[arg-type]
