@@ -73,7 +73,7 @@ REFUSALS: dict[str, tuple[Callable[[Keys, Tensors], None], str]] = {
     "an image tower": (architecture("clip"), "an image tower .*give the text model's file"),
     "a draft model": (architecture("gemma4-assistant"), "a draft model for speculative decoding"),
     "an adapter": (architecture("gemma4", type="adapter"), "is a LoRA adapter, not a model"),
-    "an mmproj": (architecture("diffusion-gemma", type="mmproj"), "is an image tower (mmproj), not a model"),
+    "an mmproj": (architecture("diffusion-gemma", type="mmproj"), r"\(mmproj\), not a model"),
     "no experts": (without(ARCH + "expert_count"), "without experts"),
     "a missing size": (without(ARCH + "embedding_length"), "embedding_length should be a int"),
     "a missing pattern": (

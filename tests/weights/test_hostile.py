@@ -312,7 +312,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_ends_in_a_sentence(tmp_path: 
 
 def test_the_built_in_model_has_the_digests_of_its_index() -> None:
     assert len(verify_digests(NANO_DIRECTORY)) == 5
-    assert _verified("nano").startswith("4 files have the recorded SHA-256: int8-00001-of")
+    assert _verified("nano").startswith("5 files have the recorded SHA-256: int8-00001-of")
 
 
 def test_a_checkpoint_without_digests_says_so(mine: Path) -> None:
